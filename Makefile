@@ -112,7 +112,7 @@ gpu-kit: $(STAMP) ## pack what benchmarks/gpu_kit.py needs on a GPU machine with
 	$(BIN)/python benchmarks/gpu_kit.py --pack build/gpu-kit
 
 # Servers of engines, each in an environment of its own: their pins exclude this project's. The file .complete, at the end of an
-# install, is what `rollmill` looks for: an environment without it is not taken (services/inference/engine/served/environment.py).
+# install, is what `rollmill` looks for: an environment without it is not taken (services/inference/engine/served/process.py).
 sglang-env: $(SGLANG)/.complete ## make .venv-sglang: SGLang for NVIDIA GPUs (Python 3.11 to 3.13, about 12 GB)
 vllm-env: $(VLLM)/.complete ## make .venv-vllm: vLLM for NVIDIA GPUs (Python 3.11 to 3.13, about 12 GB)
 $(SGLANG)/.complete: deploy/docker/inference-sglang.constraints.txt

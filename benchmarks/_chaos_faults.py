@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from benchmarks._chaos_schedule import Fault, Kind
 from benchmarks._chaos_world import LEASE_S, POLICY, World
-from services.common.rpc.client.health import is_serving
-from services.orchestrator.journal import records
+from services.common.rpc.client import is_serving
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.index import INDEX_FILE
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import Row, segment_path
@@ -213,11 +213,11 @@ def _dispensable(journal: Path, oldest_checkpoint: int) -> list[Row]:
     try:
         needed = {
             entry["sequence_id"].rpartition("/")[0]
-            for row in reader.rows_of(records.BATCH)
+            for row in reader.rows_of(entries.BATCH)
             if int(row.key.rpartition("/")[2]) > oldest_checkpoint and (record := reader.load(row)) is not None
             for entry in record["sequences"]
         }
-        rows = [row for row in reader.rows_of(records.TRAJECTORY) if row.key not in needed]
+        rows = [row for row in reader.rows_of(entries.TRAJECTORY) if row.key not in needed]
     finally:
         reader.close()
     if not rows:

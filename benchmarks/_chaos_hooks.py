@@ -52,7 +52,7 @@ def _install_clock() -> None:
 
 def _install_acknowledgements() -> None:
     from services.common.pb import pool_pb2
-    from services.inference.rpc.trajectory_sender import TrajectorySender
+    from services.inference.records_out import TrajectorySender
 
     original = TrajectorySender._acknowledge
 
@@ -85,9 +85,8 @@ def install() -> None:
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     # Under its own name, or the hooks would be installed twice: this file is `__main__` here.
-    from benchmarks._chaos_hooks import install as install_once
 
-    install_once()
+    install()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 elif os.environ.get("CHAOS_HOOKS"):
     install()  # in the fork server, which imports it last

@@ -24,11 +24,11 @@ from pathlib import Path
 from services.cli.plan import ProcessSpec, inference_process, orchestrator_address, plan, with_free_ports
 from services.cli.run.processes import MODULES, WATCH_S, ForkServer, Processes
 from services.cli.watch import OrchestratorClient
-from services.common.config.reading.loading import load_recipe, save_resolved
+from services.common.config.loading import load_recipe, save_resolved
 from services.common.errors import InfrastructureError, RollmillError
 from services.common.pb import run_pb2
 from services.common.system.child import module_command, module_in
-from services.common.system.children import ChildProcess
+from services.common.system.processes import ChildProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve().parent

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from services.common.system.cores import num_cores
+from services.common.system.machine import num_cores
 
 
 def pin(count: int) -> float:

@@ -20,10 +20,10 @@ from benchmarks._dead_soak import Soak
 from benchmarks._dead_soak import soak as soak_players
 from benchmarks._gateway import gateway
 from benchmarks._processes import ROOT
-from services.common.records.types import Task
-from services.common.system.free_ports import free_ports
+from services.common.records import Task
+from services.common.system.machine import free_ports
 from services.common.telemetry.accounts import TimeAccount
-from services.inference.rpc.gateway_client import GatewayClient
+from services.inference.gateway import GatewayClient
 
 TIMEOUT_S = 1.0  # of a call; the machine must answer an add within it
 RAW = str(ROOT / "tests" / "integration" / "envgateway" / "mcp" / "raw_server.py")

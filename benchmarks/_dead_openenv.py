@@ -13,10 +13,10 @@ from benchmarks._dead_servers import Server, during, proxy
 from benchmarks._dead_soak import Soak
 from benchmarks._dead_soak import soak as soak_players
 from benchmarks._gateway import gateway
-from services.common.records.types import Task
-from services.common.system.free_ports import free_ports
+from services.common.records import Task
+from services.common.system.machine import free_ports
 from services.common.telemetry.accounts import TimeAccount
-from services.inference.rpc.gateway_client import GatewayClient
+from services.inference.gateway import GatewayClient
 
 MOST = 8  # the example's largest number, which four guesses find
 STEP_TIMEOUT_S = 1.0

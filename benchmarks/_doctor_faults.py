@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from recipes.functions.steps import _held_out, program
 from services.common.errors import InfrastructureError
-from services.common.records.types import Task
-from services.inference.engine.weight_update import WeightUpdate
+from services.common.records import Task
+from services.inference.engine.base import WeightUpdate
 from services.inference.workflows.base import Outcome, WorkflowContext
-from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
+from services.inference.workflows.single import SingleTurn, SingleTurnSettings
 
 LAST_WEIGHTS = 3  # the version after which a replica with the fault "weights" takes no other
 _HELD_OUT = _held_out()

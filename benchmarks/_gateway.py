@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from benchmarks._processes import ROOT
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 
 _START_S = 60.0
 

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.common.config.training.losses import M2po
-from services.common.config.training.optimizer import OptimizerConfig
-from services.common.records.types import MinibatchTotals, RankBatch, Segment, Sequence, StopReason, TrainingSequence
+from services.common.config.algorithm import M2po
+from services.common.config.training import OptimizerConfig
+from services.common.records import MinibatchTotals, RankBatch, Segment, StopReason, TokenSequence, TrainingSequence
 from services.common.system.child import run_and_leave
-from services.common.text.huggingface import named_weights
+from services.common.text.chat import named_weights
+from services.trainer.metrics import peak_flops
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import load_policy_model
-from services.trainer.ranks.sharding import Ranks, init_ranks, leave_ranks, local_rows
-from services.trainer.step.metrics import peak_flops
-from services.trainer.step.train_step import TrainStep
+from services.trainer.ranks import Ranks, init_ranks, leave_ranks, local_rows
+from services.trainer.step import TrainStep
 
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -57,7 +57,7 @@ def documents(lengths: list[tuple[int, int]], vocabulary: int, seed: int) -> lis
         made.append(
             TrainingSequence(
                 sequence_id=str(index),
-                sequence=Sequence(policy="p", segments=segments, reward=float(index % 2), stop_reason=StopReason.STOP),
+                sequence=TokenSequence(policy="p", segments=segments, reward=float(index % 2), stop_reason=StopReason.STOP),
                 group_mean=0.5, group_std=0.58, group_size=4, staleness=0, minibatch=0, position=index,
             )
         )  # fmt: skip

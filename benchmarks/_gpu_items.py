@@ -31,20 +31,19 @@ from benchmarks._processes import ROOT
 from benchmarks._rehearsal_weights import POLICY, RUN, VERSION_BYTES, OneHost
 from recipes.quickstart.model import build, build_tokenizer
 from services.cli.check.memory import GIB, ModelShape, trainer_rank_parts
-from services.common.config.training.policy import PolicyConfig
+from services.common.config.training import PolicyConfig
 from services.common.weights.snapshot import Manifest, TensorSpec
-from services.inference.engine.in_place import prepare
+from services.inference.engine.base import WeightUpdate
 from services.inference.engine.served.stage import FILE
-from services.inference.engine.weight_update import WeightUpdate
-from services.trainer.model.adapter import AdapterSetup, WithoutAdapter
+from services.inference.engine.streaming import prepare
+from services.trainer.metrics import StepMetrics, peak_flops
 from services.trainer.model.attention import Documents
 from services.trainer.model.logprobs import Targets
 from services.trainer.model.optimizer import PolicyOptimizer
-from services.trainer.model.policy_model import PolicyModel, build_policy_model
+from services.trainer.model.policy_model import AdapterSetup, PolicyModel, WithoutAdapter, build_policy_model
 from services.trainer.publish import Snapshots
-from services.trainer.ranks.sharding import Ranks, init_ranks, leave_ranks
-from services.trainer.step.metrics import StepMetrics, peak_flops
-from services.trainer.step.train_step import TrainStep
+from services.trainer.ranks import Ranks, init_ranks, leave_ranks
+from services.trainer.step import TrainStep
 from tests.documented import files
 
 # -- 1, 2: the machine, and the tests ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks._gpu_place import ATTENTION, GATHERS, Figures, Place, release, share_of, top
 from services.cli.check.memory import GIB
-from services.common.records.types import Sampling
+from services.common.records import Sampling
 from services.inference.engine.base import GenerationRequest
 from services.inference.engine.torch.decoder import Decoder
 from services.inference.engine.torch.engine import TorchEngine

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from services.common.records import fates
-from services.orchestrator.journal import records
+from services.common import records as fates
+from services.orchestrator.groups import split_sequence_id
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import Row
 from services.orchestrator.recovery import KINDS, recount
-from services.orchestrator.state.groups import split_sequence_id
 
-_SLOTS = (records.TRAJECTORY, records.FAILURE)
+_SLOTS = (entries.TRAJECTORY, entries.FAILURE)
 _RECOUNTED = (fates.RunCount.TASK_GROUPS_ISSUED, fates.RunCount.TOKENS_RECORDED, fates.StepFact.SLOTS_CANCELLED)
 
 
@@ -83,7 +83,7 @@ class _Journal:
         self.rows: dict[str, list[Row]] = defaultdict(list)
         aside = {
             int(record["number"])
-            for row in reader.rows_of(records.SET_ASIDE)
+            for row in reader.rows_of(entries.SET_ASIDE)
             if (record := reader.load(row)) is not None
         }
         self.void: list[Row] = []
@@ -120,19 +120,19 @@ def _check_slots(journal: _Journal, acknowledged: Collection[str], found: Findin
             found.num_excused += 1
         else:
             found.add(Rule.LOST, f"slot {key} was acknowledged and has no record")
-    issued = {row.key for row in (*journal.rows[records.GROUP], *journal.void)}
+    issued = {row.key for row in (*journal.rows[entries.GROUP], *journal.void)}
     for key in recorded:
         if key.rpartition("/")[0] not in issued:
             found.add(Rule.ORDER, f"slot {key} has a record, and its task group was never issued")
 
 
 def _check_batches(journal: _Journal, found: Findings) -> None:
-    slots = {row.key for row in journal.rows[records.TRAJECTORY]}
-    void = {row.key for row in journal.void if row.kind == records.TRAJECTORY}
+    slots = {row.key for row in journal.rows[entries.TRAJECTORY]}
+    void = {row.key for row in journal.void if row.kind == entries.TRAJECTORY}
     steps: dict[str, list[int]] = defaultdict(list)
     trained: dict[str, int] = {}  # sequence -> step
-    for _, record in journal.load(records.BATCH):
-        batch = records.batch_from_json(record)
+    for _, record in journal.load(entries.BATCH):
+        batch = entries.batch_from_json(record)
         found.num_batches += 1
         steps[batch.policy].append(batch.training_step)
         for entry in batch.entries:
@@ -151,23 +151,23 @@ def _check_batches(journal: _Journal, found: Findings) -> None:
             slot = entry.sequence_id.rpartition("/")[0]
             if slot not in slots and slot not in void and not journal.num_unknown:
                 found.add(Rule.LOST, f"{entry.sequence_id} of step {batch.training_step} has no trajectory")
-    lost = {row.key for row in journal.void if row.kind == records.BATCH}
+    lost = {row.key for row in journal.void if row.kind == entries.BATCH}
     for policy, taken in steps.items():
         for step, count in Counter(taken).items():
             if count > 1:
                 found.add(Rule.TWICE, f"step {step} of {policy} has {count} batches")
         for step in range(1, max(taken) + 1):
-            if step not in taken and records.batch_key(policy, step) not in lost:
+            if step not in taken and entries.batch_key(policy, step) not in lost:
                 found.add(Rule.ORDER, f"step {step} of {policy} has no batch, and step {max(taken)} has")
 
 
 def _check_versions(journal: _Journal, found: Findings) -> None:
     digests: dict[tuple[str, int], str] = {}
     newest: dict[str, int] = {}
-    batch_at = {row.key: row.number for row in (*journal.rows[records.BATCH], *journal.void)}
-    void = {row.key for row in journal.void if row.kind == records.VERSION}
-    for row, record in journal.load(records.VERSION):
-        version, _, _ = records.version_from_json(record)
+    batch_at = {row.key: row.number for row in (*journal.rows[entries.BATCH], *journal.void)}
+    void = {row.key for row in journal.void if row.kind == entries.VERSION}
+    for row, record in journal.load(entries.VERSION):
+        version, _, _ = entries.version_from_json(record)
         known = digests.setdefault((version.policy, version.number), version.digest)
         if known != version.digest:
             found.add(Rule.TWICE, f"version {row.key} has the digests {known} and {version.digest}")
@@ -184,19 +184,19 @@ def _check_versions(journal: _Journal, found: Findings) -> None:
 def _check_groups(journal: _Journal, finished: bool, found: Findings) -> None:
     """Check that every issued training group is closed, has an open slot during the run, or waits in a buffer."""
     resolved = Counter(row.key.rpartition("/")[0] for kind in _SLOTS for row in journal.rows[kind])
-    closed = {row.key: records.closed_reason(record) for row, record in journal.load(records.CLOSED)}
+    closed = {row.key: entries.closed_reason(record) for row, record in journal.load(entries.CLOSED)}
     void = {row.key.rpartition("/")[0] if row.kind in _SLOTS else row.key for row in journal.void}
     trained = {
         split_sequence_id(entry.sequence_id)[0]
-        for _, record in journal.load(records.BATCH)
-        for entry in records.batch_from_json(record).entries
+        for _, record in journal.load(entries.BATCH)
+        for entry in entries.batch_from_json(record).entries
     }
     kept = {
         row.key
-        for row, record in journal.load(records.VERDICT)
-        if any(verdict.outcome is fates.GroupFate.KEPT for verdict in records.verdicts_from_json(record))
+        for row, record in journal.load(entries.VERDICT)
+        if any(verdict.outcome is fates.GroupFate.KEPT for verdict in entries.verdicts_from_json(record))
     }
-    for row, record in journal.load(records.GROUP):
+    for row, record in journal.load(entries.GROUP):
         if record["evaluation"] or row.key in void:
             continue
         complete = resolved[row.key] >= record["num_slots"]
@@ -213,11 +213,11 @@ def _check_groups(journal: _Journal, finished: bool, found: Findings) -> None:
 
 def _check_counters(journal: _Journal, found: Findings) -> None:
     """The counters of the newest state, against the records before the state."""
-    states = list(journal.load(records.STATE))
+    states = list(journal.load(entries.STATE))
     if not states or journal.void or journal.num_unknown:
         return  # void records were counted, and cannot be counted again
     last, state = states[-1]
-    told = {name: int(value) for name, value in records.from_pairs(state["counters"]).items()}
+    told = {name: int(value) for name, value in entries.from_pairs(state["counters"]).items()}
     counted: Counter[str] = Counter()
     for kind in KINDS:
         for row, record in journal.load(kind):

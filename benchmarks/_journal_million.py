@@ -22,22 +22,24 @@ from typing import Any
 import numpy as np
 import orjson
 
-from services.common.config.reading.loading import save_resolved, validate
-from services.common.records.fates import ClosedReason, GroupFate
-from services.common.records.types import (
+from services.common.config.loading import save_resolved, validate
+from services.common.records import (
+    ClosedReason,
+    GroupFate,
     MinibatchTotals,
     Purpose,
     Sampling,
     Segment,
-    Sequence,
     StopReason,
     Task,
     TaskGroupOrder,
+    TokenSequence,
     Trajectory,
     WeightVersion,
 )
-from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict, MemberFate
+from services.orchestrator.journal import entries as records
+from services.orchestrator.journal import entries as rollouts
+from services.orchestrator.journal.entries import BatchEntry, BatchRecord, GroupRecord, GroupVerdict, MemberFate
 from services.orchestrator.journal.segments import Files, Packer, SegmentWriter, write_header
 
 POLICY = "model0"
@@ -201,7 +203,7 @@ def _trajectory(name: str, index: int, random: np.random.Generator) -> Trajector
         np.minimum(random.normal(-1, 0.3, length), 0).astype(np.float32),
         weight_version=0,
     )
-    sequence = Sequence(
+    sequence = TokenSequence(
         policy=POLICY, segments=(Segment.environment(prompt.tolist()), spoken), reward=float(index % 2),
         stop_reason=StopReason.STOP,
     )  # fmt: skip

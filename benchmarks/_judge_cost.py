@@ -24,13 +24,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recipes.functions.steps import demonstrations, problems
-from services.common.config.processes.envgateway import SandboxConfig
-from services.common.telemetry.gateway_queue import Lane
+from services.common.config.envgateway import SandboxConfig
+from services.common.telemetry.metrics import Lane
+from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import CallCase, CallTests, JudgeRequest, StdinCase, StdinTests
 from services.envgateway.queue.local import local_queue
-from services.envgateway.rewards.code import CodeReward
-from services.envgateway.rewards.result import RewardOutcome
+from services.envgateway.rewards.registry import CodeReward
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 

@@ -25,7 +25,7 @@ def _packing(micro_batches: Any) -> None:
     """The trainer's attention does not know where documents end."""
     import numpy as np
 
-    from services.trainer.data.packing import Branch
+    from services.trainer.packing import Branch
 
     documents = micro_batches.Documents
     micro_batches.Documents = lambda branches, device: documents(
@@ -111,7 +111,7 @@ def _shuffled(blocks: Any) -> None:
 
 ENGINE = "services.inference.engine.torch"
 FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "packing": ("services.trainer.step.micro_batches", _packing),
+    "packing": ("services.trainer.micro_batches", _packing),
     "rope_base": (f"{ENGINE}.blocks", _rope),
     "template": (f"{ENGINE}.core", _reads(_without_opening)),
     "stale_replica": (f"{ENGINE}.decoder", _stale),

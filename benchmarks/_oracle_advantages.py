@@ -11,16 +11,13 @@ import torch
 from benchmarks._oracle_losses import compared, section
 from benchmarks._oracle_run import Tokens, run_loss, without
 from benchmarks._oracle_vectors import Adapter, Answer, Case, Values, judge
-from services.common.config.training.algorithm import AlgorithmConfig
-from services.common.config.training.policy import OverlongPenaltyConfig
-from services.common.records.types import MinibatchTotals, Segment, StopReason, TrainingSequence
-from services.common.records.types import Sequence as TokenSequence
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.training import OverlongPenaltyConfig
+from services.common.records import MinibatchTotals, Segment, StopReason, TokenSequence, TrainingSequence
 from services.orchestrator.buffer.buffer import overlong_penalty as penalty_of
 from services.orchestrator.buffer.buffer import statistics
-from services.trainer.algorithms.advantages.sequences import Moments, normalize, sequence_advantages
-from services.trainer.algorithms.advantages.tokens import at_last_token, discounted_sums, gae
-from services.trainer.algorithms.base import aggregate
-from services.trainer.algorithms.losses.value_loss import value_loss
+from services.trainer.advantages import Moments, at_last_token, discounted_sums, gae, normalize, sequence_advantages
+from services.trainer.losses import aggregate, value_loss
 
 VERL_EPS = 1e-8  # verl has it under the root, added to the variance
 

@@ -10,11 +10,9 @@ from pydantic import TypeAdapter
 
 from benchmarks._oracle_run import LossOnCase, Tokens, run_loss, without
 from benchmarks._oracle_vectors import Adapter, Answer, Case, Values
-from services.common.config.training.algorithm import AlgorithmConfig
-from services.common.config.training.losses import ImportanceSettings, LossConfig, Tis
-from services.common.records.types import MinibatchTotals
-from services.trainer.algorithms.base import TokenBatch, aggregate, kl_per_token
-from services.trainer.algorithms.losses.importance import importance_weights, truncated, weight_sum
+from services.common.config.algorithm import AlgorithmConfig, ImportanceSettings, LossConfig, Tis
+from services.common.records import MinibatchTotals
+from services.trainer.losses import TokenBatch, aggregate, importance_weights, kl_per_token, truncated, weight_sum
 
 _SECTION: TypeAdapter[Any] = TypeAdapter(LossConfig)
 

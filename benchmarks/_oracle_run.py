@@ -9,15 +9,14 @@ import numpy as np
 import torch
 
 from benchmarks._oracle_vectors import Case
-from services.common.config.training.algorithm import AlgorithmConfig
-from services.common.records.types import MinibatchTotals
-from services.trainer.algorithms import algorithm_of
-from services.trainer.algorithms.base import aggregate
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.records import MinibatchTotals
+from services.trainer.losses import aggregate, algorithm_of
+from services.trainer.micro_batches import MicroTensors, MinibatchContext, minibatch_context
 from services.trainer.model.attention import Documents
 from services.trainer.model.logprobs import Targets
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.credit import with_teacher
-from services.trainer.step.micro_batches import MicroTensors, MinibatchContext, minibatch_context
+from services.trainer.ranks import Ranks
+from services.trainer.step import with_teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

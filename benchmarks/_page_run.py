@@ -18,18 +18,19 @@ import numpy as np
 import orjson
 
 from benchmarks._journal_million import FastWriter
-from services.common.config.reading.loading import save_resolved, validate
-from services.common.records.fates import ClosedReason, GroupFate
-from services.common.records.types import (
+from services.common.config.loading import save_resolved, validate
+from services.common.records import (
+    ClosedReason,
+    GroupFate,
     MinibatchTotals,
     Purpose,
     RolloutFailure,
     Sampling,
     Segment,
-    Sequence,
     StopReason,
     Task,
     TaskGroupOrder,
+    TokenSequence,
     Trajectory,
     WeightTransfer,
     WeightVersion,
@@ -37,9 +38,10 @@ from services.common.records.types import (
 from services.common.telemetry.metrics import MetricsWriter, RowKind, StallMoment, StepKey, ThroughputKey, TrainerKey
 from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.common.weights.snapshot import Encoding
-from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal import entries as records
+from services.orchestrator.journal import entries as rollouts
+from services.orchestrator.journal.entries import BatchEntry, BatchRecord, GroupRecord, GroupVerdict, MemberFate
 from services.orchestrator.journal.index import INDEX_FILE, Index
-from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict, MemberFate
 
 POLICY = "model0"
 GROUP_SIZE = 8
@@ -126,7 +128,7 @@ class RunWriter:
                 ),
                 spoken(f"{answer}<|im_end|>"),
             )
-            sequence = Sequence(policy=POLICY, segments=segments, reward=reward, stop_reason=StopReason.STOP)
+            sequence = TokenSequence(policy=POLICY, segments=segments, reward=reward, stop_reason=StopReason.STOP)
             trajectory = Trajectory(
                 task_group_id=_NAME.decode(), index=0, sequences=(sequence,), reward=reward, replica_id="a",
                 started_at=time.time() - 100, finished_at=time.time() - 99, metrics={"tool_calls": 1.0},

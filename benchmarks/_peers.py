@@ -20,9 +20,9 @@ import numpy as np
 from services.common.aio import TaskOwner, ended
 from services.common.errors import DeadlineError, InfrastructureError, LeaseLostError, RollmillError
 from services.common.pb import pool_pb2, pool_pb2_grpc, training_pb2, training_pb2_grpc, trajectory_pb2, weights_pb2
-from services.common.rpc.client.channel import channel, translated_errors
+from services.common.rpc.client import channel, translated_errors
 from services.common.wire import interval_to_proto
-from services.inference.rpc.trajectory_sender import LINGER_S, take_message
+from services.inference.records_out import LINGER_S, take_message
 
 REPORT_EVERY_S = 0.5
 RETRY_S = 0.1

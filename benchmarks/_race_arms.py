@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 from benchmarks._process_tree import CpuCurve, Sampler
 from benchmarks._race_curves import GOAL, WINDOW, Chunk, chunked, hit
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.importing import load_object
-from services.orchestrator.journal import records
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
-from services.trainer.warm_start import make_starting_checkpoint
+from services.trainer.supervised import make_starting_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {"code": "quickstart-code", "tool": "quickstart"}
@@ -239,8 +239,8 @@ class _Rollouts:
         since = self._number
         rows = self._reader.select(
             "r.number > ? AND r.kind = ?",
-            (since, records.TRAJECTORY),
-            lambda row: row.number > since and row.kind == records.TRAJECTORY,
+            (since, entries.TRAJECTORY),
+            lambda row: row.number > since and row.kind == entries.TRAJECTORY,
         )
         for row in rows:
             record = self._reader.load(row)

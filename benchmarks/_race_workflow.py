@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from benchmarks._race_programs import run_tool
-from services.common.text.tool_calls import MalformedCall, ToolStatus
+from services.common.text.tools import MalformedCall, ToolStatus
 from services.common.tools import ToolResult
 from services.inference.workflows.base import Gateway
-from services.inference.workflows.tools.tool_use import ToolUse
-from services.inference.workflows.tools.toolset import OpenTools
+from services.inference.workflows.tools import OpenTools, ToolUse
 
 
 class InProcessToolUse(ToolUse):

@@ -16,13 +16,13 @@ from typing import Any
 import structlog
 
 from benchmarks._weight_versions import POLICY, RUN
-from services.common.records.types import FetchPlan, Sampling, WeightVersion
+from services.common.records import FetchPlan, Sampling, WeightVersion
 from services.common.rpc.server import Server
 from services.common.transfer.servicer import add_weight_service
 from services.inference.engine.base import GenerationRequest
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
+from services.inference.weights.fetch import Relay
 from services.inference.weights.mirror import Mirror
-from services.inference.weights.relay import Relay
 from services.inference.weights.updater import SourceFetcher, WeightUpdater
 
 TOKENS_PER_S = 200.0  # of one request

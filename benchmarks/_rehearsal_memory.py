@@ -30,15 +30,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from services.cli.check.memory import GIB, ModelShape, trainer_rank_parts
-from services.common.config.reading.loading import load_recipe
-from services.common.config.training.policy import PolicyConfig
+from services.common.config.loading import load_recipe
+from services.common.config.training import PolicyConfig
 from services.trainer.model import attention
-from services.trainer.model.adapter import AdapterSetup, WithoutAdapter
 from services.trainer.model.attention import Documents
 from services.trainer.model.logprobs import Targets
 from services.trainer.model.optimizer import PolicyOptimizer
-from services.trainer.model.policy_model import PolicyModel, Scorer, build_policy_model
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.model.policy_model import AdapterSetup, PolicyModel, Scorer, WithoutAdapter, build_policy_model
+from services.trainer.ranks import Ranks
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 HEAD_DIM = 128

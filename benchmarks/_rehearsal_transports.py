@@ -28,8 +28,8 @@ import torch
 from benchmarks._needs import why_no_memory, why_no_room
 from benchmarks._weight_versions import POLICY, RUN, VersionMaker, model_specs
 from benchmarks.weights_transfer import HeldTensors, Receiver
-from services.common.config.training.policy import WeightsConfig
-from services.common.records.types import WeightVersion
+from services.common.config.training import WeightsConfig
+from services.common.records import WeightVersion
 from services.common.weights.snapshot import Manifest, algorithm_of, tensor_digest
 from services.trainer.publisher_process import PublisherProcess
 

@@ -26,18 +26,17 @@ import numpy as np
 import torch
 
 from services.cli.check.memory import KNOWN_SHAPES
-from services.common.config.training.policy import WeightsConfig
+from services.common.config.training import WeightsConfig
 from services.common.pb import weights_pb2_grpc
-from services.common.records.types import WeightVersion
+from services.common.records import WeightVersion
 from services.common.rpc.server import Server
-from services.common.system.memory import keep_freed_memory
+from services.common.system.machine import keep_freed_memory
 from services.common.transfer.servicer import WeightServicer
 from services.common.weights.codec import decode_tensor, encode_tensor
-from services.common.weights.elements import Bits
-from services.common.weights.snapshot import Manifest, SnapshotWriter, TensorSpec, tensor_digest
+from services.common.weights.snapshot import Bits, Manifest, SnapshotWriter, TensorSpec, tensor_digest
+from services.inference.engine.base import WeightUpdate
 from services.inference.engine.served.stage import Stage
-from services.inference.engine.threads import num_threads
-from services.inference.engine.weight_update import WeightUpdate
+from services.inference.engine.streaming import num_threads
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import SourceFetcher
 from services.trainer.publish import HostCopier

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.common.system.cores import num_cores
+from services.common.system.machine import num_cores
 
 EVERYTHING = "everything"  # the key of ``left_out`` when nothing was measured
 

@@ -24,12 +24,11 @@ from benchmarks._peers import ScriptedTrainer
 from benchmarks._processes import ROOT, free_port
 from benchmarks._weight_versions import POLICY, RUN, VersionMaker, model_specs
 from services.cli.keys import Keyring
-from services.common.config.reading.loading import save_resolved, validate
+from services.common.config.loading import save_resolved, validate
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.rpc.client.channel import channel
+from services.common.rpc.client import channel
 from services.common.security import identity
-from services.common.security.bundle import VARIABLE
-from services.common.security.roles import Role
+from services.common.security.keys import VARIABLE, Role
 
 READY_S = 60.0
 WEIGHTS_BYTES = 8 << 20  # enough for the bulk plane to be offered

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.records.types import Task
+from services.common.records import Task
 from services.inference.workflows.base import Outcome, WorkflowContext
-from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
+from services.inference.workflows.single import SingleTurn, SingleTurnSettings
 
 QUICK, SLEEPY = "print(1)", "import time\ntime.sleep(25)"
 

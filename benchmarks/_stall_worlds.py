@@ -24,7 +24,7 @@ from typing import Any
 
 from services.cli.plan import warm_start_commands
 from services.cli.watch import OrchestratorClient
-from services.common.config.reading.loading import save_resolved, validate
+from services.common.config.loading import save_resolved, validate
 from services.common.errors import RollmillError
 from services.common.pb import run_pb2
 from tests.needs import installed

@@ -21,22 +21,22 @@ from typing import Literal
 
 import numpy as np
 
-from services.common.config.training.policy import BatchConfig
-from services.common.records.fates import TOO_OLD
-from services.common.records.types import (
+from services.common.config.training import BatchConfig
+from services.common.records import (
+    TOO_OLD,
     Purpose,
     RolloutFailure,
     Sampling,
     Segment,
-    Sequence,
     StopReason,
     Task,
     TaskGroupOrder,
+    TokenSequence,
     TokenSource,
     Trajectory,
 )
 from services.orchestrator.buffer.batches import ExperiencePipeline, LateGroups
-from services.orchestrator.state.groups import Outcome, TaskGroup, split_sequence_id
+from services.orchestrator.groups import Outcome, TaskGroup, split_sequence_id
 
 POLICY = "model0"
 TOKENS_PER_S = 100.0
@@ -209,7 +209,7 @@ class Ring:
     def _finish(self, group: TaskGroup, index: int) -> None:
         rollout = self._rollouts[group.id, index]
         rollout.num_sampled = rollout.length
-        sequence = Sequence(
+        sequence = TokenSequence(
             policy=POLICY,
             segments=(_PROMPT, *self._segments(rollout)),
             reward=float(index % 2),

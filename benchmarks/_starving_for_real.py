@@ -19,9 +19,9 @@ from pathlib import Path
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from benchmarks._processes import free_port, kill, orchestrator
 from benchmarks._starving import DISTRIBUTIONS, POLICY, TOKENS_PER_S, Case, Fate, Outcomes
-from services.common.config.reading.loading import save_resolved, validate
+from services.common.config.loading import save_resolved, validate
 from services.common.pb import pool_pb2, trajectory_pb2, weights_pb2
-from services.orchestrator.state.groups import split_sequence_id
+from services.orchestrator.groups import split_sequence_id
 
 LONGEST_WAIT_S = 180.0  # for one training step
 MOST_MORE_STEPS = 400  # after the window, until what was issued in it is decided

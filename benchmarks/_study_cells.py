@@ -22,10 +22,10 @@ import yaml
 from benchmarks._virtual_player import POLICY
 from benchmarks._virtual_ring import Pace, RingCurve, Tail, VirtualRing
 from benchmarks._virtual_training import Curve, World, train_at_staleness
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
-from services.trainer.step.metrics import StepMetrics
-from services.trainer.warm_start import make_starting_checkpoint
+from services.trainer.metrics import StepMetrics
+from services.trainer.supervised import make_starting_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 # Part of design 1, and so of no digest: the quickstart's warm start has a schedule for another batch size.

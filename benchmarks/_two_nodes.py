@@ -18,8 +18,8 @@ from typing import Any
 import orjson
 
 from benchmarks._machines import Machine, TwoMachines
-from services.common.telemetry.log_events import LogEvent
-from services.orchestrator.journal import records
+from services.common.telemetry.logs import LogEvent
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
 
 RECIPE = "recipes/code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
@@ -96,7 +96,7 @@ class TwoNodeRun:
     def records(self) -> list[dict[str, Any]]:
         """Every trajectory and failure in the journal."""
         with closing(JournalReader(self.run_dir / "journal")) as reader:
-            found = [row for row in reader.rows() if row.kind in (records.TRAJECTORY, records.FAILURE)]
+            found = [row for row in reader.rows() if row.kind in (entries.TRAJECTORY, entries.FAILURE)]
             return [record for row in found if (record := reader.load(row)) is not None]
 
     def trajectories(self) -> Counter[str]:

@@ -20,14 +20,12 @@ from typing import Any
 import xxhash
 
 from recipes.quickstart.reward import boxed_answer
-from services.common.records.types import Sampling, Task, Trajectory
-from services.common.text.chat import Chat
-from services.common.text.huggingface import load_model, named_weights
-from services.inference.engine.base import Generation, GenerationRequest, KvPolicy
-from services.inference.engine.torch.core import Core, Entry
+from services.common.records import Sampling, Task, Trajectory
+from services.common.text.chat import Chat, load_model, named_weights
+from services.inference.engine.base import Generation, GenerationRequest, KvPolicy, WeightUpdate
 from services.inference.engine.torch.decoder import Decoder
+from services.inference.engine.torch.engine import Core, Entry
 from services.inference.engine.torch.slots import SlotTable
-from services.inference.engine.weight_update import WeightUpdate
 from services.inference.workflows.base import Execution, Outcome, ProgramStatus, Reward, Workflow, WorkflowContext
 
 POLICY = "model0"

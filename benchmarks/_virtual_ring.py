@@ -18,10 +18,9 @@ from dataclasses import dataclass
 
 from benchmarks._virtual_player import POLICY, Latency, mean_reward, operator_of, seed_of
 from benchmarks._virtual_training import World, rank_batch, slots_of
-from services.common.records.fates import TOO_OLD
-from services.common.records.types import RankBatch, RolloutFailure, Task, Trajectory
+from services.common.records import TOO_OLD, RankBatch, RolloutFailure, Task, Trajectory
 from services.orchestrator.buffer.batches import ExperiencePipeline, LateGroups
-from services.orchestrator.state.groups import Outcome, TaskGroup
+from services.orchestrator.groups import Outcome, TaskGroup
 
 LONG = "times"  # the operator whose tool calls take long
 NUM_EVALUATED = 192

@@ -23,17 +23,16 @@ import torch
 from benchmarks._virtual_player import POLICY, Latency, Slot, VirtualPlayer, at_once, mean_reward, seed_of
 from recipes.quickstart.task import problems
 from services.common.config.recipe import Recipe
-from services.common.records.types import Purpose, RankBatch, Sampling, Task, TaskGroupOrder, Trajectory
-from services.common.text.chat import Chat
-from services.common.text.huggingface import load_tokenizer
-from services.inference.workflows.tools.tool_use import ToolUse, ToolUseSettings
+from services.common.records import Purpose, RankBatch, Sampling, Task, TaskGroupOrder, Trajectory
+from services.common.text.chat import Chat, load_tokenizer
+from services.inference.workflows.tools import ToolUse, ToolUseSettings
 from services.orchestrator.buffer.assembly import Batch, assemble
 from services.orchestrator.buffer.buffer import AdvantageGroup, advantage_groups
-from services.orchestrator.state.groups import TaskGroup
+from services.orchestrator.groups import TaskGroup
 from services.orchestrator.tasks.orders import sampling_of
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.setup import build_step
-from services.trainer.step.metrics import StepMetrics
+from services.trainer.app import build_step
+from services.trainer.metrics import StepMetrics
+from services.trainer.ranks import Ranks
 
 NUM_HELD_OUT = 256  # problems of an evaluation, the same for every run
 

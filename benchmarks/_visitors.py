@@ -12,12 +12,11 @@ from pathlib import Path
 import grpc
 
 from services.cli.keys import CA_KEY, TOKEN_KEY, Keyring
-from services.common.rpc.credentials import channel_options
+from services.common.rpc.client import channel_options
 from services.common.security import certificates, tokens
-from services.common.security.bundle import CA, CERTIFICATE, KEY
 from services.common.security.certificates import Pair
-from services.common.security.permissions import allowed
-from services.common.security.roles import Peer, Role
+from services.common.security.identity import allowed
+from services.common.security.keys import CA, CERTIFICATE, KEY, Peer, Role
 
 _DAY_S = 86_400.0
 

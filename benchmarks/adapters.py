@@ -27,19 +27,18 @@ import structlog
 import torch
 
 from benchmarks._report import median_and_spread, report
-from services.common.config.training.adapter import AdapterConfig
-from services.common.config.training.optimizer import OptimizerConfig
+from services.common.config.training import AdapterConfig, OptimizerConfig
 from services.common.lora import identity_of, initial_adapter, target_modules
 from services.common.weights.snapshot import PEFT_PREFIX, A, B
+from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch.blocks import Adapter
 from services.inference.engine.torch.engine import TorchEngine
 from services.inference.engine.torch.native import step as native_step
-from services.inference.engine.weight_update import WeightUpdate
 from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
-from services.trainer.model.adapter import AdapterSetup
+from services.trainer.model.policy_model import AdapterSetup
 from services.trainer.publish import Snapshots
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.train_step import TrainStep
+from services.trainer.ranks import Ranks
+from services.trainer.step import TrainStep
 from tests.conformance.subjects import until_tokens
 from tests.random_models import build_model, make_prompt, make_request, max_gap
 from tests.unit.trainer.building import VOCAB, algorithm, rank_batch, train_step, training_sequences

@@ -42,8 +42,8 @@ from benchmarks._journal_audit import Findings, Rule, audit
 from benchmarks._needs import why_not
 from benchmarks._report import report_facts
 from services.cli.run.processes import ForkServer
-from services.common.config.reading.loading import load_recipe
-from services.orchestrator.journal import records
+from services.common.config.loading import load_recipe
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
 
 DETERMINISTIC = [
@@ -133,7 +133,7 @@ def _measure(folder: Path, forks: ForkServer, options: argparse.Namespace, secon
 
 def _starting_checkpoint(folder: Path) -> Path:
     """A model that has been trained for a moment, once for all runs."""
-    from services.trainer.warm_start import make_starting_checkpoint
+    from services.trainer.supervised import make_starting_checkpoint
 
     recipe = load_recipe(ROOT / "recipes" / "quickstart", WARM_START, {})
     make_starting_checkpoint(recipe, POLICY, folder)
@@ -223,7 +223,7 @@ def _rate(steps: list[tuple[float, float]], stretches: list[tuple[float, float]]
 
 def _digests(reader: JournalReader) -> dict[int, str]:
     found = {}
-    for row in reader.rows_of(records.VERSION):
+    for row in reader.rows_of(entries.VERSION):
         if (record := reader.load(row)) is not None:
             found[int(record["number"])] = str(record["digest"])
     return found

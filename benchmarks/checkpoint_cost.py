@@ -31,11 +31,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks._report import median_and_spread, report
 from services.common.checkpoints import find_damage, read_manifest
-from services.common.config.training.optimizer import OptimizerConfig
+from services.common.config.training import OptimizerConfig
 from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import PolicyModel, build_policy_model
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.ranks import Ranks
 
 RANKS = Ranks.single()
 

@@ -23,7 +23,7 @@ from benchmarks._report import report, report_nothing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from services.common.config.processes.envgateway import EnvGatewayConfig, HttpConfig, SandboxConfig
+from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, SandboxConfig
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 

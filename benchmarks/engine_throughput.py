@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks._report import median_and_spread, report
 from benchmarks._workload import MODELS, Workload
-from services.common.records.types import Sampling
+from services.common.records import Sampling
 from services.inference.engine.base import GenerationRequest
 from services.inference.engine.torch.engine import TorchEngine
 

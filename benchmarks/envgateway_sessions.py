@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.rpc.client.channel import channel
+from services.common.rpc.client import channel
 from services.envgateway.envs.household_toy import HouseholdToyEnvironment
 
 LIMIT_MS = 5.0

@@ -42,12 +42,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks._report import median_and_spread, report
-from services.common.records.types import Sampling
-from services.common.text.huggingface import named_weights
-from services.inference.engine.base import Generation, GenerationRequest
+from services.common.records import Sampling
+from services.common.text.chat import named_weights
+from services.inference.engine.base import Generation, GenerationRequest, WeightUpdate
 from services.inference.engine.torch.decoder import Stepping
 from services.inference.engine.torch.engine import TorchEngine
-from services.inference.engine.weight_update import WeightUpdate
 from services.trainer.model.logprobs import token_logprobs
 
 SIZES: dict[str, dict[str, int]] = {
@@ -200,9 +199,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ranks", type=int, default=1, help="trainer ranks; on cuda one per GPU")
     parser.add_argument("--quick", action="store_true", help="a small model; a minute on a CPU")
-    parser.add_argument(
-        "--peak-tflops", type=float, help="of a device that services/trainer/step/metrics.py does not know"
-    )
+    parser.add_argument("--peak-tflops", type=float, help="of a device that services/trainer/metrics.py does not know")
     options = parser.parse_args()
     size = "quick" if options.quick or options.device == "cpu" else "gpu"
     torch.set_num_threads(1)

@@ -38,7 +38,7 @@ import yaml
 from benchmarks._processes import ROOT
 from benchmarks._report import report
 from recipes.quickstart.model import build
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 
 LIMIT_S = 200.0
 SIZES: dict[str, dict[str, Any]] = {

@@ -40,8 +40,8 @@ from benchmarks._journal_million import write_million
 from benchmarks._processes import free_port, kill, orchestrator, tree_cpu_s
 from benchmarks._report import report_facts
 from services.common.errors import RollmillError
-from services.common.records.types import Segment, Sequence, StopReason, Trajectory
-from services.orchestrator.journal import records, rollouts
+from services.common.records import Segment, StopReason, TokenSequence, Trajectory
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.index import INDEX_FILE, IndexKeeper
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
@@ -251,14 +251,14 @@ async def measure_size(directory: Path, num_tokens: int, count: int, seed: int) 
     journal = Journal(directory)
     journal.start()
     await asyncio.gather(
-        *(journal.append(records.TRAJECTORY, f"g/{t.index}", lambda t=t: rollouts.trajectory_to_json(t)) for t in made)
+        *(journal.append(entries.TRAJECTORY, f"g/{t.index}", lambda t=t: entries.trajectory_to_json(t)) for t in made)
     )
     await journal.close()
     size = bytes_in(directory)
     packer, unpacker = Packer(), Unpacker()
 
     def write_ours(t: Trajectory) -> bytes:
-        payload = packer.pack(orjson.dumps(rollouts.trajectory_to_json(t)) + b"\n")
+        payload = packer.pack(orjson.dumps(entries.trajectory_to_json(t)) + b"\n")
         checksum_of(payload)
         return write_header(1, 1.0, "g/1", payload) + payload
 
@@ -273,7 +273,7 @@ async def measure_size(directory: Path, num_tokens: int, count: int, seed: int) 
         "write_ns": lambda: [write_ours(t) for t in made],
         "plain_write_ns": lambda: [write_plain(t) for t in made],
         "read_ns": lambda: [
-            rollouts.trajectory_from_json(orjson.loads(unpacker.unpack(data[skip:])))
+            entries.trajectory_from_json(orjson.loads(unpacker.unpack(data[skip:])))
             for data in ours
             if checksum_of(data[skip:])
         ],
@@ -305,7 +305,7 @@ def trajectory(index: int, num_tokens: int, draw: np.random.Generator) -> Trajec
     certain = -(10 ** draw.uniform(-6, -1, count))
     logprobs = np.where(draw.random(count) < 0.6, certain, -draw.exponential(1.0, count)).astype(np.float32)
     segments = (Segment.environment(ids[:prompt]), Segment.policy(ids[prompt:], logprobs, 3))
-    sequence = Sequence(policy="model0", segments=segments, reward=0.0, stop_reason=StopReason.STOP)
+    sequence = TokenSequence(policy="model0", segments=segments, reward=0.0, stop_reason=StopReason.STOP)
     return Trajectory(task_group_id="g", index=index, sequences=(sequence,), reward=0.0, replica_id="a")
 
 
@@ -320,7 +320,7 @@ def zipf(draw: np.random.Generator, count: int) -> Any:
 
 def plain(t: Trajectory) -> Mapping[str, Any]:
     """The line with lists of numbers."""
-    line = rollouts.trajectory_to_json(t)
+    line = entries.trajectory_to_json(t)
     for sequence, kept in zip(t.sequences, line["sequences"], strict=True):
         for segment, written in zip(sequence.segments, kept["segments"], strict=True):
             written |= {

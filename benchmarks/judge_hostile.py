@@ -41,7 +41,7 @@ from services.common.errors import SandboxRefusedError
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.jobs import profile_of
+from services.envgateway.sandbox.lease import profile_of
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits
 from tests.integration.envgateway.cases import ALL

@@ -34,11 +34,10 @@ from benchmarks._report import report, report_nothing
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from services.common.config.data import DatasetConfig
-from services.common.config.processes.envgateway import SandboxConfig
+from services.common.config.envgateway import SandboxConfig
 from services.common.errors import DatasetError
 from services.envgateway.sandbox.pool import SandboxPool
-from services.orchestrator.tasks.datasets import open_source
-from services.orchestrator.tasks.requirements import are_opaque, why_tests_are_unusable
+from services.orchestrator.tasks.datasets import are_opaque, open_source, why_tests_are_unusable
 from tests.integration.envgateway.verdicts import check, rows
 
 _COUNTED = ("humaneval", "mbpp", "leetcode", "livecodebench", "code_contests", "deepcoder_codeforces")

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks._report import median_and_spread, report
 from benchmarks._workload import MODELS, Workload
-from services.common.config.processes.kv_cache import BLOCK_TOKENS, least_blocks
-from services.common.records.types import Sampling
+from services.common.config.processes import BLOCK_TOKENS, least_blocks
+from services.common.records import Sampling
 from services.inference.engine.base import Generation, GenerationRequest, KvPolicy
-from services.inference.engine.torch.core import Core, Entry
 from services.inference.engine.torch.decoder import Decoder
+from services.inference.engine.torch.engine import Core, Entry
 from services.inference.engine.torch.slots import SlotTable
 
 GROUP = 16

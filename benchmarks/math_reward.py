@@ -38,11 +38,11 @@ from benchmarks._report import median_and_spread, report, report_nothing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from services.common.config.processes.envgateway import MathRewardConfig
-from services.common.system.cores import num_cores
-from services.envgateway.rewards.math.pool import MathPool
+from services.common.config.envgateway import MathRewardConfig
+from services.common.system.machine import num_cores
+from services.envgateway.calls import RewardOutcome, RewardResult
+from services.envgateway.rewards.pool import MathPool
 from services.envgateway.rewards.registry import MathReward
-from services.envgateway.rewards.result import RewardOutcome, RewardResult
 from services.envgateway.sandbox.bare import procfs
 from tests.integration.envgateway.math_pairs import pairs
 

@@ -36,7 +36,7 @@ from benchmarks._cores import pin
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from benchmarks._processes import free_port, kill, orchestrator
 from benchmarks._report import report_facts
-from services.common.config.reading.loading import save_resolved, validate
+from services.common.config.loading import save_resolved, validate
 from services.common.pb import pool_pb2
 from services.common.telemetry.metrics import StepKey, source_key
 

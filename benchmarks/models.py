@@ -39,11 +39,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks._report import report_facts
 from services.common.errors import ConfigError, ModelMismatchError
-from services.trainer.data.packing import Document, pack
+from services.trainer.micro_batches import MicroTensors, forward
 from services.trainer.model.policy_model import PolicyModel, load_policy_model
 from services.trainer.model.tiny_copy import build, numbers, tiny_copies, with_number
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.micro_batches import MicroTensors, forward
+from services.trainer.packing import Document, pack
+from services.trainer.ranks import Ranks
 
 BOUND = 2e-4
 SHORT, LONG = (11, 7, 13, 5), (17, 40, 9, 23, 33)

@@ -47,8 +47,8 @@ from benchmarks._pace import FINISHED_AT, PacedReplica
 from benchmarks._peers import NUM_PROMPT_TOKENS, Rollouts, ScriptedReplica, ScriptedTrainer
 from benchmarks._processes import ROOT, free_port, kill, orchestrator, spawn, tree_cpu_s
 from benchmarks._report import median_and_spread, report
-from services.common.config.reading.loading import save_resolved, validate
-from services.orchestrator.journal import records
+from services.common.config.loading import save_resolved, validate
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
 
 NUM_TOKENS = 1000
@@ -188,7 +188,7 @@ def _bytes_per_token(journal: Path) -> float:
     counted."""
     num_bytes = sum(path.stat().st_size for path in journal.iterdir() if not path.name.endswith(("-wal", "-shm")))
     with closing(JournalReader(journal)) as reader:
-        num_records = sum(1 for _ in reader.rows_of(records.TRAJECTORY))
+        num_records = sum(1 for _ in reader.rows_of(entries.TRAJECTORY))
     return num_bytes / (num_records * (NUM_TOKENS + NUM_PROMPT_TOKENS))
 
 

@@ -34,7 +34,7 @@ import numpy as np
 
 from benchmarks._page_run import GROUP_SIZE, write_run
 from benchmarks._report import report_facts, report_nothing
-from services.common.system.free_ports import free_ports
+from services.common.system.machine import free_ports
 from tests.chromium import Page, browser
 from tests.needs import installed
 from tests.unit.inference.fakes import qwen_like_tokenizer

@@ -29,7 +29,7 @@ from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from benchmarks._processes import ROOT, free_port, orchestrator, spawn
 from benchmarks._processes import kill as kill_all
 from benchmarks._report import median_and_spread, report
-from services.common.config.reading.loading import save_resolved, validate
+from services.common.config.loading import save_resolved, validate
 
 STEP_S = {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}
 BATCH, GROUP_SIZE, NUM_TOKENS = 32, 8, 64

@@ -47,13 +47,12 @@ from benchmarks._secure_services import Services, prepared
 from benchmarks._visitors import Visitor, Visitors
 from benchmarks._weight_versions import POLICY, RUN
 from services.cli.keys import Keyring
-from services.common.config.processes.envgateway import HttpConfig
-from services.common.config.processes.environments import TaskServerConfig
-from services.common.config.processes.services import EndpointConfig
+from services.common.config.envgateway import HttpConfig, TaskServerConfig
+from services.common.config.processes import EndpointConfig
 from services.common.pb import status_pb2, status_pb2_grpc, weights_pb2, weights_pb2_grpc
-from services.common.security.permissions import allowed
-from services.common.security.roles import Role
-from services.common.telemetry.log_events import LogEvent
+from services.common.security.identity import allowed
+from services.common.security.keys import Role
+from services.common.telemetry.logs import LogEvent
 
 QUICK, FULL = 1_500, 100_000
 RSS_BOUND_MIB = 256.0
@@ -207,7 +206,7 @@ async def _try_pages(services: Services, visitors: Visitors | None, tally: Tally
 def _routes() -> dict[str, list[tuple[str, str]]]:
     """Method and path of everything that the HTTP servers register; made here for their routers only."""
     from services.envgateway.http import HttpServer
-    from services.envgateway.taskserver.server import TaskServer
+    from services.envgateway.taskserver import TaskServer
     from services.inference.endpoint.server import EndpointServer
 
     nothing: Any = None

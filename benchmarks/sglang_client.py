@@ -21,13 +21,12 @@ import numpy as np
 
 from benchmarks._report import report_facts
 from benchmarks._scripted_sglang import CHUNK_TOKENS
-from services.common.records.types import Sampling
+from services.common.records import Sampling
 from services.inference.engine.base import GenerationRequest, KvPolicy
 from services.inference.engine.served.engine import ServedEngine
+from services.inference.engine.served.fleet import DiskTransfer, Server
 from services.inference.engine.served.process import ServerCommand, ServerProcess
-from services.inference.engine.served.server import Server
 from services.inference.engine.served.stage import Stage
-from services.inference.engine.served.transfer import DiskTransfer
 from services.inference.engine.sglang import sglang_program
 
 _SCRIPT = Path(__file__).with_name("_scripted_sglang.py")

@@ -45,7 +45,7 @@ from benchmarks._report import report_facts
 from benchmarks._stall_worlds import Shape, Step, World
 from services.cli.watch import OrchestratorLiveness
 from services.common.errors import RollmillError
-from services.common.system.cores import num_cores
+from services.common.system.machine import num_cores
 
 NAMED_WITHIN_S = 30.0
 MENDED_WITHIN_S = 60.0

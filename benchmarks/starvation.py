@@ -34,8 +34,8 @@ from benchmarks._cores import pin
 from benchmarks._report import report_facts
 from benchmarks._starving import DISTRIBUTIONS, Case, Late, Ring
 from benchmarks._starving_for_real import play
-from services.common.config.training.policy import BatchConfig
-from services.common.system.cores import num_cores
+from services.common.config.training import BatchConfig
+from services.common.system.machine import num_cores
 
 STALENESS = (1, 2, 4, 8)
 LEAST_STALENESS = 2  # of the worst of the default mode

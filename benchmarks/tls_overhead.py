@@ -38,15 +38,14 @@ from benchmarks._report import median_and_spread, report
 from benchmarks._secure_services import Services, prepared
 from benchmarks._weight_versions import POLICY, RUN
 from services.cli.keys import Keyring
-from services.common.config.reading.loading import save_resolved, validate
+from services.common.config.loading import save_resolved, validate
 from services.common.pb import pool_pb2, pool_pb2_grpc
-from services.common.records.types import WeightVersion
-from services.common.rpc.client.channel import channel
+from services.common.records import WeightVersion
+from services.common.rpc.client import channel
 from services.common.rpc.server import Server
 from services.common.security import identity
-from services.common.security.bundle import VARIABLE
-from services.common.security.roles import Role
-from services.common.system.cores import num_cores
+from services.common.security.keys import VARIABLE, Role
+from services.common.system.machine import num_cores
 from services.inference.weights.updater import SourceFetcher
 
 AT_ONCE = 16

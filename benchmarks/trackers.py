@@ -32,9 +32,9 @@ from typing import Any
 
 from benchmarks._process_tree import all_processes
 from benchmarks._report import report_facts
-from services.common.config.processes.trackers import Tracker, missing_packages
-from services.common.config.reading.loading import load_recipe, save_resolved
-from services.common.records.types import WeightTransfer
+from services.common.config.loading import load_recipe, save_resolved
+from services.common.config.processes import Tracker, missing_packages
+from services.common.records import WeightTransfer
 from services.common.system.child import module_command
 from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.trackers import MODULE, read_position

@@ -38,9 +38,9 @@ def high_water() -> int:
 
 def one_rank(way: str, small: Path, path: Path) -> None:
     """Load, and print time and memory; a small model goes first, so that imports and pools are not counted."""
-    from services.common.text.huggingface import load_model
+    from services.common.text.chat import load_model
     from services.trainer.model.policy_model import build_policy_model, load_policy_model
-    from services.trainer.ranks.sharding import init_ranks, leave_ranks
+    from services.trainer.ranks import init_ranks, leave_ranks
 
     torch.set_num_threads(1)
     ranks = init_ranks(timeout_s=TIMEOUT_S, device="cpu")

@@ -27,11 +27,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks._report import median_and_spread, report_facts
 from benchmarks._workload import MODELS
-from services.common.records.kept_tokens import KeptSets, pack, unpack
-from services.common.records.types import Sampling
+from services.common.kept_tokens import KeptSets, pack, unpack
+from services.common.records import Sampling
 from services.inference.engine.base import GenerationRequest
 from services.inference.engine.torch.engine import TorchEngine
-from services.inference.engine.torch.sampler import SamplingRows, sample
+from services.inference.engine.torch.slots import SamplingRows, sample
 from services.trainer.model.logprobs import Drawn, KeptBlocks, token_logprobs
 
 VOCAB = 150_000

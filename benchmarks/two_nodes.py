@@ -24,7 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

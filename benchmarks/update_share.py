@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks._report import report
-from services.common.config.reading.loading import load_recipe
-from services.common.config.training.optimizer import OptimizerConfig
+from services.common.config.loading import load_recipe
+from services.common.config.training import OptimizerConfig
 from services.trainer.model.optimizer import PolicyOptimizer
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"

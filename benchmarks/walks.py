@@ -63,15 +63,15 @@ SETTINGS = (
 )
 
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # parts of a function
-DISPATCHER = "services/orchestrator/dispatch/dispatcher.py:Dispatcher"
+DISPATCHER = "services/orchestrator/dispatcher.py:Dispatcher"
 JOURNAL = "services/orchestrator/journal/journal.py:Journal"
 TORCH = "services/inference/engine/torch"
 RPC = "services/common/rpc/"
-PULL = "services/trainer/loop/grpc_link.py:GrpcLink.pull"
+PULL = "services/trainer/link.py:GrpcLink.pull"
 PULL_BATCH = "services/orchestrator/services/training.py:TrainingServicer.PullBatch"
 PUBLISH = "services/trainer/publish.py:SnapshotPublisher.publish"
-COMMAND = "services/inference/rpc/pool_client.py:PoolClient._apply_command"
-PLAY = "services/inference/rollouts/player.py:RolloutPlayer.play"
+COMMAND = "services/inference/replica.py:PoolClient._apply_command"
+PLAY = "services/inference/rollouts.py:RolloutPlayer.play"
 DECODES = f"{TORCH}/core.py:Core.step"
 
 
@@ -120,9 +120,9 @@ WALKS = {
     "engine_journal": Walk(
         points=(
             Point(f"{TORCH}/engine.py:TorchEngine.generate", returns=True),
-            Point("services/inference/rpc/trajectory_sender.py:TrajectorySender.send"),
-            Point("services/inference/rpc/trajectory_sender.py:TrajectorySender._message"),
-            Point("services/orchestrator/journal/rollouts.py:trajectory_to_json"),
+            Point("services/inference/records_out.py:TrajectorySender.send"),
+            Point("services/inference/records_out.py:TrajectorySender._message"),
+            Point("services/orchestrator/journal/entries.py:trajectory_to_json"),
             Point(f"{JOURNAL}._transaction", returns=True),
         ),
         stages=(
@@ -145,7 +145,7 @@ WALKS = {
     "publish_swap": Walk(
         points=(
             Point(PUBLISH),
-            Point("services/orchestrator/dispatch/published_versions.py:Announcer.plan_fetches"),
+            Point("services/orchestrator/versions.py:Announcer.plan_fetches"),
             Point(COMMAND),
             Point(f"{TORCH}/core.py:Core.update", returns=True),
         ),

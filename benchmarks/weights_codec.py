@@ -32,10 +32,10 @@ import torch
 import zstandard
 
 from benchmarks._report import median_and_spread, report
-from services.common.system.memory import keep_freed_memory
-from services.common.text.huggingface import named_weights
+from services.common.system.machine import keep_freed_memory
+from services.common.text.chat import named_weights
 from services.common.weights.codec import decode_tensor, encode_tensor
-from services.common.weights.elements import Bits, zigzagged_steps
+from services.common.weights.snapshot import Bits, zigzagged_steps
 
 DTYPE = "bfloat16"
 MIB = 1 << 20

@@ -34,11 +34,11 @@ from benchmarks._receivers import Receiver
 from benchmarks._report import report, report_nothing
 from benchmarks._slow_link import SlowLink
 from benchmarks._weight_versions import POLICY, RUN, VersionMaker, model_specs
-from services.common.config.training.policy import WeightsConfig
+from services.common.config.training import WeightsConfig
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.records.types import FetchPlan, WeightVersion
-from services.orchestrator.dispatch.published_versions import FanOut
-from services.orchestrator.dispatch.published_versions import Receiver as Wanting
+from services.common.records import FetchPlan, WeightVersion
+from services.orchestrator.versions import FanOut
+from services.orchestrator.versions import Receiver as Wanting
 from services.trainer.publisher_process import PublisherProcess
 
 MIB = 1 << 20

@@ -44,15 +44,14 @@ from benchmarks._cores import split
 from benchmarks._report import median_and_spread, report
 from benchmarks._weight_versions import POLICY, RUN, VersionMaker
 from benchmarks._workload import MODELS
-from services.common.config.training.policy import WeightsConfig
-from services.common.records.types import Sampling, WeightVersion
-from services.common.text.huggingface import named_weights
+from services.common.config.training import WeightsConfig
+from services.common.records import Sampling, WeightVersion
+from services.common.text.chat import named_weights
 from services.common.weights.snapshot import TensorSpec
-from services.inference.engine.base import FinishReason, GenerationRequest, KvPolicy
+from services.inference.engine.base import FinishReason, GenerationRequest, KvPolicy, WeightUpdate
 from services.inference.engine.torch.engine import TorchEngine
-from services.inference.engine.weight_update import WeightUpdate
+from services.inference.weights.fetch import Relay
 from services.inference.weights.mirror import Mirror
-from services.inference.weights.relay import Relay
 from services.inference.weights.updater import SourceFetcher, WeightUpdater
 from services.trainer.publisher_process import PublisherProcess
 

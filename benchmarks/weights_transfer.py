@@ -51,13 +51,13 @@ from benchmarks._needs import why_no_memory, why_no_room
 from benchmarks._plain_sync import PlainReceiver, PlainSender, receive_into
 from benchmarks._report import median_and_spread, report, report_nothing
 from benchmarks._weight_versions import DENSITY, POLICY, RUN, VersionMaker, model_specs
-from services.common.config.training.policy import WeightsConfig
-from services.common.records.types import WeightVersion
+from services.common.config.training import WeightsConfig
+from services.common.records import WeightVersion
 from services.common.weights.snapshot import DEFAULT_DIRECTORIES, Manifest, Snapshot
-from services.inference.engine.in_place import prepare
-from services.inference.engine.weight_update import WeightUpdate
+from services.inference.engine.base import WeightUpdate
+from services.inference.engine.streaming import prepare
+from services.inference.weights.fetch import receive_buffer
 from services.inference.weights.mirror import Mirror
-from services.inference.weights.transports import receive_buffer
 from services.inference.weights.updater import SourceFetcher, WeightUpdater
 from services.trainer.publisher_process import PublisherProcess
 

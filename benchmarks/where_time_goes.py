@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks._process_tree import Sampler
 from benchmarks._report import report_facts
-from services.orchestrator.journal import records
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,7 +93,7 @@ def rollout_phases(run_dir: Path) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     num = 0
     try:
-        for row in reader.rows_of(records.TRAJECTORY):
+        for row in reader.rows_of(entries.TRAJECTORY):
             if (record := reader.load(row)) is None:
                 continue
             num += 1

@@ -45,17 +45,17 @@ import aiohttp
 from benchmarks._hostile_actions import actions, bodies
 from benchmarks._processes import ROOT, free_port
 from benchmarks._report import report_facts
-from services.common.telemetry.components import Component
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.accounts import Component
+from services.common.telemetry.logs import LogEvent
 
 sys.path.insert(0, str(ROOT))
 
 from services.common.errors import InfrastructureError, InvalidRequestError, NotFoundError, RollmillError, StateError
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.records.types import Task
-from services.common.rpc.client.channel import channel
+from services.common.records import Task
+from services.common.rpc.client import channel
 from services.common.telemetry.accounts import TimeAccount
-from services.inference.rpc.gateway_client import GatewayClient
+from services.inference.gateway import GatewayClient
 from services.inference.workflows.base import Step
 
 MB = 1 << 20
@@ -138,7 +138,7 @@ def _catalogue(folder: Path) -> Path:
     root = os.environ.get("ROLLMILL_DATA_ROOT")
     if root is not None and (Path(root) / "webshop_made").is_dir():
         return Path(root) / "webshop_made"
-    from services.envgateway.envs.webshop.make import write_catalogue
+    from services.envgateway.envs.webshop import write_catalogue
 
     (folder / "shop").mkdir(exist_ok=True)
     write_catalogue(folder / "shop", 60, 1)
@@ -146,8 +146,7 @@ def _catalogue(folder: Path) -> Path:
 
 
 def _houses(folder: Path) -> Path:
-    from services.envgateway.envs.alfworld.make import houses, package_data
-    from services.envgateway.envs.alfworld.unpack import write_games
+    from services.envgateway.envs.alfworld import houses, package_data, write_games
 
     package = package_data()
     write_games(

@@ -57,48 +57,48 @@ def _use_own_services() -> None:
 
 _use_own_services()
 
-from services.common.public_names import PUBLIC as _PUBLIC  # noqa: E402
+from services.common.importing import PUBLIC as _PUBLIC  # noqa: E402
 
 if TYPE_CHECKING:
     from rollmill.runs import Rows as Rows
     from rollmill.runs import Run as Run
     from rollmill.runs import run as run
+    from services.common.dataset_rows import last_boxed as last_boxed
+    from services.common.dataset_rows import truth_in as answer_of  # noqa: F401
     from services.common.errors import ConfigError as ConfigError
     from services.common.errors import InfrastructureError as InfrastructureError
     from services.common.errors import InvalidRequestError as InvalidRequestError
     from services.common.errors import RollmillError as RollmillError
-    from services.common.records.dataset_rows import last_boxed as last_boxed
-    from services.common.records.dataset_rows import truth_in as answer_of  # noqa: F401
-    from services.common.records.types import Sampling as Sampling
-    from services.common.records.types import StopReason as StopReason
-    from services.common.records.types import Task as Task
-    from services.common.tiny.models import build as tiny_model  # noqa: F401
+    from services.common.records import Sampling as Sampling
+    from services.common.records import StopReason as StopReason
+    from services.common.records import Task as Task
+    from services.common.tiny import build as tiny_model  # noqa: F401
     from services.common.tools import Tool as Tool
     from services.common.tools import ToolError as ToolError
     from services.common.tools import ToolResult as ToolResult
     from services.common.tools import tool as tool
+    from services.envgateway.envs.base import Environment as Environment
     from services.envgateway.envs.base import EnvironmentContext as EnvironmentContext
     from services.envgateway.envs.base import Observation as Observation
     from services.envgateway.envs.base import StepResult as StepResult
-    from services.envgateway.envs.custom import Environment as Environment
     from services.inference.engine.base import GenerationRequest as GenerationRequest
+    from services.inference.engine.base import WeightUpdate as WeightUpdate
     from services.inference.engine.streaming import EngineSetup as EngineSetup
     from services.inference.engine.streaming import StreamingEngine as Engine  # noqa: F401
-    from services.inference.engine.weight_update import WeightUpdate as WeightUpdate
-    from services.inference.scripts.base import Cue as Cue
+    from services.inference.workflows.base import Conversation as Conversation
     from services.inference.workflows.base import Gateway as Gateway
     from services.inference.workflows.base import Outcome as Outcome
+    from services.inference.workflows.base import RewardFunction as RewardFunction
     from services.inference.workflows.base import WorkflowContext as WorkflowContext
-    from services.inference.workflows.conversation import Conversation as Conversation
-    from services.inference.workflows.custom import Dialogue as Dialogue
-    from services.inference.workflows.custom import Workflow as Workflow
-    from services.inference.workflows.custom import WorkflowSettings as WorkflowSettings
-    from services.inference.workflows.rewards import RewardFunction as RewardFunction
-    from services.trainer.algorithms.base import LossFunction as LossFunction
-    from services.trainer.algorithms.base import PolicyLoss as PolicyLoss
-    from services.trainer.algorithms.base import TokenBatch as TokenBatch
-    from services.trainer.algorithms.base import log_ratio as log_ratio
-    from services.trainer.algorithms.base import masked as masked
+    from services.inference.workflows.scripts import Cue as Cue
+    from services.inference.workflows.single import Dialogue as Dialogue
+    from services.inference.workflows.single import Workflow as Workflow
+    from services.inference.workflows.single import WorkflowSettings as WorkflowSettings
+    from services.trainer.losses import LossFunction as LossFunction
+    from services.trainer.losses import PolicyLoss as PolicyLoss
+    from services.trainer.losses import TokenBatch as TokenBatch
+    from services.trainer.losses import log_ratio as log_ratio
+    from services.trainer.losses import masked as masked
 
 _WHERE = {**_PUBLIC, "run": "rollmill.runs:run", "Run": "rollmill.runs:Run", "Rows": "rollmill.runs:Rows"}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from services.common.config.reading.loading import load_resolved
+from services.common.config.loading import load_resolved
 from services.common.errors import ConfigError
 from services.common.installing import install
 
@@ -133,12 +133,12 @@ class Run:
     def trajectories(self) -> Rows:
         """Every trajectory that the journal still has: task group, reward, sequences with token ids and log-probabilities."""
         from services.cli.inspect.run_model import open_journal
-        from services.orchestrator.journal import records
-        from services.orchestrator.journal.rollouts import plain_trajectory
+        from services.orchestrator.journal import entries
+        from services.orchestrator.journal.entries import plain_trajectory
 
         def read() -> Iterator[Row]:
             with closing(open_journal(self.path)) as reader:
-                for found in list(reader.rows_of(records.TRAJECTORY)):
+                for found in list(reader.rows_of(entries.TRAJECTORY)):
                     if (record := reader.load(found)) is not None:
                         yield plain_trajectory(record)
 

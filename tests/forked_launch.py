@@ -24,7 +24,7 @@ from services.cli.run import processes
 from services.cli.run.processes import Adopted
 from services.common.system import forking
 from services.common.system.child import DIE_WITH_PARENT, module_in, run_and_leave
-from services.common.system.children import signal_group
+from services.common.system.processes import signal_group
 
 _PR_SET_CHILD_SUBREAPER = 36
 

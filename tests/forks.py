@@ -9,7 +9,7 @@ import pytest
 
 from services.cli.run.processes import MODULES, ForkServer
 
-RANK_MODULES = ["torch.distributed.run", "services.trainer.ranks.node_watch"]
+RANK_MODULES = ["torch.distributed.run", "services.trainer.ranks"]
 LAUNCHER_MODULES = [
     "services.orchestrator.app",
     "services.envgateway.app",

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.cli.keys import Keyring
-from services.common.security import bundle, identity
+from services.common.security import identity
+from services.common.security import keys as bundle
 from services.common.security.identity import Identity
-from services.common.security.roles import Role
+from services.common.security.keys import Role
 
 DAY_S = 86400.0
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from services.common.prometheus import METRICS as PROCESS
 from services.common.prometheus import Metric
-from services.envgateway.prometheus import METRICS as ENVGATEWAY
-from services.envgateway.prometheus import WORKER_METRICS as WORKER
-from services.inference.metrics.gauges import METRICS as INFERENCE
+from services.envgateway.app import METRICS as ENVGATEWAY
+from services.envgateway.app import WORKER_METRICS as WORKER
+from services.inference.replica import METRICS as INFERENCE
 from services.orchestrator.progress import METRICS as ORCHESTRATOR
-from services.trainer.prometheus import METRICS as TRAINER
-from services.trainer.prometheus import PUBLISHER_METRICS as PUBLISHER
+from services.trainer.app import METRICS as TRAINER
+from services.trainer.app import PUBLISHER_METRICS as PUBLISHER
 from tests.documented import DOCS
 
 CATALOGUE: dict[str, tuple[Metric, ...]] = {

@@ -25,8 +25,8 @@ import pytest
 
 from benchmarks import _machines
 from services.cli.plan import address_of_node_0
-from services.common.config.processes.envgateway import SandboxConfig
-from services.common.config.processes.trackers import Tracker, missing_packages
+from services.common.config.envgateway import SandboxConfig
+from services.common.config.processes import Tracker, missing_packages
 from services.common.errors import ConfigError, SandboxRefusedError
 from services.common.verifiers.interpreter import interpreter
 from services.envgateway.sandbox.bare.confine import landlock, memcg

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 
-from services.common.system.free_ports import is_free
+from services.common.system.machine import is_free
 
 _BEGIN, _END = 10_000, 22_000
 _PER_WORKER = 400

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from services.common.records.kept_tokens import unpack
-from services.common.records.types import Sampling, Segment
+from services.common.kept_tokens import unpack
+from services.common.records import Sampling, Segment
 from services.inference.engine.base import Generation, GenerationRequest
 
 VOCAB = 301

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import orjson
 
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 from tests.recipe_runs import rows, run_recipe
 
 STEPS = 10

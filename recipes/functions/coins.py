@@ -17,9 +17,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from services.common.records.types import Task
-from services.inference.workflows.base import Gateway, ProgramStatus
-from services.inference.workflows.prompts import fill
+from services.common.records import Task
+from services.inference.workflows.base import Gateway, ProgramStatus, fill
 
 WORDS = {"add": "+", "subtract": "-", "times": "*"}
 PAIRS = ((2, 3), (4, 5), (6, 7), (8, 9))  # one of a pair is accepted

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from recipes.quickstart.model import CHAT_TEMPLATE
 from services.common.importing import load_object
-from services.common.tiny.models import TURN_TOKENS, save_random_model, train_tokenizer
+from services.common.tiny import TURN_TOKENS, save_random_model, train_tokenizer
 
 NUM_DIALOGUES = 3000
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.quickstart.model import CHAT_TEMPLATE
-from services.common.tiny.models import TURN_TOKENS, save_random_model, train_tokenizer
+from services.common.tiny import TURN_TOKENS, save_random_model, train_tokenizer
 
 TURNS = 4
 _TOKENIZER_DIALOGUES = 200

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.quickstart.task import demonstrations
-from services.common.tiny.models import TOOL_TOKENS, TURN_TOKENS, save_random_model, train_tokenizer
+from services.common.tiny import TOOL_TOKENS, TURN_TOKENS, save_random_model, train_tokenizer
 
 # The turn layout of Qwen's models, without the line break between turns: a tool result is a user turn with a
 # tool_response tag.

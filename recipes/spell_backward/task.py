@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.quickstart.model import CHAT_TEMPLATE
-from services.common.tiny.models import TURN_TOKENS, save_random_model, train_tokenizer
+from services.common.tiny import TURN_TOKENS, save_random_model, train_tokenizer
 
 _PROMPT = "Spell this word backward (example: sun -> nus): {}"  # the package's question
 _TOKENIZER_DIALOGUES = 2000

@@ -241,7 +241,7 @@ def resolve(
     from services.cli.plan import orchestrator_address
     from services.cli.profiles import load_with_profile
     from services.cli.run.directory import prepare
-    from services.common.config.reading.loading import RESOLVED
+    from services.common.config.loading import RESOLVED
     from services.common.errors import ConfigError
 
     if (run_dir / RESOLVED).is_file():
@@ -453,7 +453,7 @@ def code(
 ) -> None:
     """Programming problems in one form, without rows whose tests judge no program or fail their own reference solution."""
     from services.cli.check.data import prepare_code
-    from services.common.config.processes.envgateway import SandboxConfig
+    from services.common.config.envgateway import SandboxConfig
 
     sandbox = SandboxConfig(num_slots=slots, wall_time_s=case_time_s, cpu_time_s=case_time_s)
     done = prepare_code(inputs, output, sandbox, case_time_s)

@@ -368,7 +368,7 @@ console = Console()
 
 def _file_of_name(recipe: Path | None) -> Path | None:
     """The file of a recipe that comes with Rollmill, where it is named and no file or directory has this name."""
-    from services.common.config.reading.inherit import shipped_recipe  # and the settings: not for `--help`
+    from services.common.config.loading import shipped_recipe  # and the settings: not for `--help`
 
     return recipe if recipe is None or recipe.exists() else shipped_recipe(str(recipe)) or recipe
 

@@ -22,13 +22,13 @@ from rich.console import Console
 
 from services.cli.console import say
 from services.cli.inspect.run_state import Row, read_metrics, training_steps
-from services.common.config.reading.loading import load_resolved
+from services.common.config.loading import load_resolved
 from services.common.config.recipe import Recipe
-from services.common.records.fates import StepFact
-from services.common.telemetry.components import trainer
+from services.common.records import StepFact
+from services.common.telemetry.accounts import trainer_component
 from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, TrainerKey
 from services.common.telemetry.weight_transfers import ReportedTransfer
-from services.orchestrator.dispatch.evaluation_pass import kind_of
+from services.orchestrator.evaluation import kind_of
 from services.orchestrator.stalls import ADVICE, Cause
 
 LEAST_POINTS = 10  # with fewer there is no telling a change from noise
@@ -301,7 +301,7 @@ def mismatch(rows: PolicyRows) -> Finding | None:
     bound, types = rows.recipe.numerics(rows.policy)
     if fresh and (first := statistics.median(windows(fresh)[0])) > bound:
         found, limit = (first, found[1] if found else fresh[-1]), 0.0
-    elif (stall := rows.open_stalls.get(Cause.NUMERICS)) and stall["component"] == trainer(rows.policy):
+    elif (stall := rows.open_stalls.get(Cause.NUMERICS)) and stall["component"] == trainer_component(rows.policy):
         return rows.finding(Failure.MISMATCH, stall["detail"], ADVICE[Cause.NUMERICS])
     elif found is None:
         found, limit, tokens = medians(rows.series(TrainerKey.MISMATCH_ABS.in_row)), MISMATCH_STALE, "all tokens"

@@ -3,7 +3,7 @@
     ca.pem, ca.key          the authority
     token.key, token.pub    signs and checks tokens
     keyring.json            the run, hosts, how callers are taken in
-    orchestrator/ ...       bundles (``services.common.security.bundle``)
+    orchestrator/ ...       bundles (``services.common.security.keys``)
     trainer/publisher/      inside the trainer's, which starts the publisher
     inference/agent/        inside the replica's, which starts agents
 
@@ -28,13 +28,12 @@ from rich.console import Console
 
 from services.cli.console import say
 from services.cli.plan import BUNDLES, HOST_VARIABLE, ProcessSpec, other_nodes, plan
-from services.common.config.reading.loading import save_resolved
+from services.common.config.loading import save_resolved
 from services.common.config.recipe import Recipe, warm_start_dir
 from services.common.errors import ConfigError, DeadlineError, UnauthenticatedError
-from services.common.security import bundle as files
-from services.common.security.bundle import CA, DAYS, VARIABLE, Bundle, is_there
+from services.common.security import keys as files
 from services.common.security.identity import Identity, configure
-from services.common.security.roles import Role
+from services.common.security.keys import CA, DAYS, VARIABLE, Bundle, Role, is_there
 
 KEYS = "keys"  # in the run directory
 RENEWED_WITHIN_S = 14 * 86400.0
@@ -140,7 +139,7 @@ def check_dates(identity: Identity | None) -> None:
     if identity is None:
         return
     from services.common.security.certificates import holder_of
-    from services.common.security.times import check_times
+    from services.common.security.keys import check_times
 
     holder = holder_of(identity.bundle.certificate)
     what = f"the certificate in {identity.folder}"

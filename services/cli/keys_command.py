@@ -14,8 +14,7 @@ from typer.core import TyperGroup
 
 from services.cli.console import SetOption, console, say
 from services.common.errors import ConfigError
-from services.common.security.bundle import DAYS
-from services.common.security.roles import WHAT_FOR, Role
+from services.common.security.keys import DAYS, WHAT_FOR, Role
 
 if TYPE_CHECKING:
     from services.cli.keys import Entry
@@ -135,7 +134,7 @@ def _about(what: Path, run_id: str | None, overrides: Sequence[str]) -> tuple[st
         ConfigError: no recipe and no run, or overrides of a run, whose settings are fixed.
     """
     from services.cli.keys import KEYS
-    from services.common.config.reading.loading import RESOLVED, load_recipe, load_resolved
+    from services.common.config.loading import RESOLVED, load_recipe, load_resolved
 
     if (what / RESOLVED).is_file():
         if overrides:
@@ -163,7 +162,7 @@ def _print(entries: list[Entry], folder: Path) -> None:
 
 def _until(entry: Entry, now: float) -> str:
     """The earlier end of certificate and token."""
-    from services.common.security.times import moment
+    from services.common.security.keys import moment
 
     ends_at = min(entry.certificate_ends_at, entry.token_ends_at)
     return f"[red]{moment(ends_at)}: expired[/red]" if ends_at < now else moment(ends_at)

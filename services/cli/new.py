@@ -15,9 +15,9 @@ from services.cli.check.memory import host_estimates, host_memory_bytes
 from services.cli.check.models import positions
 from services.cli.check.recipe import gpus_here
 from services.common.config.data import DatasetConfig
-from services.common.config.reading.loading import load_recipe, validate
+from services.common.config.loading import load_recipe, validate
+from services.common.dataset_rows import prompt_in
 from services.common.errors import ConfigError, DatasetError
-from services.common.records.dataset_rows import prompt_in
 
 REWARDS = "rewards"
 _TEMPLATES = Path(__file__).parent / "templates" / "new.txt"
@@ -161,7 +161,7 @@ def held_out_words(wanted: Wanted) -> str:
 def _num_rows(wanted: Wanted) -> int | None:
     """Rows of a file; None for a directory or a name on the hub. Raises ``ConfigError`` for a file that does not exist, that
     cannot be read, or whose first row has no prompt or lacks a column that is named."""
-    from services.orchestrator.tasks.row_files import is_file_of_rows
+    from services.orchestrator.tasks.datasets import is_file_of_rows
 
     path = Path(wanted.data or "").expanduser()
     if path.is_file():
@@ -174,7 +174,7 @@ def _num_rows(wanted: Wanted) -> int | None:
 @functools.cache
 def _rows_of(path: str, columns: tuple[tuple[str, str], ...]) -> int:
     from services.orchestrator.tasks.datasets import open_source
-    from services.orchestrator.tasks.task_rows import ListRows, RenamedRows
+    from services.orchestrator.tasks.rows import ListRows, RenamedRows
 
     try:
         rows = open_source(DatasetConfig(path=path), seed=0)

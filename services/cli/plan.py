@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.config.reading.loading import set_at
+from services.common.config.envgateway import EnvGatewayConfig
+from services.common.config.loading import set_at
 from services.common.config.recipe import Recipe, warm_start_dir
 from services.common.errors import ConfigError
 from services.common.installing import IN_CHECKOUT
 from services.common.net.hosts import address, is_here, is_loopback
 from services.common.system.child import module_command, module_in
-from services.common.system.free_ports import LOOPBACK, free_ports, is_free
+from services.common.system.machine import LOOPBACK, free_ports, is_free
 
 # Names that `rollmill start` takes beside those of processes: what is made before a run, once.
 WARM_START = "warm-start"
@@ -143,7 +143,7 @@ def warm_start_commands(recipe: Recipe, run_dir: Path) -> list[ProcessSpec]:
         _spec(
             f"warm-start-{policy}",
             "",
-            *("services.trainer.warm_start", "--policy", policy, "--run-dir", str(run_dir)),
+            *("services.trainer.supervised", "--policy", policy, "--run-dir", str(run_dir)),
             threads=recipe.policies[policy].trainer.threads,
             forked=recipe.policies[policy].trainer.device == "cpu",
         )

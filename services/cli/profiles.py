@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from services.common.config.loading import Profile, load_recipe
 from services.common.config.profiles.tiny import FindRows, FindWorld, World, tiny
-from services.common.config.reading.loading import Profile, load_recipe
 from services.common.config.reading.unread import unread_variables
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, DatasetError
-from services.orchestrator.tasks.catalogue import DATA_ROOT, known, local_file
-from services.orchestrator.tasks.rows.code import code_row
-from services.orchestrator.tasks.rows.math import math_row
+from services.orchestrator.tasks.code_rows import code_row
+from services.orchestrator.tasks.math_rows import math_row
+from services.orchestrator.tasks.rows import DATA_ROOT, known, local_file
 
 # Preferred stand-ins first: rows with reference answers and short prompts.
 _STAND_INS = ("deepscaler", "math-train", "gsm8k", "leetcode", "humaneval", "math500", "code-contests")
@@ -41,7 +41,7 @@ def rows_here(dataset: Mapping[str, Any]) -> dict[str, Any]:
     made = {math_row: "sums", code_row: "programs"}
     if form not in made:
         raise DatasetError(f"dataset {name!r} is not on this machine, and no other has rows like it")
-    generator = f"services.common.tiny.tasks:{made[form]}"
+    generator = f"services.common.tiny:{made[form]}"
     return {**dataset, "name": None, "generator": generator, "settings": {}, "id_field": "id"}
 
 
@@ -60,18 +60,17 @@ def world_here(environment: str, tree: Mapping[str, Any]) -> World | None:
     worlds = Path(tree["run"]["dir"]).resolve() / "worlds"
     if environment == "alfworld":
         games = _games_folder(tree["envgateway"]["alfworld"]["data"], root, worlds)
-        rows = {"generator": "services.common.tiny.tasks:games", "settings": {"data": str(games)}}
+        rows = {"generator": "services.common.tiny:games", "settings": {"data": str(games)}}
         return {"alfworld": {"data": str(games), "games": None}}, rows
     if environment == "webshop":
         section, num_goals = _shop(tree["envgateway"]["webshop"]["data"], root, worlds)
-        rows = {"generator": "services.common.tiny.tasks:places", "settings": {"count": num_goals}}
+        rows = {"generator": "services.common.tiny:places", "settings": {"count": num_goals}}
         return {"webshop": section}, rows
     return None
 
 
 def _games_folder(own: str | None, root: str | None, worlds: Path) -> Path:
-    from services.envgateway.envs.alfworld.make import houses, package_data
-    from services.envgateway.envs.alfworld.unpack import unpack, write_games
+    from services.envgateway.envs.alfworld import houses, package_data, unpack, write_games
 
     if own is not None and Path(own).is_dir():
         return Path(own)
@@ -92,7 +91,7 @@ def _games_folder(own: str | None, root: str | None, worlds: Path) -> Path:
 def _shop(own: str | None, root: str | None, worlds: Path) -> tuple[dict[str, Any], int]:
     """Settings of the gateway's section, and the least number of tasks. Every word counts as a noun, so that no tagger
     model is needed."""
-    from services.envgateway.envs.webshop.make import write_catalogue
+    from services.envgateway.envs.webshop import write_catalogue
 
     if own is not None and Path(own).is_dir():
         return {"tagger": "words"}, 64

@@ -42,26 +42,23 @@ from services.cli.inspect.standing import newest_run
 from services.cli.keys import keys_there, operate
 from services.cli.plan import orchestrator_address
 from services.common.checkpoints import CheckpointGauge
-from services.common.config.reading.loading import load_resolved
+from services.common.config.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import AccessError, ConfigError, InfrastructureError, NotFoundError, RollmillError
+from services.common.kept_tokens import MaskedCount
 from services.common.net.hosts import ORCHESTRATOR, check_place, is_known
 from services.common.pb import account_pb2, run_pb2, run_pb2_grpc
-from services.common.records.fates import FAILURES_PREFIX, RunCount
-from services.common.records.masked import MaskedCount
-from services.common.records.refusals import RefusalReason, counter_of
-from services.common.rpc.credentials import sync_channel
-from services.common.rpc.statuses import from_call
+from services.common.records import FAILURES_PREFIX, RefusalReason, RunCount, counter_of
+from services.common.rpc.client import from_call, sync_channel
 from services.common.security import identity
-from services.common.security.bundle import VARIABLE
-from services.common.security.handshake import refusal_now
-from services.common.security.roles import Peer
-from services.common.system.disk import RESERVE_BYTES
-from services.common.telemetry import components
-from services.common.telemetry.activities import ActivityName
-from services.common.telemetry.log_events import LogEvent
+from services.common.security.identity import refusal_now
+from services.common.security.keys import VARIABLE, Peer
+from services.common.system.machine import RESERVE_BYTES
+from services.common.telemetry import accounts as components
+from services.common.telemetry.accounts import ActivityName
+from services.common.telemetry.logs import LogEvent
 from services.common.telemetry.metrics import StepKey, TrainerKey, sources_in
-from services.orchestrator.dispatch.evaluation_pass import played_by
+from services.orchestrator.evaluation import played_by
 from services.orchestrator.stalls import Cause
 from services.orchestrator.trackers import all_sent, followed, read_position
 

@@ -38,7 +38,7 @@ import xxhash
 from pydantic import Field, TypeAdapter
 
 from services.common.errors import CorruptDataError
-from services.common.system.disk import sync_directory
+from services.common.system.machine import sync_directory
 from services.common.weights.snapshot import DEFAULT_ALGORITHM, AdapterIdentity, algorithm_of, tensor_digest
 
 MANIFEST = "manifest.json"

@@ -32,12 +32,16 @@
         └── GraderFailedError         GRADER_FAILED: a reward or judgement has no information about the answer
 
 Each leaf's ``reason`` is a name of ``ErrorReason`` in ``protos/rollmill/v1/errors.proto``; a contract test
-compares the two lists. ``services.common.rpc.statuses`` turns these into gRPC statuses and back, from one table.
+compares the two lists. ``services.common.rpc.client`` turns these into gRPC statuses and back, from one table.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+import hashlib
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar, TypeVar
 
 
 class RollmillError(Exception):
@@ -194,3 +198,113 @@ class GraderFailedError(InfrastructureError):
     """A reward or judgement ended without a word about the answer."""
 
     reason = "GRADER_FAILED"
+
+
+# --------
+# Sums, means and deviations of numbers of any magnitude: finite in, finite out, without errors.
+
+
+MOST = sys.float_info.max
+SAFE = 500  # exponent of two up to which squares and sums of many squares are finite
+
+
+def finite(value: float) -> float:
+    """The nearest finite number; 0 for NaN.
+
+    >>> finite(math.inf) == MOST, finite(1.5)
+    (True, 1.5)
+    """
+    return min(max(value, -MOST), MOST) if value == value else 0.0
+
+
+def scaled(values: Sequence[float]) -> tuple[Sequence[float], int]:
+    """The values times 2**-exponent, so that their squares can be added up; exponent 0 where they can as they are."""
+    largest = max(map(abs, values), default=0.0)
+    exponent = math.frexp(largest)[1] if largest else 0
+    if abs(exponent) <= SAFE:
+        return values, 0
+    return [math.ldexp(value, -exponent) for value in values], exponent
+
+
+def unscaled(value: float, exponent: int) -> float:
+    """value times 2**exponent, or the largest float of its sign."""
+    try:
+        return math.ldexp(value, exponent)
+    except OverflowError:
+        return math.copysign(MOST, value)
+
+
+def total(values: Iterable[float]) -> float:
+    """
+    >>> total([1e308, 1e308]) == MOST, total([0.5, 0.25])
+    (True, 0.75)
+    """
+    listed, exponent = scaled(list(values))
+    return unscaled(math.fsum(listed), exponent)
+
+
+def mean(values: Iterable[float]) -> float:
+    """Of at least one number.
+
+    >>> mean([1e308, 1e308, -1e308, -1e308])
+    0.0
+    """
+    listed, exponent = scaled(list(values))
+    return unscaled(math.fsum(listed) / len(listed), exponent)
+
+
+def mean_and_deviation(values: Iterable[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation (N - 1) of at least two numbers.
+
+    >>> mean_and_deviation([1.0, 0.0, 0.0, 1.0])
+    (0.5, 0.5773502691896257)
+    """
+    listed, exponent = scaled(list(values))
+    centre = math.fsum(listed) / len(listed)
+    spread = math.sqrt(math.fsum((value - centre) ** 2 for value in listed) / (len(listed) - 1))
+    return unscaled(centre, exponent), unscaled(spread, exponent)
+
+
+# --------
+# Derives every seed of a run from ``run.seed``.
+
+
+def derived_seed(seed: int, *parts: str | int) -> int:
+    """Derive a seed of 62 bits (an int64 has room to count up) for one part of the scope of ``seed``.
+
+    >>> derived_seed(1, "train", 0) == derived_seed(1, "train", 0), derived_seed(1, "train", 0) == derived_seed(1, "train", 1)
+    (True, False)
+    """
+    digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def slot_seed(group_seed: int, index: int) -> int:
+    """The sampling seed of slot ``index`` of a task group."""
+    return derived_seed(group_seed, "slot", index)
+
+
+# --------
+# Divides a sequence into parts of a bounded size.
+
+
+T = TypeVar("T")
+
+
+def in_buckets(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Neighbours in lists of at most ``most`` together; a larger item has a list of its own. No list is empty.
+
+    >>> list(in_buckets([1, 2, 9, 1, 1], lambda size: size, 3))
+    [[1, 2], [9], [1, 1]]
+    """
+    bucket: list[T] = []
+    held = 0
+    for item in items:
+        size = size_of(item)
+        if bucket and held + size > most:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(item)
+        held += size
+    if bucket:
+        yield bucket

@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from services.common.buckets import in_buckets
 from services.common.checkpoints import (
     DTYPES,
     EXPORTED,
@@ -41,11 +40,20 @@ from services.common.checkpoints import (
     write_bytes,
     write_safetensors,
 )
-from services.common.errors import ConfigError, CorruptDataError
+from services.common.errors import ConfigError, CorruptDataError, in_buckets
 from services.common.safetensors_files import INDEX, Place, places, weight_files
-from services.common.system.disk import sync_directory
-from services.common.weights.elements import ELEMENT_TYPES, Bits, cast_bits
-from services.common.weights.snapshot import PEFT_PREFIX, A, AdapterIdentity, B, algorithm_of, tensor_digest
+from services.common.system.machine import sync_directory
+from services.common.weights.snapshot import (
+    ELEMENT_TYPES,
+    PEFT_PREFIX,
+    A,
+    AdapterIdentity,
+    B,
+    Bits,
+    algorithm_of,
+    cast_bits,
+    tensor_digest,
+)
 
 NOTE = "rollmill_export.json"  # in the directory: of which run, step and checkpoint it is
 SHARD_BYTES = 4 << 30

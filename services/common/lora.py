@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from services.common.config.training.adapter import ALL_LINEAR, AdapterConfig
-from services.common.errors import ConfigError
-from services.common.seeds import derived_seed
+from services.common.config.training import ALL_LINEAR, AdapterConfig
+from services.common.errors import ConfigError, derived_seed
 from services.common.weights.snapshot import (
     PEFT_PREFIX,
     A,

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import structlog
 
 from services.common import run_files
-from services.common.config.processes.services import MetricsConfig
+from services.common.config.processes import MetricsConfig
 from services.common.errors import ConfigError
 from services.common.net import hosts
-from services.common.telemetry.status import ProcessStatus
+from services.common.telemetry.metrics import ProcessStatus
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -121,7 +121,7 @@ class MetricsServer:
         from aiohttp import web
         from prometheus_client import CollectorRegistry, ProcessCollector
 
-        from services.common.http.listener import Listener
+        from services.common.http import Listener
 
         self._status = status
         self._translation = Translation(metrics)

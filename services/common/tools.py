@@ -38,10 +38,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Union, overload, runtime_checkable
 
 from services.common.errors import ConfigError
-from services.common.importing import load_object
-from services.common.text.tool_calls import ToolStatus
-from services.common.text.tool_schema import check_schema
-from services.common.user_code import check_call, extras_of, place_of
+from services.common.importing import check_call, extras_of, load_object, place_of
+from services.common.text.tools import ToolStatus, check_schema
 
 DEFAULT_TIMEOUT_S = 30.0
 
@@ -74,7 +72,7 @@ class ToolDescription(Protocol):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """JSON schema of an object, in the part that ``services.common.text.tool_schema`` checks."""
+        """JSON schema of an object, in the part that ``services.common.text.tools`` checks."""
         ...
 
 

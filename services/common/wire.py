@@ -16,10 +16,10 @@ from services.common.codec import read as read
 from services.common.codec import write as write
 from services.common.errors import CorruptDataError
 from services.common.pb import pool_pb2, training_pb2, weights_pb2
-from services.common.records.refusals import RefusalReason
-from services.common.records.types import (
+from services.common.records import (
     FetchPlan,
     Interval,
+    RefusalReason,
     RolloutFailure,
     RolloutPhase,
     TrainingSequence,

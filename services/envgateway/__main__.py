@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.config.processes.services import MetricsConfig
-from services.common.config.reading.loading import load_recipe, load_resolved
+from services.common.config.envgateway import EnvGatewayConfig
+from services.common.config.loading import load_recipe, load_resolved
+from services.common.config.processes import MetricsConfig
 from services.common.config.reading.unread import unread_variables
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError, RollmillError
 from services.common.security import identity
 from services.common.security.identity import check_keys_are_there
-from services.common.security.roles import Role
+from services.common.security.keys import Role
 from services.common.system.child import START_AGAIN, die_with_parent_if_asked, module_command
 from services.common.system.surroundings import settle
 from services.common.telemetry import logs

@@ -14,44 +14,88 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.common.aio import TaskOwner
-from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.config.processes.services import MetricsConfig
+from services.common.config.envgateway import EnvGatewayConfig
+from services.common.config.processes import MetricsConfig
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.net.hosts import check_place
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2_grpc
-from services.common.prometheus import serve_metrics
+from services.common.prometheus import Metric, serve_metrics
 from services.common.rpc.interceptors import AccountInterceptor
 from services.common.rpc.server import Server
 from services.common.system.child import DIE_WITH_PARENT
-from services.common.system.children import exited, process_group
-from services.common.system.garbage import GarbageSweeper
+from services.common.system.machine import GarbageSweeper
+from services.common.system.processes import exited, process_group
 from services.common.system.threads import Watchdog
-from services.common.telemetry.accounts import Activity, TimeAccount
-from services.common.telemetry.activities import ActivityName
-from services.common.telemetry.components import GATEWAY, INFERENCE
+from services.common.telemetry.accounts import GATEWAY, INFERENCE, Activity, ActivityName, TimeAccount
+from services.common.telemetry.metrics import QueueGauge
+from services.envgateway import rpc
+from services.envgateway.calls import THREADS
 from services.envgateway.envs.base import EnvironmentContext
-from services.envgateway.envs.episodes import EpisodeManager
-from services.envgateway.envs.registry import EnvironmentRegistry
-from services.envgateway.envs.worlds import make_worlds
+from services.envgateway.envs.episodes import EnvironmentRegistry, EpisodeManager, make_worlds
 from services.envgateway.http import HttpServer, Submissions
 from services.envgateway.judge.judge import Judge
-from services.envgateway.prometheus import METRICS
 from services.envgateway.queue.local import JobQueue, local_queue
 from services.envgateway.queue.redis import RedisQueue
-from services.envgateway.rewards.math.pool import MathPool, comparisons
-from services.envgateway.rewards.math.worker import REASONING_GYM
+from services.envgateway.rewards.math_worker import REASONING_GYM
+from services.envgateway.rewards.pool import MathPool, comparisons
 from services.envgateway.rewards.registry import Rewards
-from services.envgateway.rpc import membership
-from services.envgateway.rpc.client_interceptor import ClientInterceptor
-from services.envgateway.rpc.servicer import CodeExecutionServicer, EnvironmentServicer, RewardServicer
-from services.envgateway.rpc.servicer_judge import JudgeServicer
+from services.envgateway.rpc import (
+    ClientInterceptor,
+    CodeExecutionServicer,
+    EnvironmentServicer,
+    JudgeServicer,
+    RewardServicer,
+)
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.taskserver.server import TaskServer
-from services.envgateway.threads import THREADS
-from services.envgateway.tools.jupyter import built_in_tools
-from services.envgateway.tools.mcp.server import McpServer
+from services.envgateway.taskserver import TaskServer
+from services.envgateway.tools.mcp import McpServer
 from services.envgateway.tools.registry import ToolBox, load_tools
+from services.envgateway.tools.tools import built_in_tools
+
+# --------
+# Metrics of the environment gateway and of its workers: their gauges under the names of the field.
+
+
+_QUEUE = (
+    Metric("rollmill_judge_queue_waiting_jobs", "gauge", "Jobs that wait for a slot.", "queue_{lane}_waiting"),
+    Metric("rollmill_judge_queue_running_jobs", "gauge", "Jobs that run.", "queue_{lane}_running"),
+    Metric("rollmill_judge_job_seconds", "gauge", "Mean seconds of a job in its slot, over about the last twenty.", "queue_mean_s"),
+)  # fmt: skip
+METRICS = (
+    *_QUEUE,
+    Metric("rollmill_judge_stored_results", "gauge", "Results kept for calls that are repeated.", "queue_stored_results"),
+    Metric("rollmill_judge_unanswered_jobs", "gauge", "Jobs sent to workers and not answered yet.", QueueGauge.UNANSWERED),
+    Metric("rollmill_judge_workers", "gauge", "Workers that are heard of.", QueueGauge.WORKERS),
+    Metric("rollmill_judge_worker_slots", "gauge", "Slots of all workers.", "queue_worker_slots"),
+    Metric("rollmill_judge_redis_connected", "gauge", "1 while Redis answers.", QueueGauge.REDIS_CONNECTED),
+    Metric("rollmill_judge_jobs_total", "counter", "Jobs by outcome, at the gateway.", "queue_{event}"),
+    Metric("rollmill_sandbox_busy_slots", "gauge", "Slots of the sandbox that run a program.", "sandbox_busy_slots"),
+    Metric("rollmill_sandbox_queued", "gauge", "Programs that wait for a slot of the sandbox.", "sandbox_queued"),
+    Metric("rollmill_sandbox_live_processes", "gauge", "Processes that live on between calls.", "sandbox_live_processes"),
+    Metric("rollmill_sandbox_runs_total", "counter", "Programs by how they ended, and restarts of fork servers.", "sandbox_{outcome}"),
+    Metric("rollmill_episodes_live", "gauge", "Open episodes.", "episodes_live"),
+    Metric("rollmill_episode_events_total", "counter", "Episodes created and ended by reason, and steps taken.", "episodes_{event}"),
+    Metric("rollmill_tool_calls_total", "counter", "Tool calls by status.", "tool_calls_{status}"),
+    Metric("rollmill_rewards_total", "counter", "Rewards by outcome.", "rewards_{outcome}"),
+    Metric("rollmill_math_worker_events_total", "counter", "Math workers replaced, by reason.", "math_worker_{event}"),
+    Metric("rollmill_reasoning_gym_worker_events_total", "counter", "Workers of reasoning-gym replaced, by reason.", "reasoning_gym_worker_{event}"),
+    Metric("rollmill_mcp_sessions", "gauge", "Open sessions at an MCP server.", "mcp_{server}_sessions"),
+    Metric("rollmill_mcp_events_total", "counter", "Calls of an MCP server, failures, and sessions made again.", "mcp_{server}_{event}"),
+    Metric("rollmill_stalled_threads", "gauge", "Threads of environments or tools that do not return.", "stalled_threads"),
+    Metric("rollmill_oldest_thread_seconds", "gauge", "Age of the oldest of these threads.", "oldest_thread_s"),
+    Metric("rollmill_world_processes", "gauge", "Processes that hold an environment's games.", "{world}_engine_processes"),
+    Metric("rollmill_world_games", "gauge", "Games that are open in them.", "{world}_engine_games"),
+    Metric("rollmill_world_events_total", "counter", "Starts and ends of these processes.", "{world}_engine_{event}"),
+)  # fmt: skip
+WORKER_METRICS = (
+    *_QUEUE[1:],
+    Metric("rollmill_worker_jobs_total", "counter", "Jobs by outcome, at this worker.", "{event}"),
+)  # fmt: skip
+
+
+# --------
+
 
 _WORKER_GRACE_S = 30.0  # for its running programs
 THREAD_OVERDUE_S = 20.0  # of one call of user code, before its stack is logged
@@ -235,7 +279,7 @@ async def serve(
         await asyncio.sleep(0)
         await gateway.start()
         if orchestrator is not None:
-            staying = membership.stay(orchestrator, gateway.server.address, run_id)
+            staying = rpc.stay(orchestrator, gateway.server.address, run_id)
             waits.append(asyncio.create_task(staying, name="wait for the end of the run"))
         ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if broken in ended and not broken.cancelled() and (error := broken.exception()) is not None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from services.common.errors import InfrastructureError
 from services.common.system.child import DIE_WITH_PARENT
-from services.common.system.children import end
+from services.common.system.processes import end
 from services.envgateway.sandbox.bare import wire
 
 _START_TIMEOUT_S = 60.0

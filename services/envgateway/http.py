@@ -23,12 +23,12 @@ from aiohttp import web
 from pydantic import BaseModel, Field, ValidationError
 
 from services.common.aio import ended
-from services.common.config.processes.envgateway import HttpConfig
+from services.common.config.envgateway import HttpConfig
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError, RollmillError
-from services.common.http.listener import Listener
-from services.common.http.origin import json_answer
-from services.common.telemetry.gateway_queue import Lane
+from services.common.http import Listener, json_answer
+from services.common.telemetry.metrics import Lane
 from services.common.text.encodable import encodable
+from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.compare import difference
 from services.envgateway.judge.records import (
     Comparison,
@@ -40,7 +40,6 @@ from services.envgateway.judge.records import (
 )
 from services.envgateway.queue.local import JobQueue, on_behalf_of
 from services.envgateway.rewards.registry import Rewards
-from services.envgateway.rewards.result import RewardOutcome
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 

@@ -10,11 +10,11 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import ValidationError
 
-from services.common.config.processes.envgateway import EnvGatewayConfig, QueueConfig, SandboxConfig
-from services.common.config.reading.explain import explain
+from services.common.config.envgateway import EnvGatewayConfig, QueueConfig, SandboxConfig
+from services.common.config.loading import explain
 from services.common.errors import ConfigError
 from services.common.net.hosts import is_loopback
-from services.common.system.cores import num_cores
+from services.common.system.machine import num_cores
 
 VARIABLES = """\
 variables (over what a recipe says):

@@ -48,7 +48,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     quiet_grpc()
     from services.common.security import identity
-    from services.common.security.roles import Role
+    from services.common.security.keys import Role
     from services.inference.app import run_replica
 
     try:

@@ -19,40 +19,31 @@ import grpc
 import structlog
 
 from services.common.aio import TaskOwner, deadline
-from services.common.config.processes.placement import Placement
-from services.common.config.processes.services import InferenceConfig
+from services.common.config.processes import InferenceConfig, Placement
 from services.common.errors import DeadlineError
 from services.common.net.hosts import host_of, is_loopback
 from services.common.pb import pool_pb2_grpc
 from services.common.prometheus import serve_metrics
-from services.common.rpc.client.channel import channel
-from services.common.rpc.client.peer_watch import PeerWatch
-from services.common.rpc.client.run_client import RunSettings, fetch_run
+from services.common.rpc.client import channel
+from services.common.rpc.run_client import PeerWatch, RunSettings, fetch_run
 from services.common.rpc.server import Server
-from services.common.security.roles import Peer
-from services.common.system.garbage import GarbageSweeper
+from services.common.security.keys import Peer
+from services.common.system.machine import GarbageSweeper
 from services.common.system.threads import Watchdog
-from services.common.telemetry.accounts import Activity, TimeAccount
-from services.common.telemetry.activities import ActivityName
-from services.common.telemetry.components import GATEWAY
-from services.common.telemetry.components import replica as replica_component
+from services.common.telemetry.accounts import GATEWAY, Activity, ActivityName, TimeAccount
+from services.common.telemetry.accounts import replica as replica_component
 from services.common.telemetry.logs import bind, configure
 from services.common.transfer.servicer import add_weight_service
 from services.common.transfer.source import PayloadSource
 from services.inference.bases import BaseModels
 from services.inference.config import replica_config
-from services.inference.device_turns import EngineTurns
+from services.inference.gateway import GatewayClient
 from services.inference.loading import LoadedPolicy, load_policy
-from services.inference.metrics.emission import EmissionLog
-from services.inference.metrics.gauges import METRICS, gauges
-from services.inference.replica import Replica
-from services.inference.rollouts.player import RolloutPlayer
-from services.inference.rpc.gateway_client import GatewayClient
-from services.inference.rpc.pool_client import PoolClient
-from services.inference.rpc.report_stream import ReplicaIdentity
-from services.inference.rpc.trajectory_sender import TrajectorySender
+from services.inference.records_out import TrajectorySender
+from services.inference.replica import METRICS, EmissionLog, EngineTurns, PoolClient, Replica, ReplicaIdentity, gauges
+from services.inference.rollouts import RolloutPlayer
+from services.inference.workflows.base import REWARD_THREADS, REWARD_TIMEOUT_S
 from services.inference.workflows.registry import build_workflows
-from services.inference.workflows.rewards import REWARD_THREADS, REWARD_TIMEOUT_S
 
 if TYPE_CHECKING:
     from services.inference.endpoint.server import EndpointServer

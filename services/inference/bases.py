@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from services.common.config.training.policy import PolicyConfig
-from services.common.rpc.client.run_client import RunSettings
+from services.common.config.training import PolicyConfig
+from services.common.rpc.run_client import RunSettings
 from services.common.weights.snapshot import AdapterIdentity, DigestAlgorithm, version_digest
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class BaseModels:
     ) -> tuple[Any, dict[str, torch.Tensor], AdapterIdentity]:
         """The base of a policy in the engine's ``dtype``, the tensors of its adapter's version 0, and their identity.
 
-        Raises the errors of ``services.common.text.huggingface.load_model``, and ``ConfigError`` for a target that is no
+        Raises the errors of ``services.common.text.chat.load_model``, and ``ConfigError`` for a target that is no
         linear module of the model.
         """
         import torch
@@ -56,7 +56,7 @@ class BaseModels:
         import torch
 
         from services.common.lora import tensor_entry
-        from services.common.text.huggingface import load_model, named_weights
+        from services.common.text.chat import load_model, named_weights
 
         key = (path, policy.trainer.compute_dtype, dtype, algorithm)
         if key not in self._loaded:

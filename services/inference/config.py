@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.common.config.processes.services import InferenceConfig
+from services.common.config.processes import InferenceConfig
 from services.common.config.recipe import Recipe
 
 

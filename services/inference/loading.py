@@ -12,25 +12,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from services.common.config.processes.placement import engine_numbers
-from services.common.config.processes.services import InferenceConfig
+from services.common.config.processes import InferenceConfig, engine_numbers
 from services.common.errors import ConfigError
 from services.common.importing import load_object
-from services.common.records.types import FetchPlan, WeightTransfer, WeightVersion
-from services.common.rpc.client.run_client import RunSettings
-from services.common.telemetry.accounts import TimeAccount
-from services.common.telemetry.components import weights
+from services.common.records import FetchPlan, WeightTransfer, WeightVersion
+from services.common.rpc.run_client import RunSettings
+from services.common.telemetry.accounts import TimeAccount, weights
 from services.common.text.chat import Chat
 from services.common.transfer.source import PayloadSource
 from services.common.weights.snapshot import AdapterIdentity
 from services.inference.bases import BaseModels
-from services.inference.engine.base import KvPolicy
-from services.inference.engine.byte_tokenizer import ByteTokenizer
+from services.inference.engine.base import ByteTokenizer, KvPolicy
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.engine.streaming import EngineSetup, check_engine
-from services.inference.rollouts.policies import ServedPolicy
-from services.inference.scripts.registry import load_scripts
+from services.inference.rollouts import ServedPolicy
 from services.inference.weights.updater import AnnouncedVersions
+from services.inference.workflows.scripts import load_scripts
 
 if TYPE_CHECKING:
     from services.inference.engine.torch.blocks import Adapter
@@ -91,7 +88,7 @@ def load_policy(
 def _on_device(policy: str, settings: RunSettings, config: InferenceConfig) -> tuple[RunSettings, InferenceConfig]:
     """The settings with the device of this service, and the types that follow from it. Raises ``ConfigError`` without it."""
     from services.common.system.devices import chosen_device, log_device
-    from services.inference.engine.served.environment import runs_on_cpu
+    from services.inference.engine.served.process import runs_on_cpu
 
     embedded = config.servers is None
     where = f"the device of the inference service of {policy}"
@@ -147,7 +144,7 @@ def _load_by_path(policy: str, settings: RunSettings, config: InferenceConfig, o
             name=policy, engine=engine, chat=Chat(ByteTokenizer()), context_length=setup.context_length
         )
         return LoadedPolicy(served=served, weights=AnnouncedVersions(policy, engine, first))
-    from services.common.text.huggingface import check_model_matches, load_model, load_tokenizer, named_weights
+    from services.common.text.chat import check_model_matches, load_model, load_tokenizer, named_weights
 
     model_path = settings.recipe.model_path(policy, settings.run_dir)
     model, tokenizer = load_model(model_path, section.trainer.master_dtype), load_tokenizer(model_path)
@@ -164,7 +161,7 @@ def _load_torch(
 ) -> LoadedPolicy:
     import torch
 
-    from services.common.text.huggingface import check_model_matches, check_same_vocabulary, load_tokenizer
+    from services.common.text.chat import check_model_matches, check_same_vocabulary, load_tokenizer
     from services.inference.engine.torch.engine import ReplayEngine, TorchEngine
 
     script = None
@@ -204,7 +201,7 @@ def _torch_weights(
     """The model in the engine's type, the mirror of version 0, and the adapter if the policy has one."""
     import torch
 
-    from services.common.text.huggingface import load_model, named_weights
+    from services.common.text.chat import load_model, named_weights
     from services.inference.engine.torch.blocks import Adapter
 
     section = settings.recipe.policies[policy]
@@ -227,9 +224,9 @@ def _torch_weights(
 def _load_served(
     policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens, owner: str
 ) -> LoadedPolicy:
-    from services.common.text.huggingface import check_model_matches, load_model, load_tokenizer, named_weights
-    from services.inference.engine.served.build import ServedSetup
-    from services.inference.engine.served.environment import own_gpus
+    from services.common.text.chat import check_model_matches, load_model, load_tokenizer, named_weights
+    from services.inference.engine.served.engine import ServedSetup
+    from services.inference.engine.served.process import own_gpus
 
     if config.engine == "vllm":
         from services.inference.engine.vllm import build_engine
@@ -311,7 +308,7 @@ def _filled_mirror(
 
 def _followed(served: ServedPolicy, settings: RunSettings, mirror: Mirror) -> LoadedPolicy:
     """A policy whose engine follows the published versions."""
-    from services.inference.weights.relay import Relay
+    from services.inference.weights.fetch import Relay
     from services.inference.weights.updater import UP_TO_DATE, SourceFetcher, WeightUpdater
 
     relay = Relay(mirror)

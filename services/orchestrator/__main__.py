@@ -15,9 +15,9 @@ def run() -> int:
 
     from services.common.errors import UserError
     from services.common.security import identity
-    from services.common.security.roles import Role
+    from services.common.security.keys import Role
     from services.common.system.child import START_AGAIN, die_with_parent_if_asked
-    from services.common.system.disk import says_full
+    from services.common.system.machine import says_full
     from services.common.system.surroundings import settle
     from services.orchestrator.app import main
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ import structlog
 
 from services.common.aio import TaskOwner
 from services.common.config.data import EVALUATION, is_training, name_of
-from services.common.config.reading.loading import load_resolved
+from services.common.config.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.pb import pool_pb2_grpc, run_pb2_grpc, training_pb2_grpc
@@ -25,30 +26,56 @@ from services.common.prometheus import serve_metrics
 from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.identity import check_keys_are_there
-from services.common.system.garbage import GarbageSweeper
+from services.common.system.machine import RESERVE_BYTES, GarbageSweeper
 from services.common.system.threads import Watchdog
 from services.common.telemetry import logs
 from services.orchestrator import lifecycle
-from services.orchestrator.config import Settings
-from services.orchestrator.core import OrchestratorCore
-from services.orchestrator.disk_wait import wait_for_room
-from services.orchestrator.journal import records
+from services.orchestrator.config import RunLock, Settings
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader, Quarantine
-from services.orchestrator.lock import RunLock
+from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.progress import METRICS, gauges, waits
 from services.orchestrator.recovery import first_facts, recovered
 from services.orchestrator.services.pool import PoolServicer
 from services.orchestrator.services.run import RunServicer
 from services.orchestrator.services.training import TrainingServicer
-from services.orchestrator.tasks.datasets import TaskSource, log_opened, open_source
-from services.orchestrator.tasks.prompt_length import short_prompts
-from services.orchestrator.tasks.requirements import requirement
-from services.orchestrator.tasks.vocabulary import vocab_sizes
+from services.orchestrator.tasks.datasets import TaskSource, log_opened, open_source, requirement
+from services.orchestrator.tasks.prompts import short_prompts, vocab_sizes
 from services.orchestrator.trackers import TrackersProcess
 from services.orchestrator.watch import Watch
 
+# --------
+# Waits for free disk space before the start: SQLite makes its own files before the first read.
+
+
 log = structlog.get_logger()
+LOOK_S = 0.5
+
+
+async def wait_for_room(run_dir: Path) -> None:
+    """Return when the run directory's disk has space to start.
+
+    Has no deadline: an exit would only stop the run for good, even after space becomes free. The launcher reports the
+    reason while the orchestrator does not answer.
+    """
+    told = False
+    while (free := shutil.disk_usage(run_dir).free) < RESERVE_BYTES:
+        if not told:
+            log.error(
+                "orchestrator.no_free_disk",
+                free_bytes=free,
+                place=str(run_dir),
+                effect="the start waits for free space",
+            )
+        told = True
+        await asyncio.sleep(LOOK_S)
+    if told:
+        log.info("orchestrator.room_again", place=str(run_dir))
+
+
+# --------
+
 
 MIN_FAREWELL_S = 1.0  # observers see the last state
 MAX_FAREWELL_S = 10.0  # trainers and replicas leave by themselves after this
@@ -176,7 +203,7 @@ async def _live_and_part(core: OrchestratorCore) -> None:
 
 def _begun(reader: JournalReader) -> dict[str, Any] | None:
     """The contents of the first record; None in a new journal, and where the record is lost."""
-    for row in reader.rows_of(records.RUN):
+    for row in reader.rows_of(entries.RUN):
         begun = reader.load(row)
         if begun is not None and begun.keys() >= {"run_id", "mark", "started_at"}:
             return begun
@@ -196,7 +223,7 @@ def _core(
         mark, started_at = first_facts(reader)
         begun = {"run_id": recipe.run.id, "mark": mark or secrets.token_hex(3), "started_at": started_at or time.time()}
         record = begun
-        journal.submit(records.RUN, "", lambda: record)
+        journal.submit(entries.RUN, "", lambda: record)
     elif begun["run_id"] != recipe.run.id:
         raise ConfigError(
             f"the journal in {run_dir} belongs to run {begun['run_id']!r}, its recipe.json to {recipe.run.id!r}: "

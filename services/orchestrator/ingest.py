@@ -35,36 +35,38 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from services.common import kept_tokens
+from services.common import records as fates
 from services.common.config.recipe import Recipe
-from services.common.records import fates, kept_tokens, masked
-from services.common.records.fates import TOO_OLD
-from services.common.records.masked import MaskedCause, MaskedCount, cause_of
-from services.common.records.phases import PhaseKind
-from services.common.records.refusals import Refusal, RefusalReason, counter_of
-from services.common.records.types import (
+from services.common.kept_tokens import MaskedCause, MaskedCount, cause_of
+from services.common.records import (
     LEAST_TRAINED_TEMPERATURE,
     NO_TIMING,
+    TOO_OLD,
     Logprobs,
+    PhaseKind,
     Purpose,
+    Refusal,
+    RefusalReason,
     RolloutFailure,
     RolloutTiming,
     Segment,
-    Sequence,
     TaskGroupOrder,
+    TokenSequence,
     TokenSource,
     Trajectory,
+    counter_of,
 )
-from services.common.rpc.limits import REQUEST_BYTES
-from services.common.telemetry.log_events import LogEvent
-from services.common.telemetry.logs import Repeats
-from services.orchestrator.journal import records, rollouts
+from services.common.rpc.interceptors import REQUEST_BYTES
+from services.common.telemetry.logs import LogEvent, Repeats
+from services.orchestrator.groups import GroupBy, Incarnation, Outcome, TaskGroup, group_key
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.journal import Journal
-from services.orchestrator.state.groups import GroupBy, Incarnation, Outcome, TaskGroup, group_key
-from services.orchestrator.state.versions import VersionLedger
+from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
 
-INVALID_RECORD = masked.INVALID_RECORD
+INVALID_RECORD = kept_tokens.INVALID_RECORD
 OF_A_REPLICA = "REPLICA_"  # prefix of a reason that only the orchestrator gives, when a replica sends that reason
 MOST_COUNTERS = 256
 _REASON = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -271,14 +273,14 @@ class Ingest:
             for repeat in waiting:
                 repeat(Answer(RecordOutcome.DUPLICATE))
 
-        key = rollouts.trajectory_key(*slot)
+        key = entries.trajectory_key(*slot)
         if isinstance(record, Trajectory):
             self.failures_in_a_row = 0
             trajectory = record
             self._counters[fates.RunCount.TOKENS_RECORDED.value] += sum(
                 s.num_trained_tokens for s in trajectory.sequences
             )
-            self._journal.submit(records.TRAJECTORY, key, lambda: rollouts.trajectory_to_json(trajectory), durable)
+            self._journal.submit(entries.TRAJECTORY, key, lambda: entries.trajectory_to_json(trajectory), durable)
         else:
             failure = record
             if failure.reason == fates.TOO_OLD:  # no failure: the slot was cancelled
@@ -288,7 +290,7 @@ class Ingest:
                 if failure.reason != fates.VERSION_GONE:  # which tells nothing about other rollouts
                     self.failures_in_a_row += 1
                     self.last_failure = f"{failure.reason}: {failure.detail}"
-            self._journal.submit(records.FAILURE, key, lambda: rollouts.failure_to_json(failure), durable)
+            self._journal.submit(entries.FAILURE, key, lambda: entries.failure_to_json(failure), durable)
 
     def counter_of(self, reason: str) -> str:
         """The counter of a reason. Replicas send reasons: invalid names and names beyond the limit share one counter."""
@@ -578,7 +580,7 @@ def _check_reward(what: str, reward: float) -> None:
         refuse(RefusalReason.REWARD, f"{what} is {reward:g}; rewards are from {-MOST_REWARD:g} to {MOST_REWARD:g}")
 
 
-def _check_parent(sequence: Sequence, position: int) -> None:
+def _check_parent(sequence: TokenSequence, position: int) -> None:
     """A sequence comes from an earlier one, so no sequence comes from itself."""
     if sequence.parent is not None and not 0 <= sequence.parent < position:
         refuse(
@@ -587,7 +589,7 @@ def _check_parent(sequence: Sequence, position: int) -> None:
         )
 
 
-def _check_sequence(sequence: Sequence, bounds: PolicyBounds, order: TaskGroupOrder, newest: int) -> int:
+def _check_sequence(sequence: TokenSequence, bounds: PolicyBounds, order: TaskGroupOrder, newest: int) -> int:
     """Check a sequence; returns its number of tokens."""
     trains = order.purpose is Purpose.TRAIN
     name = sequence.policy
@@ -624,7 +626,7 @@ def _check_sequence(sequence: Sequence, bounds: PolicyBounds, order: TaskGroupOr
     return num_tokens
 
 
-def _check_lengths(sequence: Sequence, bounds: PolicyBounds, order: TaskGroupOrder) -> int:
+def _check_lengths(sequence: TokenSequence, bounds: PolicyBounds, order: TaskGroupOrder) -> int:
     """Check turns and segments; returns the total number of tokens. In training the first token belongs to the environment."""
     name, most = sequence.policy, order.sampling.max_new_tokens
     num_tokens = turn = 0
@@ -660,7 +662,7 @@ def _check_lengths(sequence: Sequence, bounds: PolicyBounds, order: TaskGroupOrd
     return num_tokens
 
 
-def _check_arrays(sequence: Sequence, vocab_size: int | None) -> None:
+def _check_arrays(sequence: TokenSequence, vocab_size: int | None) -> None:
     """Check token ids and log-probabilities of all segments of a sequence at once."""
     _check_ids(sequence, vocab_size)
     own = [segment.logprobs for segment in sequence.segments if len(segment.logprobs)]
@@ -669,7 +671,7 @@ def _check_arrays(sequence: Sequence, vocab_size: int | None) -> None:
     _check_logprobs(teacher, RefusalReason.TEACHER, f"a log-probability of the teacher of {sequence.policy}")
 
 
-def _check_ids(sequence: Sequence, vocab_size: int | None) -> None:
+def _check_ids(sequence: TokenSequence, vocab_size: int | None) -> None:
     if not sequence.segments:
         return
     largest = MOST_ID if vocab_size is None else vocab_size - 1

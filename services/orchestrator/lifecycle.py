@@ -13,13 +13,12 @@ from dataclasses import asdict
 
 import structlog
 
-from services.common import run_files
-from services.common.records import fates
-from services.common.telemetry.log_events import LogEvent
-from services.orchestrator.core import OrchestratorCore
-from services.orchestrator.dispatch.threshold import END, START, evaluation_of
+from services.common import records, run_files
+from services.common.telemetry.logs import LogEvent
+from services.orchestrator.evaluation import END, START, evaluation_of
+from services.orchestrator.groups import RunState
+from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.progress import summary
-from services.orchestrator.state.run_control import RunState
 
 log = structlog.get_logger()
 
@@ -36,12 +35,12 @@ async def live(core: OrchestratorCore) -> None:
         finally:
             phases.cancel()
             stop.cancel()
-        core.end_training(fates.ClosedReason.RUN_ENDED)
+        core.end_training(records.ClosedReason.RUN_ENDED)
         core.control.enter(RunState.STOPPED if core.control.stop_requested.is_set() else RunState.FINISHED)
         core.metrics.summary(summary(core))
     elif not run_files.summary(core.run_dir).is_file():  # an earlier process died between the two
         core.metrics.summary(summary(core))
-    done = "the threshold is reached" if core.versions.reached_threshold else fates.ClosedReason.STEPS_DONE.value
+    done = "the threshold is reached" if core.versions.reached_threshold else records.ClosedReason.STEPS_DONE.value
     reason = core.control.stop_reason or done
     log.info(LogEvent.RUN_ENDED, state=core.control.phase.value, reason=reason)
     core.dismiss(reason)
@@ -59,7 +58,7 @@ async def _phases(core: OrchestratorCore) -> None:
         core.begin_training()
         await _train(core)
         await _finish_begun_steps(core)
-    core.cancel_training_groups(fates.ClosedReason.STEPS_DONE)
+    core.cancel_training_groups(records.ClosedReason.STEPS_DONE)
     if core.versions.ended_early:
         core.save_checkpoints()  # beside the last evaluation, and not when all must leave soon
     if evaluation.at_end:
@@ -93,7 +92,7 @@ async def _finish_begun_steps(core: OrchestratorCore) -> None:
         assert core.threshold is not None
         log.info("run.threshold_reached", **asdict(core.threshold.state()))
         core.metrics.threshold(core.threshold.state())
-        core.cancel_training_groups(fates.ClosedReason.STEPS_DONE)
+        core.cancel_training_groups(records.ClosedReason.STEPS_DONE)
         await core.until(lambda: core.versions.all_trained)
 
 

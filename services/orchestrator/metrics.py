@@ -23,16 +23,24 @@ import orjson
 import structlog
 
 from services.common import run_files
-from services.common.records.types import TRANSFER_STAGES, Interval, WeightTransfer, WeightVersion
-from services.common.telemetry.metrics import MetricsWriter, RowKind, StallMoment, StepKey, ThroughputKey, trainer_key
-from services.common.telemetry.summary import EstimateSummary, EvaluationSummary
+from services.common.records import TRANSFER_STAGES, Interval, WeightTransfer, WeightVersion
+from services.common.telemetry.metrics import (
+    EstimateSummary,
+    EvaluationSummary,
+    MetricsWriter,
+    RowKind,
+    StallMoment,
+    StepKey,
+    ThroughputKey,
+    trainer_key,
+)
 from services.common.telemetry.weight_transfers import ReportedTransfer
-from services.orchestrator.dispatch.evaluation_pass import kind_of
+from services.orchestrator.evaluation import kind_of
 
 if TYPE_CHECKING:
     from services.orchestrator.buffer.batches import Batches
-    from services.orchestrator.dispatch.threshold import ThresholdState
-    from services.orchestrator.journal.records import EvaluationResult
+    from services.orchestrator.evaluation import ThresholdState
+    from services.orchestrator.journal.entries import EvaluationResult
     from services.orchestrator.tasks.orders import TrainingOrders
 
 log = structlog.get_logger()

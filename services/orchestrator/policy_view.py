@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.common.config.training.policy import BatchConfig
+from services.common.config.training import BatchConfig
+from services.orchestrator.admission import Account
 from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
-from services.orchestrator.members.trainers import Trainer, TrainerLeases
-from services.orchestrator.state.admission import Account
-from services.orchestrator.state.versions import VersionLedger
+from services.orchestrator.trainers import Trainer, TrainerLeases
+from services.orchestrator.versions import VersionLedger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,19 +13,16 @@ from services.common.checkpoints import CheckpointGauge
 from services.common.config.data import is_training
 from services.common.pb import account_pb2, run_pb2
 from services.common.prometheus import Metric
-from services.common.records.fates import FAILURES_PREFIX, RunCount
-from services.common.records.types import by_name
-from services.common.telemetry.metrics import StepKey
-from services.common.telemetry.summary import RunSummary, ThresholdSummary
+from services.common.records import FAILURES_PREFIX, RunCount, by_name
+from services.common.telemetry.metrics import RunSummary, StepKey, ThresholdSummary
 from services.common.wire import timestamp_to_proto, write
-from services.orchestrator.core import OrchestratorCore
-from services.orchestrator.journal.records import EvaluationResult
+from services.orchestrator.groups import RunState
+from services.orchestrator.journal.entries import Estimate, EvaluationResult
 from services.orchestrator.metrics import DiskOutlook, evaluation_values
+from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.policy_view import PolicyView
-from services.orchestrator.state.run_control import RunState
-from services.orchestrator.state.scores import Estimate
 from services.orchestrator.tasks.datasets import TaskSource
-from services.orchestrator.tasks.prompt_length import ShortPrompts
+from services.orchestrator.tasks.prompts import ShortPrompts
 
 _AS_RECORDED = set(EvaluationResult.__slots__) - {"datasets", "difference", "elapsed_s"}
 

@@ -27,29 +27,32 @@ from typing import Any
 
 import structlog
 
+from services.common import records as fates
 from services.common.errors import ConfigError, CorruptDataError, RollmillError, UnknownPolicyError
-from services.common.records import fates
-from services.common.records.fates import ClosedReason, GroupFate, RunCount, SetAsideReason, StepFact
-from services.common.records.types import WeightVersion
-from services.common.telemetry.log_events import LogEvent
+from services.common.records import ClosedReason, GroupFate, RunCount, SetAsideReason, StepFact, WeightVersion
+from services.common.telemetry.logs import LogEvent
 from services.orchestrator.buffer.assembly import read_fresh_groups, read_what_is_left
 from services.orchestrator.buffer.buffer import AdvantageGroup
-from services.orchestrator.core import OrchestratorCore
-from services.orchestrator.dispatch.threshold import step_of
-from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.parsers import PARSERS, settled_batch_from_json, state_from_json
+from services.orchestrator.evaluation import step_of
+from services.orchestrator.groups import GroupBy, Outcome, RunState, TaskGroup, split_sequence_id
+from services.orchestrator.journal import entries
+from services.orchestrator.journal.entries import (
+    PARSERS,
+    BatchRecord,
+    GroupRecord,
+    settled_batch_from_json,
+    state_from_json,
+)
 from services.orchestrator.journal.reader import UNREADABLE, JournalReader, Quarantine, decode, numbered, open_groups
-from services.orchestrator.journal.records import BatchRecord, GroupRecord
 from services.orchestrator.journal.segments import COLLECTED, DamageReason, Row
-from services.orchestrator.state.groups import GroupBy, Outcome, TaskGroup, split_sequence_id
-from services.orchestrator.state.run_control import RunState
+from services.orchestrator.orchestrator import OrchestratorCore
 
 log = structlog.get_logger()
 
 MOST_TRIES = 1000
-OUTCOMES = (records.TRAJECTORY, records.FAILURE)
-KINDS = (records.GROUP, *OUTCOMES)  # that are counted again
-_NAMING_GROUPS = (records.GROUP, records.ASSIGNMENT, records.VERDICT, records.CLOSED)
+OUTCOMES = (entries.TRAJECTORY, entries.FAILURE)
+KINDS = (entries.GROUP, *OUTCOMES)  # that are counted again
+_NAMING_GROUPS = (entries.GROUP, entries.ASSIGNMENT, entries.VERDICT, entries.CLOSED)
 
 
 class UnusableRecordError(Exception):
@@ -93,7 +96,7 @@ def _refuse(reader: JournalReader, error: UnusableRecordError, aside: Quarantine
     aside.add(error.row, SetAsideReason.REFUSED, error.detail)
     if error.row.kind in OUTCOMES:
         name = error.row.key.rpartition("/")[0]
-        for row in reader.rows_of(records.GROUP, name):
+        for row in reader.rows_of(entries.GROUP, name):
             aside.add(row, SetAsideReason.REFUSED, f"one of its outcomes cannot be applied: {error.detail}")
 
 
@@ -123,10 +126,10 @@ def recover(core: OrchestratorCore, reader: JournalReader) -> None:
 
 def recount(row: Row, record: dict[str, Any], counter_of_failure: Callable[[str], str]) -> Counter[str]:
     """Counts of one record of ``KINDS``; raises the errors of an unreadable record."""
-    if row.kind == records.GROUP:
+    if row.kind == entries.GROUP:
         return Counter({RunCount.TASK_GROUPS_ISSUED.value: int(bool(record["replica_id"]))})
-    if row.kind == records.TRAJECTORY:
-        sequences = rollouts.trajectory_from_json(record).sequences
+    if row.kind == entries.TRAJECTORY:
+        sequences = entries.trajectory_from_json(record).sequences
         return Counter({RunCount.TOKENS_RECORDED.value: sum(sequence.num_trained_tokens for sequence in sequences)})
     reason = str(record["reason"])
     too_old = reason == fates.TOO_OLD
@@ -136,7 +139,7 @@ def recount(row: Row, record: dict[str, Any], counter_of_failure: Callable[[str]
 def first_facts(reader: JournalReader) -> tuple[str, float]:
     """The mark in the names of task groups and when the first record was written, where the record of the run's begin is
     lost; ("", 0) in an empty journal."""
-    mark = next((row.key.rpartition("-")[0] for row in reader.rows_of(records.GROUP)), "")
+    mark = next((row.key.rpartition("-")[0] for row in reader.rows_of(entries.GROUP)), "")
     return mark, next((row.written_at for row in reader.rows()), 0.0)
 
 
@@ -168,11 +171,11 @@ class Recovery:
         self._look_at_damage()
         evaluated = {
             row.key
-            for row in reader.rows_of(records.EVALUATION)
-            if self._decode(row, records.evaluation_from_json) is not None
+            for row in reader.rows_of(entries.EVALUATION)
+            if self._decode(row, entries.evaluation_from_json) is not None
         }
         for row in open_groups(reader):
-            group = self._decode(row, records.group_from_json)
+            group = self._decode(row, entries.group_from_json)
             if group is None:
                 self.lost_groups.add(row.key)
             elif group.evaluation in evaluated:
@@ -182,22 +185,22 @@ class Recovery:
                 self.first_live = min(self.first_live, row.number)
             self.group_rows[row.key] = row
         self._look_at_names()
-        for row in reader.rows_of(records.VERSION):
+        for row in reader.rows_of(entries.VERSION):
             policy, number = numbered(row)
             if number is not None:
                 self.version_rows.setdefault((policy, number), row.number)
-        for row in reader.rows_of(records.BATCH):
+        for row in reader.rows_of(entries.BATCH):
             policy, step = numbered(row)
             self.newest_batch[policy] = max(self.newest_batch.get(policy, 0), step or 0)
-        for row in reader.find_all_rows(records.VERDICT, self.groups):
-            verdicts = self._decode(row, records.verdicts_from_json)
+        for row in reader.find_all_rows(entries.VERDICT, self.groups):
+            verdicts = self._decode(row, entries.verdicts_from_json)
             if verdicts is not None:  # the last record counts: its slots may have been played again
                 self.judged.add(row.key)
                 self.surplus[row.key] = {
                     (v.policy, v.role, v.attempt) for v in verdicts if v.outcome is GroupFate.SURPLUS
                 }
         if core.training_orders.observes:
-            self.observed = {row.key for row in reader.find_all_rows(records.OBSERVATION, self.groups)}
+            self.observed = {row.key for row in reader.find_all_rows(entries.OBSERVATION, self.groups)}
         core.judged_before.update(self.judged)
         core.experience.surplus_before = self.surplus
 
@@ -205,14 +208,14 @@ class Recovery:
         """The rows to apply, in the order in which they were submitted."""
         reader = self.reader
         live = [row for name, row in self.group_rows.items() if name in self.groups or name in self.lost_groups]
-        live += reader.find_all_rows(records.ASSIGNMENT, self.groups)
+        live += reader.find_all_rows(entries.ASSIGNMENT, self.groups)
         for name in (*self.groups, *self.lost_groups):
             live += [row for kind in OUTCOMES for row in reader.rows_below(kind, f"{name}/")]
         live += self.lost_rows
         live.sort(key=lambda row: row.number)
-        kinds = [records.VERSION, records.BATCH, records.EVALUATION_START, records.EVALUATION]
+        kinds = [entries.VERSION, entries.BATCH, entries.EVALUATION_START, entries.EVALUATION]
         if self.core.training_orders.observes:
-            kinds.append(records.OBSERVATION)
+            kinds.append(entries.OBSERVATION)
         return heapq.merge(iter(live), *map(reader.rows_of, kinds), key=lambda row: row.number)
 
     def is_settled(self, row: Row) -> bool:
@@ -229,15 +232,15 @@ class Recovery:
         for span in self.reader.damage():
             # A torn end was never acknowledged: a process died during the write.
             harmless = span.reason in (DamageReason.REPEATED, DamageReason.TORN)
-            if harmless or span.kind in (records.SET_ASIDE, COLLECTED):
+            if harmless or span.kind in (entries.SET_ASIDE, COLLECTED):
                 continue
             row = self.core.aside.add_span(span)
             if row.number and row.key:
                 self.lost_rows.append(row)
             else:
                 self.unknown[span.kind] = self.unknown.get(span.kind, False) or self.core.aside.is_new(row)
-        lost = {row.key for row in self.lost_rows if row.kind == records.GROUP}
-        self.lost_groups |= lost - {row.key for row in self.reader.find_all_rows(records.CLOSED, lost)}
+        lost = {row.key for row in self.lost_rows if row.kind == entries.GROUP}
+        self.lost_groups |= lost - {row.key for row in self.reader.find_all_rows(entries.CLOSED, lost)}
 
     def _look_at_names(self) -> None:
         """Let names and curricula go on behind the last task group that any record speaks of."""
@@ -249,12 +252,12 @@ class Recovery:
             for row in islice(self.reader.last_rows(kind), 1):
                 names.resume_after(row.key.rpartition("/")[0])
         # Names that no record tells: those of damaged records of task groups.
-        spans = (span for span in self.reader.damage() if span.kind == records.GROUP and not span.key)
+        spans = (span for span in self.reader.damage() if span.kind == entries.GROUP and not span.key)
         names.skip(sum(max(1, span.num_records) for span in spans))
         num_lost = 0
         positions: dict[str, int] = {}
-        for row in self.reader.last_rows(records.GROUP):
-            group = self._decode(row, records.group_from_json)
+        for row in self.reader.last_rows(entries.GROUP):
+            group = self._decode(row, entries.group_from_json)
             if group is None:
                 num_lost += 1  # each took a position of some source at least
             elif not group.evaluation:
@@ -268,12 +271,12 @@ class Recovery:
 
     def apply(self, row: Row) -> None:
         """Apply a record, or the consequences of its loss."""
-        if row.kind == records.GROUP:
+        if row.kind == entries.GROUP:
             value: Any = self.groups.get(row.key)
         elif row.kind in OUTCOMES:
             value = self._read_outcome(row)
         else:
-            is_settled = row.kind == records.BATCH and self.is_settled(row)
+            is_settled = row.kind == entries.BATCH and self.is_settled(row)
             value = self._decode(row, settled_batch_from_json if is_settled else PARSERS[row.kind])
         if value is None:
             self._lost(row)
@@ -303,9 +306,9 @@ class Recovery:
 
     def _apply(self, row: Row, value: Any) -> None:
         core = self.core
-        if row.kind == records.GROUP:
+        if row.kind == entries.GROUP:
             self._apply_group(value)
-        elif row.kind == records.ASSIGNMENT:
+        elif row.kind == entries.ASSIGNMENT:
             self.owners[row.key] = value[:2]
             group = core.groups.get(row.key)
             if group is not None:
@@ -318,18 +321,18 @@ class Recovery:
                 if group.is_training and group.complete and group.id not in self.observed:
                     core.observe(group)
                 core.apply_resolved(group, value)
-        elif row.kind == records.OBSERVATION:
+        elif row.kind == entries.OBSERVATION:
             core.training_orders.observe(*value)
-        elif row.kind == records.VERSION:
+        elif row.kind == entries.VERSION:
             self._apply_version(row, *value)
-        elif row.kind == records.BATCH:
+        elif row.kind == entries.BATCH:
             policy, step = numbered(row)
             if step is not None and (policy, step) not in self.version_rows:
                 read_what_is_left(self.reader, policy, step)  # one without a trajectory is set aside and made again
             self._apply_batch(row, value)
-        elif row.kind == records.EVALUATION_START:
+        elif row.kind == entries.EVALUATION_START:
             self._apply_evaluation_start(*value)
-        elif row.kind == records.EVALUATION:
+        elif row.kind == entries.EVALUATION:
             core.evaluations.recover_result(value)
 
     def _apply_group(self, issued: GroupRecord) -> None:
@@ -361,7 +364,7 @@ class Recovery:
         for missing in range(ledger.newest_number + 1, version.number):
             core.versions.lose(version.policy, missing)
         batches = core.batches.get(version.policy)
-        if batches is not None and batches.newest_step < version.number and records.BATCH in self.unknown:
+        if batches is not None and batches.newest_step < version.number and entries.BATCH in self.unknown:
             self._lose_batch(version.policy, version.number, row)
         core.versions.apply(version, metrics)
 
@@ -387,22 +390,22 @@ class Recovery:
             if name in core.groups:  # its slot is open again, so its group is judged again
                 core.judged_before.discard(name)
                 self.surplus.pop(name, None)
-        elif row.kind == records.ASSIGNMENT:
+        elif row.kind == entries.ASSIGNMENT:
             self.owners[row.key] = ("", "")  # its replica reports the group, or the dispatcher issues the group again
             if row.key in core.groups:
                 core.groups[row.key].lacks_owner = True
-        elif row.kind == records.VERSION and policy in core.ledgers and number is not None:
+        elif row.kind == entries.VERSION and policy in core.ledgers and number is not None:
             core.versions.lose(policy, number)
-        elif row.kind == records.BATCH and policy in core.batches and number is not None:
+        elif row.kind == entries.BATCH and policy in core.batches and number is not None:
             self._lose_batch(policy, number, row)
 
     def _lose_batch(self, policy: str, training_step: int, row: Row) -> None:
         """Handle an unusable batch record. If its version is published, only a replay lacks the batch; else the batch
         is assembled again from other sequences, as the old ones may have been trained."""
         named: set[str] = set()  # sequences of later batches
-        for other in self.reader.rows_of(records.BATCH):
+        for other in self.reader.rows_of(entries.BATCH):
             if other.number >= row.number and numbered(other)[0] == policy:
-                batch = self._decode(other, records.batch_from_json)
+                batch = self._decode(other, entries.batch_from_json)
                 named.update(entry.sequence_id for entry in (batch.entries if batch is not None else ()))
         self.core.experience.lose_batch(policy, named)
         if (policy, training_step) in self.version_rows or self.newest_batch.get(policy, 0) > training_step:
@@ -417,17 +420,17 @@ class Recovery:
         self._restore_state()
         core.judged_before.clear()
         core.experience.surplus_before = {}
-        if self.unknown.get(records.BATCH, False):  # one more batch may have been recorded
+        if self.unknown.get(entries.BATCH, False):  # one more batch may have been recorded
             for policy in core.batches:
                 core.experience.lose_batch(policy, ())
         # Open groups that were complete before an outcome was lost. Their slots must not run again: a part of the group
         # was trained, or the group may have been closed.
-        closed_unknown = self.judged if records.CLOSED in self.unknown else set()
+        closed_unknown = self.judged if entries.CLOSED in self.unknown else set()
         for name in [name for name in core.groups if name in self.in_batches or name in closed_unknown]:
             core.experience.cancelled(core.groups.pop(name))
-            records.close_group(core.journal, name, ClosedReason.SET_ASIDE)
+            entries.close_group(core.journal, name, ClosedReason.SET_ASIDE)
         for name in self.lost_groups:
-            records.close_group(core.journal, name, ClosedReason.SET_ASIDE)
+            entries.close_group(core.journal, name, ClosedReason.SET_ASIDE)
         for batches in core.batches.values():
             batches.forget_statistics()
         self._refill_replay()
@@ -437,7 +440,7 @@ class Recovery:
     def _restore_state(self) -> None:
         """Apply the newest usable state, and count the records after that, so that a kill loses no counts."""
         core, since = self.core, 0
-        for row in self.reader.last_rows(records.STATE):
+        for row in self.reader.last_rows(entries.STATE):
             state = self._decode(row, state_from_json)
             if state is None:
                 continue

@@ -16,15 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from services.common.telemetry.accounts import (
-    AccountState,
-    Activity,
-    ActivityTime,
-    PeerState,
-    TimeAccount,
-    wait_shares,
-)
-from services.common.telemetry.activities import ActivityName, AnyActivity
-from services.common.telemetry.components import (
     DATASET,
     DISK,
     GATEWAY,
@@ -34,7 +25,14 @@ from services.common.telemetry.components import (
     REDIS,
     ROLLOUTS,
     WORKFLOW,
+    AccountState,
+    Activity,
+    ActivityName,
+    ActivityTime,
+    AnyActivity,
     Component,
+    PeerState,
+    TimeAccount,
     is_of_replica,
     is_of_trainer,
     is_publisher,
@@ -43,12 +41,13 @@ from services.common.telemetry.components import (
     is_weights,
     part,
     split,
+    trainer_component,
+    wait_shares,
     weights,
 )
-from services.common.telemetry.components import replica as replica_component
-from services.common.telemetry.components import trainer as trainer_component
-from services.common.telemetry.gateway_queue import QueueGauge, num_waiting
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.accounts import replica as replica_component
+from services.common.telemetry.logs import LogEvent
+from services.common.telemetry.metrics import QueueGauge, num_waiting
 from services.orchestrator.ingest import Streak
 
 LEAST_S = 10.0  # smallest limit

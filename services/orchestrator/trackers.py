@@ -30,12 +30,12 @@ import orjson
 import structlog
 
 from services.common import run_files
-from services.common.config.processes.trackers import Tracker, missing_packages
-from services.common.config.reading.loading import load_resolved
+from services.common.config.loading import load_resolved
+from services.common.config.processes import Tracker, missing_packages
 from services.common.config.recipe import Recipe
-from services.common.records.types import TRANSFER_STAGES
+from services.common.records import TRANSFER_STAGES
 from services.common.system.child import die_with_parent_if_asked, module_command
-from services.common.system.children import ChildProcess, end, start_logged
+from services.common.system.processes import ChildProcess, end, start_logged
 from services.common.telemetry import logs
 from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, TrainerKey
 from services.common.telemetry.weight_transfers import ReportedTransfer

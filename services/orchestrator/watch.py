@@ -15,29 +15,29 @@ from types import MappingProxyType
 import structlog
 
 from services.common.errors import ConfigError, InfrastructureError, ModelMismatchError, UnknownPolicyError
-from services.common.records.fates import RunCount
-from services.common.records.masked import MaskedCause, cause_of
-from services.common.telemetry.accounts import Activity, PeerState
-from services.common.telemetry.activities import ActivityName
-from services.common.telemetry.components import (
+from services.common.kept_tokens import MaskedCause, cause_of
+from services.common.records import RunCount
+from services.common.telemetry.accounts import (
     DISK,
     GATEWAY,
     INFERENCE,
     ORCHESTRATOR,
     PERSON,
+    Activity,
+    ActivityName,
     Component,
+    PeerState,
     is_of_trainer,
     is_replica,
     replica_id,
+    trainer_component,
 )
-from services.common.telemetry.components import trainer as trainer_component
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 from services.common.telemetry.metrics import StallMoment, ThroughputKey
 from services.orchestrator import metrics
-from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.journal.reader import collect
-from services.orchestrator.members.pool import REPORT_S
-from services.orchestrator.members.replica import Replica
+from services.orchestrator.members import REPORT_S, Replica
+from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.policy_view import PolicyView
 from services.orchestrator.progress import waits
 from services.orchestrator.stalls import (

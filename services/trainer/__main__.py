@@ -21,7 +21,7 @@ def main() -> int:
     set_defaults(os.environ, ranked=settings.ranked)
     quiet_grpc()
     from services.common.security import identity
-    from services.common.security.roles import Role
+    from services.common.security.keys import Role
     from services.trainer.app import run_trainer
 
     try:
@@ -31,7 +31,7 @@ def main() -> int:
         sys.stderr.write(f"trainer: {error.message}\n")
         return 2
     except (RollmillError, RuntimeError) as error:
-        from services.trainer.ranks.sharding import peer_loss
+        from services.trainer.ranks import peer_loss
 
         if lost := peer_loss(error):
             sys.stderr.write(f"trainer: {lost.message}; started again, all ranks resume together\n")

@@ -68,15 +68,13 @@ from services.common.errors import (
     RollmillError,
 )
 from services.common.export import adapter_files, export_checkpoint
-from services.common.system.disk import sync_directory
-from services.common.system.memory import available_bytes
-from services.common.telemetry.log_events import LogEvent
-from services.common.text.huggingface import named_weights
+from services.common.system.machine import available_bytes, sync_directory
+from services.common.telemetry.logs import LogEvent
+from services.common.text.chat import named_weights
 from services.common.weights.snapshot import AdapterIdentity, check_same_adapter
-from services.trainer.model.moments_on_host import MOMENTS
-from services.trainer.model.optimizer import PolicyOptimizer
+from services.trainer.model.optimizer import MOMENTS, PolicyOptimizer
 from services.trainer.model.policy_model import PolicyModel
-from services.trainer.ranks.sharding import HostGroup, Ranks, full_weights, local_rows, own_part
+from services.trainer.ranks import HostGroup, Ranks, full_weights, local_rows, own_part
 
 log = structlog.get_logger()
 

@@ -37,7 +37,7 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from services.trainer.ranks.node_watch import NodeWatch
+    from services.trainer.ranks import NodeWatch
 
     watch: NodeWatch | None = None
     if options.num_nodes > 1:

@@ -27,10 +27,10 @@ import orjson
 import structlog
 import torch
 
-from services.common.config.training.policy import WeightsConfig
+from services.common.config.training import WeightsConfig
 from services.common.net.hosts import host_identity
-from services.common.records.types import WeightVersion
-from services.common.telemetry.log_events import LogEvent
+from services.common.records import WeightVersion
+from services.common.telemetry.logs import LogEvent
 from services.common.weights.snapshot import (
     DEFAULT_ALGORITHM,
     DEFAULT_DIRECTORIES,
@@ -43,10 +43,10 @@ from services.common.weights.snapshot import (
     TensorSpec,
     sweep_orphans,
 )
-from services.trainer.loop.training_loop import Published
+from services.trainer.loop import Published
 from services.trainer.model.policy_model import PolicyModel
 from services.trainer.publisher_process import PublisherProcess
-from services.trainer.ranks.sharding import HostGroup, Ranks, own_part, whole_tensors
+from services.trainer.ranks import HostGroup, Ranks, own_part, whole_tensors
 
 log = structlog.get_logger()
 

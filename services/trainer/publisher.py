@@ -29,8 +29,8 @@ from typing import Any
 
 import structlog
 
-from services.common.config.processes.services import MetricsConfig
-from services.common.config.training.policy import WeightsConfig
+from services.common.config.processes import MetricsConfig
+from services.common.config.training import WeightsConfig
 from services.common.errors import (
     InfrastructureError,
     NotFoundError,
@@ -42,13 +42,11 @@ from services.common.prometheus import serve_metrics
 from services.common.rpc.interceptors import AccountInterceptor
 from services.common.rpc.server import Server
 from services.common.security import identity
-from services.common.security.roles import Role
+from services.common.security.keys import Role
 from services.common.system.child import die_with_parent_if_asked
-from services.common.system.memory import keep_freed_memory
+from services.common.system.machine import keep_freed_memory
 from services.common.system.threads import Watchdog
-from services.common.telemetry.accounts import Activity, TimeAccount
-from services.common.telemetry.activities import ActivityName
-from services.common.telemetry.components import publisher
+from services.common.telemetry.accounts import Activity, ActivityName, TimeAccount, publisher
 from services.common.telemetry.logs import configure
 from services.common.transfer.servicer import add_weight_service
 from services.common.transfer.source import MemoryReader, PayloadReader
@@ -68,7 +66,7 @@ from services.common.weights.snapshot import (
     same_tensors,
     tensor_digest,
 )
-from services.trainer.prometheus import PUBLISHER_METRICS
+from services.trainer.app import PUBLISHER_METRICS
 
 log = structlog.get_logger()
 

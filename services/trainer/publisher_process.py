@@ -19,12 +19,12 @@ from typing import Any
 import structlog
 
 from services.common.aio import backoff
-from services.common.config.processes.services import MetricsConfig
-from services.common.config.training.policy import WeightsConfig
+from services.common.config.processes import MetricsConfig
+from services.common.config.training import WeightsConfig
 from services.common.errors import InfrastructureError
 from services.common.net.hosts import host_and_port
 from services.common.system.child import module_command
-from services.common.system.children import AnsweringChild, ChildLostError
+from services.common.system.processes import AnsweringChild, ChildLostError
 
 log = structlog.get_logger()
 

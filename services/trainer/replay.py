@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, InvalidRequestError, RollmillError, UnknownPolicyError, UserError
-from services.common.records.types import RankBatch
+from services.common.records import RankBatch
 from services.common.system.child import run_and_leave
 from services.trainer.config import set_defaults
 
 if TYPE_CHECKING:
-    from services.trainer.step.metrics import StepMetrics
+    from services.trainer.metrics import StepMetrics
 
 BatchOf = Callable[[int], RankBatch]  # the whole batch of a training step, for one rank
 
@@ -71,8 +71,8 @@ def replay(recipe: Recipe, run_dir: Path, policy: str, training_step: int, batch
     set_defaults(os.environ)
     from torch import cuda
 
-    from services.common.system.memory import keep_freed_memory
-    from services.trainer.setup import build_step, join_ranks, open_checkpoints
+    from services.common.system.machine import keep_freed_memory
+    from services.trainer.app import build_step, join_ranks, open_checkpoints
 
     if not cuda.is_available():  # a run of a GPU machine: on a CPU its sums have another order
         tree = recipe.model_dump(mode="json") | {"placement": "apart"}
@@ -114,7 +114,7 @@ def _digest(recipe: Recipe, policy: str, version: int, model: object, ranks: obj
 
 def main() -> int:
     arguments = _parser().parse_args()
-    from services.common.config.reading.loading import load_resolved
+    from services.common.config.loading import load_resolved
     from services.common.telemetry.logs import configure
 
     configure("replay", level="warning")  # to standard error: standard output has the result
@@ -134,8 +134,7 @@ class _Orchestrator:
     """Pulls recorded batches from a running orchestrator, without changing its state."""
 
     def __init__(self, address: str, run_id: str, policy: str) -> None:
-        from services.trainer.loop.grpc_link import LoopThread
-        from services.trainer.loop.orchestrator_client import OrchestratorClient
+        from services.trainer.link import LoopThread, OrchestratorClient
 
         async def connect() -> OrchestratorClient:
             return OrchestratorClient(address, run_id, policy, num_ranks=1)

@@ -8,10 +8,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from services.common.text.huggingface import named_weights
-from services.inference.engine.base import FinishReason, Generation
+from services.common.text.chat import named_weights
+from services.inference.engine.base import FinishReason, Generation, WeightUpdate
 from services.inference.engine.served.engine import ServedEngine
-from services.inference.engine.weight_update import WeightUpdate
 from tests.conformance.subjects import server_engine, until_tokens
 from tests.random_models import TOLERANCE, make_prompt, make_request, max_gap
 

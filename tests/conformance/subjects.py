@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from services.common.config.processes.services import InferenceConfig
-from services.inference.engine.base import Engine, Generation, GenerationRequest, KvPolicy
+from services.common.config.processes import InferenceConfig
+from services.inference.engine.base import Engine, Generation, GenerationRequest, KvPolicy, WeightUpdate
 from services.inference.engine.scripted import ScriptedEngine
-from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import build_model, make_prompt, perturbed
 from tests.waiting import until
 
@@ -70,7 +69,7 @@ async def start_embedded(kind: str, kv_policy: KvPolicy) -> Subject:
         )
         model = None
     else:
-        from services.common.text.huggingface import named_weights
+        from services.common.text.chat import named_weights
         from services.inference.engine.torch.engine import ReplayEngine, TorchEngine
 
         model = build_model(architecture)
@@ -132,7 +131,7 @@ class SharedServer:
             await subject.engine.stop()
 
     async def _start(self, kv_policy: KvPolicy) -> Subject:
-        from services.common.text.huggingface import named_weights
+        from services.common.text.chat import named_weights
 
         self._num_started += 1
         model = build_model("qwen3", **MODELS[self._engine])
@@ -156,7 +155,7 @@ def server_engine(
 ) -> Any:
     """Not started, with the context of all subjects and two slots on each of ``number`` servers; ``changes`` are settings
     of the inference service."""
-    from services.inference.engine.served.build import ServedSetup
+    from services.inference.engine.served.engine import ServedSetup
 
     if engine == "vllm":
         from services.inference.engine.vllm import build_engine

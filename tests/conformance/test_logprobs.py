@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.records.types import Segment, Sequence, StopReason, TrainingSequence
-from services.common.text.huggingface import named_weights
-from services.inference.engine.base import FinishReason
-from services.inference.engine.weight_update import WeightUpdate
-from services.trainer.data.packing import Document
+from services.common.records import Segment, StopReason, TokenSequence, TrainingSequence
+from services.common.text.chat import named_weights
+from services.inference.engine.base import FinishReason, WeightUpdate
+from services.trainer.micro_batches import forward, pack_for_ranks
 from services.trainer.model.policy_model import build_policy_model
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.micro_batches import forward, pack_for_ranks
+from services.trainer.packing import Document
+from services.trainer.ranks import Ranks
 from tests.conformance.conftest import SERVERS
 from tests.conformance.subjects import Subject, until_tokens
 from tests.random_models import TOLERANCE, VOCAB, kept_sets, make_prompt, make_request, max_gap, reference_logprobs
@@ -104,7 +103,7 @@ async def test_the_trainer_scores_truncated_tokens_as_the_engine_did(exact: Subj
             max_new_tokens=50,
         )
     )
-    sequence = Sequence(
+    sequence = TokenSequence(
         policy="p",
         segments=(Segment.environment(prompt), *generation.segments),
         reward=0.0,

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from services.common.errors import InvalidRequestError, PromptTooLongError
-from services.common.text.huggingface import named_weights
-from services.inference.engine.base import ScoreRequest
-from services.inference.engine.weight_update import WeightUpdate
+from services.common.text.chat import named_weights
+from services.inference.engine.base import ScoreRequest, WeightUpdate
 from tests.conformance.subjects import CONTEXT, Subject
 from tests.random_models import TOLERANCE, VOCAB, make_prompt, make_request, reference_logprobs
 

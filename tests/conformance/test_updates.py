@@ -10,8 +10,7 @@ import pytest
 
 from services.common.errors import ModelMismatchError
 from services.common.weights.codec import ChunkChange
-from services.inference.engine.base import Engine, FinishReason
-from services.inference.engine.weight_update import WeightUpdate
+from services.inference.engine.base import Engine, FinishReason, WeightUpdate
 from tests.conformance.subjects import Shape, Subject, until_tokens
 from tests.random_models import make_prompt, make_request
 

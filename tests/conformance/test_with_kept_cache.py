@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from services.common.text.huggingface import named_weights
-from services.inference.engine.base import KvPolicy
-from services.inference.engine.weight_update import WeightUpdate
+from services.common.text.chat import named_weights
+from services.inference.engine.base import KvPolicy, WeightUpdate
 from tests.conformance.subjects import Subject, until_tokens
 from tests.random_models import TOLERANCE, make_prompt, make_request, max_gap
 

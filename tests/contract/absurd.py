@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from services.common.kept_tokens import left_out_row, pack
 from services.common.pb import trajectory_pb2
-from services.common.records.kept_tokens import left_out_row, pack
-from services.common.records.refusals import RefusalReason as Reason
+from services.common.records import RefusalReason as Reason
 
 Trajectory = trajectory_pb2.Trajectory
 Edit = Callable[[Trajectory], None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from services.common.rpc.client.channel import channel
+from services.common.rpc.client import channel
 from services.common.rpc.server import Server
 from tests.contract.run_servicer import RunServicer, make_server
 

@@ -16,8 +16,8 @@ import pytest
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer, report_once
 from services.common.errors import InvalidRequestError
 from services.common.pb import pool_pb2, pool_pb2_grpc, training_pb2, trajectory_pb2, weights_pb2
-from services.common.records.refusals import RefusalReason as Reason
-from services.common.rpc.client.channel import channel, translated_errors
+from services.common.records import RefusalReason as Reason
+from services.common.rpc.client import channel, translated_errors
 from services.common.wire import REFUSAL_NUMBERS, REFUSAL_REASONS
 from tests.contract.absurd import ABSURD, CONTEXT, NEW_TOKENS, VOCABULARY, good
 from tests.integration.orchestrator.conftest import Orchestrator

@@ -28,14 +28,13 @@ from services.common.errors import (
     UnauthenticatedError,
 )
 from services.common.pb import run_pb2, run_pb2_grpc, training_pb2, training_pb2_grpc
-from services.common.rpc.client.channel import channel, translated_errors
-from services.common.rpc.credentials import channel_options
+from services.common.rpc.client import channel, channel_options, translated_errors
 from services.common.rpc.server import Server
-from services.common.security import handshake, identity, tokens
-from services.common.security.caller import Caller, caller
+from services.common.security import identity, tokens
+from services.common.security import identity as handshake
 from services.common.security.gatekeeper import Gatekeeper
-from services.common.security.identity import Identity
-from services.common.security.roles import Peer, Role
+from services.common.security.identity import Caller, Identity, caller
+from services.common.security.keys import Peer, Role
 from tests.contract.run_servicer import RunServicer, get_run, make_server, remaining, watch
 from tests.keys import as_role, make_keys
 from tests.waiting import WAIT_S

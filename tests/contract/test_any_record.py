@@ -13,25 +13,21 @@ import orjson
 import torch
 from hypothesis import given, settings
 
-from services.common.config.training.algorithm import AlgorithmConfig
-from services.common.config.training.policy import BatchConfig
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.training import BatchConfig
 from services.common.errors import InvalidRequestError
 from services.common.pb import trajectory_pb2
-from services.common.records.types import (
-    Sampling,
-    Segment,
-    Trajectory,
-)
+from services.common.records import Sampling, Segment, Trajectory
 from services.common.wire import read
 from services.orchestrator.buffer.assembly import Batch, assemble
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.ingest import PolicyBounds, RecordBounds, RecordRefusedError
-from services.orchestrator.journal import records, rollouts
-from services.trainer.algorithms.advantages.sequences import sequence_advantages
-from services.trainer.data.packing import Document
-from services.trainer.data.packing import pack as pack_documents
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.micro_batches import check_batch
+from services.orchestrator.journal import entries
+from services.trainer.advantages import sequence_advantages
+from services.trainer.micro_batches import check_batch
+from services.trainer.packing import Document
+from services.trainer.packing import pack as pack_documents
+from services.trainer.ranks import Ranks
 from tests.unit.orchestrator.builders import group, order, sequence
 
 VOCABULARY, CONTEXT, NEW_TOKENS = 50, 24, 8
@@ -137,14 +133,14 @@ def train(found: list[Trajectory | None]) -> None:
     experience.issued(made)
     for index, record in enumerate(found):
         record = record or taken_instead(index)
-        line = orjson.dumps(rollouts.trajectory_to_json(record), option=orjson.OPT_SERIALIZE_NUMPY)
-        record = replace(rollouts.trajectory_from_json(orjson.loads(line)), index=index)
+        line = orjson.dumps(entries.trajectory_to_json(record), option=orjson.OPT_SERIALIZE_NUMPY)
+        record = replace(entries.trajectory_from_json(orjson.loads(line)), index=index)
         made.resolve(record)
         for verdict in experience.resolved(made, record):
             assert math.isfinite(verdict.mean) and math.isfinite(verdict.std)
     groups, statistics = experience.take_batch("model0", 1)
     batch_record, sequences = assemble("model0", 1, groups, 1, statistics)
-    batch_record = records.batch_from_json(orjson.loads(orjson.dumps(records.batch_to_json(batch_record))))
+    batch_record = entries.batch_from_json(orjson.loads(orjson.dumps(entries.batch_to_json(batch_record))))
     share = Batch(record=batch_record, sequences=sequences, replayed=False).share(0, 1)
     assert all(math.isfinite(value) for value in batch_record.statistics.values())
     check_batch(share, Ranks(rank=0, world_size=1, device=torch.device("cpu")), VOCABULARY)

@@ -25,9 +25,9 @@ from services.common.pb import (
     training_pb2,
     weights_pb2,
 )
-from services.common.rpc.client import run_client
-from services.common.rpc.client.channel import DEADLINES, RETRIED, call_metadata, channel, translated_errors
-from services.common.rpc.client.run_client import fetch_run
+from services.common.rpc import run_client
+from services.common.rpc.client import DEADLINES, RETRIED, call_metadata, channel, translated_errors
+from services.common.rpc.run_client import fetch_run
 from services.common.rpc.server import Server
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import RunServicer, get_run, make_server, watch

@@ -12,9 +12,8 @@ from services.common import errors
 from services.common.aio import deadline
 from services.common.errors import CapacityError, DeadlineError, InfrastructureError, NotFoundError, RollmillError
 from services.common.pb import errors_pb2
-from services.common.rpc.client.channel import channel, translated_errors
-from services.common.rpc.statuses import CLASS_OF_REASON, STATUS_OF, from_call
-from services.common.telemetry.log_events import LogEvent
+from services.common.rpc.client import CLASS_OF_REASON, STATUS_OF, channel, from_call, translated_errors
+from services.common.telemetry.logs import LogEvent
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import get_run, number_of, watch
 from tests.ports import free_port

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from services.common.pb import pool_pb2, pool_pb2_grpc
-from services.common.rpc.client.channel import channel
+from services.common.rpc.client import channel
 from tests.integration.orchestrator.conftest import Orchestrator
 from tests.waiting import WAIT_S, until
 

@@ -20,19 +20,18 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from services.cli.page.server import PageServer
-from services.common.config.processes.envgateway import HttpConfig
-from services.common.config.processes.environments import TaskServerConfig
-from services.common.config.processes.services import EndpointConfig
+from services.common import http as origin
+from services.common.config.envgateway import HttpConfig, TaskServerConfig
+from services.common.config.processes import EndpointConfig
 from services.common.errors import ConfigError
-from services.common.http import origin
-from services.common.http.origin import ANSWER_HEADERS, HOSTS_VARIABLE, allowed_hosts, is_served
+from services.common.http import ANSWER_HEADERS, HOSTS_VARIABLE, allowed_hosts, is_served
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.prometheus import MetricsServer
 from services.common.security import identity
-from services.common.security.roles import Role
-from services.common.telemetry.status import ProcessStatus
+from services.common.security.keys import Role
+from services.common.telemetry.metrics import ProcessStatus
 from services.envgateway.http import HttpServer
-from services.envgateway.taskserver.server import TaskServer
+from services.envgateway.taskserver import TaskServer
 from services.inference.endpoint.server import EndpointServer
 from tests.contract.run_servicer import RunServicer, make_server
 from tests.keys import as_role, client_context, make_keys
@@ -166,8 +165,8 @@ async def door(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
 
 # What opens a port, and the one file of the project that may: all of HTTP is a Listener.
 OPENERS = {
-    "AppRunner": "services/common/http/listener.py",
-    "TCPSite": "services/common/http/listener.py",
+    "AppRunner": "services/common/http.py",
+    "TCPSite": "services/common/http.py",
     "start_server": "services/cli/deploy/forwarder.py",  # hands on the bytes of the orchestrator's gRPC port
     "add_insecure_port": "services/common/rpc/server.py",
     "add_secure_port": "services/common/rpc/server.py",

@@ -21,8 +21,8 @@ LIGHT_MODULES = [
     "services.inference.__main__",
     "services.trainer.__main__",
     "services.common.rpc.server",
-    "services.common.rpc.client.channel",
-    "services.common.rpc.client.run_client",
+    "services.common.rpc.client",
+    "services.common.rpc.run_client",
 ]
 
 

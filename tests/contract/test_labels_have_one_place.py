@@ -13,32 +13,35 @@ from pathlib import Path
 
 import pytest
 
-from services.common.records.fates import RunCount, StepFact
-from services.common.records.masked import MaskedCause
-from services.common.records.phases import PhaseKind
-from services.common.records.types import TRANSFER_STAGES, WeightTransfer
-from services.common.telemetry import components
-from services.common.telemetry.activities import ActivityName, TrainerState
-from services.common.telemetry.gateway_queue import QueueGauge
-from services.common.telemetry.log_events import LogEvent
-from services.common.telemetry.metrics import RolloutKey, ThroughputKey, TrainerKey
-from services.common.telemetry.summary import DatasetSummary, EstimateSummary, EvaluationSummary
-from services.orchestrator.journal.records import EvaluationResult
+from services.common.kept_tokens import MaskedCause
+from services.common.records import TRANSFER_STAGES, PhaseKind, RunCount, StepFact, WeightTransfer
+from services.common.telemetry import accounts
+from services.common.telemetry.accounts import ActivityName, TrainerState
+from services.common.telemetry.logs import LogEvent
+from services.common.telemetry.metrics import (
+    DatasetSummary,
+    EstimateSummary,
+    EvaluationSummary,
+    QueueGauge,
+    RolloutKey,
+    ThroughputKey,
+    TrainerKey,
+)
+from services.orchestrator.journal.entries import DatasetScore, Estimate, EvaluationResult
 from services.orchestrator.stalls import Hold
-from services.orchestrator.state.scores import DatasetScore, Estimate
-from services.trainer.step.metrics import StepMetrics
+from services.trainer.metrics import StepMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFINED_IN: dict[type[enum.StrEnum], str] = {
-    ActivityName: "services/common/telemetry/activities.py",
-    QueueGauge: "services/common/telemetry/gateway_queue.py",
-    LogEvent: "services/common/telemetry/log_events.py",
-    PhaseKind: "services/common/records/phases.py",
+    ActivityName: "services/common/telemetry/accounts.py",
+    QueueGauge: "services/common/telemetry/metrics.py",
+    LogEvent: "services/common/telemetry/logs.py",
+    PhaseKind: "services/common/records.py",
     RolloutKey: "services/common/telemetry/metrics.py",
-    RunCount: "services/common/records/fates.py",
-    StepFact: "services/common/records/fates.py",
+    RunCount: "services/common/records.py",
+    StepFact: "services/common/records.py",
 }
-COMPONENTS = {value for value in vars(components).values() if isinstance(value, str) and "/" in value.strip("/")}
+COMPONENTS = {value for value in vars(accounts).values() if isinstance(value, str) and "/" in value.strip("/")}
 # Calls and keyword arguments that take a label: a literal there is a label that is typed twice.
 TAKES_LABEL = {"Activity", "ActivityTime", "during", "hold", "phase", "RolloutPhase", "TimeAccount"}
 LABEL_KEYWORDS = {"name", "what", "activity", "base"}
@@ -48,8 +51,8 @@ LABELS = {label.value for label in (*ActivityName, *TrainerState, *PhaseKind, *H
 OTHER_MEANINGS = {
     "services/cli/inspect/fate.py": {"not_recorded"},  # a fate
     "services/cli/inspect/trace.py": {"waiting for a batch"},  # a stage of a task group's life
-    "services/common/records/fates.py": {"the run has ended"},  # a reason for which a task group is closed
-    "services/envgateway/rpc/membership.py": {"the run has ended"},  # a reason for which the gateway leaves
+    "services/common/records.py": {"the run has ended"},  # a reason for which a task group is closed
+    "services/envgateway/rpc.py": {"the run has ended"},  # a reason for which the gateway leaves
 }
 
 
@@ -73,7 +76,7 @@ def literals(tree: ast.Module) -> Iterator[ast.Constant]:
 def typed_twice(tree: ast.Module, path: str) -> Iterator[str]:
     """Labels in the tree of a file outside their enum, as "path:line: label"."""
     owned = {label.value: file for of, file in DEFINED_IN.items() for label in of if re.search(r"[^a-z]", label.value)}
-    owned |= dict.fromkeys(COMPONENTS, "services/common/telemetry/components.py")
+    owned |= dict.fromkeys(COMPONENTS, "services/common/telemetry/accounts.py")
     for node in literals(tree):
         if owned.get(str(node.value), path) != path and node.value not in OTHER_MEANINGS.get(path, ()):
             yield f"{path}:{node.lineno}: {node.value}"

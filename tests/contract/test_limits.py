@@ -15,9 +15,9 @@ import pytest
 from benchmarks._hostile import all_rpcs
 from services.common.errors import InvalidRequestError
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.rpc import interceptors, limits
-from services.common.rpc.client.channel import DEADLINES, translated_errors
-from services.common.rpc.limits import MOST_BYTES, REQUEST_BYTES
+from services.common.rpc import interceptors
+from services.common.rpc.client import DEADLINES, translated_errors
+from services.common.rpc.interceptors import MOST_BYTES, REQUEST_BYTES
 from services.common.rpc.server import Server
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import RunServicer, make_server
@@ -73,8 +73,8 @@ async def test_what_no_method_takes_is_refused_before_it_is_read(served: Served)
 @pytest.fixture
 async def hasty(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
     """A server that waits half a second for a handshake, and holds few connections."""
-    monkeypatch.setattr(limits, "HANDSHAKE_S", 0.5)
-    monkeypatch.setattr(limits, "MOST_CONNECTIONS", 150)
+    monkeypatch.setattr(interceptors, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(interceptors, "MOST_CONNECTIONS", 150)
     server = make_server(RunServicer())
     await server.start()
     yield server

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.common.rpc.client.peer_watch import PeerWatch
+from services.common.rpc.run_client import PeerWatch
 from services.common.rpc.server import Server
 from services.common.telemetry.accounts import TimeAccount
 from tests.waiting import until

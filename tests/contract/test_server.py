@@ -17,7 +17,7 @@ from services.common.aio import deadline
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.rpc import server as serving
-from services.common.rpc.client.channel import channel, translated_errors
+from services.common.rpc.client import channel, translated_errors
 from services.common.rpc.server import Server
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import (

@@ -16,14 +16,14 @@ import orjson
 import pytest
 
 from services.cli.run.processes import ForkServer
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.config.recipe import warm_start_dir
-from services.common.security.bundle import VARIABLE
+from services.common.security.keys import VARIABLE
 from services.common.system.child import module_command
-from services.orchestrator.journal import records
+from services.orchestrator.journal import entries
+from services.orchestrator.journal.entries import plain_trajectory
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.rollouts import plain_trajectory
-from services.trainer.warm_start import make_starting_checkpoint
+from services.trainer.supervised import make_starting_checkpoint
 from tests.integration.trainer.launching import made_once
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -112,7 +112,7 @@ class Run:
         """Every record of the journal, trajectories with lists of numbers."""
         with closing(JournalReader(self.directory / "journal")) as reader:
             found = [(row.kind, reader.load(row) or {}) for row in reader.rows()]
-        return [plain_trajectory(record) if kind == records.TRAJECTORY else record for kind, record in found]
+        return [plain_trajectory(record) if kind == entries.TRAJECTORY else record for kind, record in found]
 
     def stop(self) -> None:
         if self.process.poll() is None:

@@ -13,7 +13,7 @@ from services.cli.__main__ import app
 from services.cli.inspect.checkpoints import replay_step
 from services.common.checkpoints import path_of, set_aside_before, steps
 from services.common.export import NOTE
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 from tests.e2e.conftest import Run
 
 pytestmark = pytest.mark.slow

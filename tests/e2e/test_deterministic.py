@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks._journal_audit import audit
-from services.orchestrator.journal import records
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
 from tests.e2e.conftest import Run
 
@@ -37,7 +37,7 @@ def digests(run: Run) -> dict[int, str]:
     try:
         found = audit(reader, finished=True)
         assert found.clean, found.violations
-        rows = [reader.load(row) for row in reader.rows_of(records.VERSION)]
+        rows = [reader.load(row) for row in reader.rows_of(entries.VERSION)]
         return {row["number"]: row["digest"] for row in rows if row is not None}
     finally:
         reader.close()

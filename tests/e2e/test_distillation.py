@@ -12,13 +12,13 @@ import torch
 
 from services.cli.inspect.checkpoints import replay_step
 from services.cli.inspect.fate import read_fates
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.config.recipe import warm_start_dir
-from services.common.records.types import Sequence
-from services.common.text.huggingface import load_model
+from services.common.records import TokenSequence
+from services.common.text.chat import load_model
 from services.orchestrator.buffer.assembly import read_batch
 from services.orchestrator.journal.reader import JournalReader
-from services.trainer.warm_start import make_starting_checkpoint
+from services.trainer.supervised import make_starting_checkpoint
 from tests.e2e.conftest import REPOSITORY, Run
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ def teacher(tmp_path: Path) -> Path:
     return warm_start_dir(tmp_path / "teacher", "model0")
 
 
-def gap_to(model: torch.nn.Module, sequence: Sequence) -> float:
+def gap_to(model: torch.nn.Module, sequence: TokenSequence) -> float:
     """Largest distance of a sequence's scores from a plain forward pass of the model."""
     ids = torch.as_tensor(sequence.token_ids, dtype=torch.int64)
     with torch.no_grad():

@@ -12,7 +12,7 @@ import orjson
 import pytest
 import yaml
 
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 from tests.e2e.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.reading.loading import load_resolved
+from services.common.config.loading import load_resolved
 from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S, SMALL
 from tests.waiting import WAIT_S
 

@@ -14,13 +14,13 @@ import torch
 
 from services.cli.inspect.checkpoints import replay_step
 from services.cli.run.processes import ForkServer
-from services.common.config.reading.loading import load_resolved
-from services.common.records.types import TokenSource
+from services.common.config.loading import load_resolved
+from services.common.records import TokenSource
 from services.orchestrator.buffer.assembly import read_batch
 from services.orchestrator.journal.reader import JournalReader
+from services.trainer.app import build_step, open_checkpoints
 from services.trainer.model.attention import Documents
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.setup import build_step, open_checkpoints
+from services.trainer.ranks import Ranks
 from tests.e2e.conftest import Run
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from services.common.security.bundle import load
+from services.common.security.keys import load
 from tests.e2e.conftest import Run
 from tests.keys import make_keys
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks._stall_worlds import Shape, World
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks._machines import TwoMachines, two_machines
 from benchmarks._two_nodes import DELTAS, TwoNodeRun, failures, slots_with_two_records
 from services.cli.keys import Keyring
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 from tests import needs
 
 pytestmark = pytest.mark.slow

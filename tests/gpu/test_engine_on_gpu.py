@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.text.huggingface import named_weights
+from services.common.text.chat import named_weights
+from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch.decoder import Stepping
 from services.inference.engine.torch.engine import TorchEngine
-from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import build_model, make_prompt, make_request, perturbed
 
 pytestmark = [

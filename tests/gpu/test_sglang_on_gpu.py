@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.text.huggingface import named_weights
-from services.inference.engine.weight_update import WeightUpdate
+from services.common.text.chat import named_weights
+from services.inference.engine.base import WeightUpdate
 from tests.conformance.subjects import server_engine, until_tokens
 from tests.random_models import build_model, make_prompt, make_request, max_gap, perturbed
 from tests.server_quickstart import check_ten_steps

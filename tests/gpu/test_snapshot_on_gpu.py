@@ -11,7 +11,7 @@ from services.common.weights.snapshot import Snapshot
 from services.trainer import publish
 from services.trainer.model.policy_model import build_policy_model
 from services.trainer.publish import HostCopier, Snapshots
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.ranks import Ranks
 from tests.unit.trainer.building import tiny_causal_lm
 
 pytestmark = [

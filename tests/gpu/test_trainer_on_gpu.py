@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.config.training.losses import M2po
-from services.common.config.training.optimizer import OptimizerConfig
-from services.common.text.huggingface import load_model, named_weights
+from services.common.config.algorithm import M2po
+from services.common.config.training import OptimizerConfig
+from services.common.text.chat import load_model, named_weights
 from services.trainer.model.attention import Documents, documents_attention
 from services.trainer.model.logprobs import token_logprobs
-from services.trainer.model.moments_on_host import MOMENTS, MomentsOnHost
+from services.trainer.model.optimizer import MOMENTS, MomentsOnHost
 from services.trainer.model.policy_model import load_policy_model
-from services.trainer.ranks.sharding import Ranks, full, init_ranks, leave_ranks
+from services.trainer.ranks import Ranks, full, init_ranks, leave_ranks
 from tests.unit.trainer.building import rank_batch, tiny_causal_lm, train_step, training_sequences
 
 pytestmark = [

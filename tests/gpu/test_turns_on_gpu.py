@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from services.common.system.parking import Parked, Released, return_freed_memory
-from services.common.text.huggingface import named_weights
+from services.common.text.chat import named_weights
+from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch.decoder import Stepping
 from services.inference.engine.torch.engine import TorchEngine
-from services.inference.engine.weight_update import WeightUpdate
-from services.trainer.ranks.sharding import full, init_ranks, leave_ranks
+from services.trainer.ranks import full, init_ranks, leave_ranks
 from tests.random_models import build_model, make_prompt, make_request, max_gap, perturbed
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 from tests.waiting import until

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from services.common.config.processes.envgateway import HttpConfig
-from services.common.config.processes.environments import ServedTaskConfig
-from services.common.http import listener, origin
+from services.common import http
+from services.common.config.envgateway import HttpConfig, ServedTaskConfig
 from services.common.prometheus import MetricsServer
 from services.envgateway.http import HttpServer, Submission, SubmissionOutcome
 from tests import needs
@@ -74,19 +73,19 @@ class _NoQueue:
 def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Requests that came through to a route's handler."""
     found: list[str] = []
-    inner = listener.body_in_time  # behind the checks
+    inner = http.body_in_time  # behind the checks
 
     def watched() -> Any:
         awaited = inner()
 
         @web.middleware
-        async def middleware(request: web.Request, handler: origin.Handler) -> web.StreamResponse:
+        async def middleware(request: web.Request, handler: http.Handler) -> web.StreamResponse:
             found.append(f"{request.method} {request.path}")
             return await awaited(request, handler)  # type: ignore[no-any-return]
 
         return middleware
 
-    monkeypatch.setattr(listener, "body_in_time", watched)
+    monkeypatch.setattr(http, "body_in_time", watched)
     return found
 
 
@@ -94,7 +93,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(*_: object) -> Any:
         @web.middleware
-        async def middleware(request: web.Request, handler: origin.Handler) -> web.StreamResponse:
+        async def middleware(request: web.Request, handler: http.Handler) -> web.StreamResponse:
             return await handler(request)
 
         return middleware
@@ -102,8 +101,8 @@ def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     async def as_it_is(request: web.BaseRequest, answer: web.StreamResponse) -> None:
         """Adds no header."""
 
-    monkeypatch.setattr(listener, "for_programs", nothing)
-    monkeypatch.setattr(listener, "closed_to_pages", as_it_is)
+    monkeypatch.setattr(http, "for_programs", nothing)
+    monkeypatch.setattr(http, "closed_to_pages", as_it_is)
     return
 
 

@@ -13,7 +13,7 @@ from benchmarks._fuzzing import Line, fuzz  # type: ignore[import-not-found]
 from benchmarks._hostile import Hostile, all_rpcs  # type: ignore[import-not-found]
 from benchmarks._secure_services import Services  # type: ignore[import-not-found]
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[2]

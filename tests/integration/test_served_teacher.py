@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from services.common.errors import InvalidRequestError
-from services.common.records.types import Segment, Sequence, StopReason, TrainingSequence
+from services.common.records import Segment, StopReason, TokenSequence, TrainingSequence
 from services.inference.engine.torch.engine import TorchEngine
-from services.inference.rollouts.scoring import score_request
-from services.trainer.step.metrics import Sums
-from services.trainer.step.train_step import TrainStep
+from services.inference.rollouts import score_request
+from services.trainer.metrics import Sums
+from services.trainer.step import TrainStep
 from tests.integration.test_truncated_sampling import as_trained
 from tests.random_models import build_model, make_prompt, make_request
 from tests.unit.trainer.building import algorithm, path_of, rank_batch, train_step
@@ -40,7 +40,7 @@ async def played(student: Any, teacher: Any, temperature: float, count: int = 8)
             read = [*prompt, *first.token_ids, *result]
             second = await engines[0].generate(make_request(read, seed=i, max_new_tokens=15, temperature=0.6))
             own = tuple(replace(segment, temperature=0.6) for segment in second.segments)
-            sequence = Sequence(
+            sequence = TokenSequence(
                 policy="student",
                 segments=(Segment.environment(prompt), *first.segments, Segment.environment(result), *own),
                 reward=float(i % 2),
@@ -54,7 +54,7 @@ async def played(student: Any, teacher: Any, temperature: float, count: int = 8)
             await engine.stop()
 
 
-def with_scores(sequence: Sequence, scores: np.ndarray) -> Sequence:
+def with_scores(sequence: TokenSequence, scores: np.ndarray) -> TokenSequence:
     segments, start = [], 0
     for segment in sequence.segments:
         own = scores[start : start + segment.num_tokens] if segment.is_policy else scores[:0]

@@ -13,18 +13,12 @@ import pytest
 import torch
 
 from services.common.pb import trajectory_pb2
-from services.common.records.types import (
-    Segment,
-    Sequence,
-    StopReason,
-    TrainingSequence,
-    Trajectory,
-)
+from services.common.records import Segment, StopReason, TokenSequence, TrainingSequence, Trajectory
 from services.common.wire import read, write
 from services.inference.engine.torch.engine import TorchEngine
-from services.orchestrator.journal import rollouts
-from services.trainer.step import train_step as step_module
-from services.trainer.step.micro_batches import MicroTensors, forward_with_values
+from services.orchestrator.journal import entries
+from services.trainer import step as step_module
+from services.trainer.micro_batches import MicroTensors, forward_with_values
 from tests.random_models import VOCAB, build_model, make_prompt, make_request, perturbed
 from tests.unit.trainer.building import algorithm, rank_batch, train_step
 
@@ -50,7 +44,7 @@ async def sampled(model: Any, count: int, **sampling: Any) -> list[TrainingSeque
             generation = await engine.generate(
                 make_request(prompt, stop=STOPS[: 1 + i % 3], seed=i, max_new_tokens=40, **sampling)
             )
-            sequence = Sequence(
+            sequence = TokenSequence(
                 policy="actor",
                 segments=(Segment.environment(prompt), *generation.segments),
                 reward=float(i % 2),
@@ -62,7 +56,7 @@ async def sampled(model: Any, count: int, **sampling: Any) -> list[TrainingSeque
         await engine.stop()
 
 
-def as_trained(sequence: Sequence, position: int, group_size: int) -> TrainingSequence:
+def as_trained(sequence: TokenSequence, position: int, group_size: int) -> TrainingSequence:
     """A sequence in the trainer's form, of a group in which half of the rollouts are right."""
     return TrainingSequence(
         sequence_id=f"g/{position}/0",
@@ -76,17 +70,17 @@ def as_trained(sequence: Sequence, position: int, group_size: int) -> TrainingSe
     )
 
 
-def travelled(sequence: Sequence) -> Sequence:
+def travelled(sequence: TokenSequence) -> TokenSequence:
     """The sequence after the wire, the journal and the wire again."""
     trajectory = Trajectory(task_group_id="g", index=0, sequences=(sequence,), reward=0.0)
     sent = trajectory_pb2.Trajectory()
     write(trajectory, sent)
     received = read(Trajectory, sent)
-    line = orjson.dumps(rollouts.trajectory_to_json(received), option=orjson.OPT_SERIALIZE_NUMPY)
-    recovered = rollouts.trajectory_from_json(orjson.loads(line)).sequences[0]
+    line = orjson.dumps(entries.trajectory_to_json(received), option=orjson.OPT_SERIALIZE_NUMPY)
+    recovered = entries.trajectory_from_json(orjson.loads(line)).sequences[0]
     again = trajectory_pb2.Sequence()
     write(recovered, again)
-    return read(Sequence, again)
+    return read(TokenSequence, again)
 
 
 Scores = list[tuple[MicroTensors, torch.Tensor]]  # log-probabilities with their gradients

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.orchestrator.buffer.buffer import LateRule
 from tests.recipe_runs import ROOT, left_running, rows, run_recipe
 

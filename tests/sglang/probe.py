@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from services.common.system.free_ports import free_ports
-from services.common.tiny import models as tiny_models
+from services.common import tiny as tiny_models
+from services.common.system.machine import free_ports
 from tests.sglang.server import Server, ServerError
 
 

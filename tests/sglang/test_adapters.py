@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from services.common import tiny as tiny_models
 from services.common.errors import ModelMismatchError
 from services.common.export import ADAPTER_WEIGHTS, PEFT_CONFIG, adapter_files
 from services.common.lora import identity_of
-from services.common.system.free_ports import free_ports
-from services.common.text.huggingface import load_model
-from services.common.tiny import models as tiny_models
-from services.inference.engine.weight_update import WeightUpdate
+from services.common.system.machine import free_ports
+from services.common.text.chat import load_model
+from services.inference.engine.base import WeightUpdate
 from tests.conformance.subjects import server_engine, until_tokens
 from tests.random_models import (
     TOLERANCE,

@@ -18,12 +18,12 @@ import yaml
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.errors import RollmillError
 from services.common.importing import load_object
 from services.envgateway.envs.base import StepResult
 from services.inference.workflows.registry import build_workflow
-from services.trainer.algorithms.base import TokenBatch
+from services.trainer.losses import TokenBatch
 from tests.documented import blocks, files
 from tests.unit.inference.fakes import FakeGateway, make_context, make_task, served_policy
 

@@ -141,7 +141,7 @@ def test_a_path_or_module_that_does_not_exist_is_found(text: str) -> None:
         "`services/*/README.md`",
         "`services.common.errors.ConfigError`",
         "`services/common/errors.py:ConfigError`",
-        "`services/orchestrator/members/pool.py:ReplicaPool.give_away`",
+        "`services/orchestrator/members.py:ReplicaPool.give_away`",
         "`python -m services.cli check`",
         "`my/services/x.py` and `mine.services.x`",
         "services.nowhere without backticks",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.system import free_ports as services_ports
+from services.common.system import machine as services_ports
 from tests.ports import free_port
 
 

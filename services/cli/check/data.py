@@ -40,28 +40,25 @@ import orjson
 
 from services.cli.check.models import config_of, file_of
 from services.common.config.data import TRAIN, DatasetConfig, WorkflowConfig, is_training, name_of
-from services.common.config.processes.envgateway import EnvGatewayConfig, SandboxConfig
+from services.common.config.envgateway import EnvGatewayConfig, SandboxConfig
 from services.common.config.recipe import Recipe
+from services.common.dataset_rows import BuiltInReward, prompt_in, truth_in
 from services.common.errors import ConfigError, DatasetError, InfrastructureError, InvalidRequestError, RollmillError
-from services.common.importing import load_object
-from services.common.records.dataset_rows import BuiltInReward, prompt_in, truth_in
-from services.common.records.types import Purpose, Task
+from services.common.importing import RAISED, load_object, place_of, place_of_error, told
+from services.common.records import Purpose, Task
 from services.common.system.threads import DaemonThreads
-from services.common.user_code import RAISED, place_of, place_of_error, told
+from services.envgateway.calls import CORRECT, RewardOutcome, RewardResult
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, JudgeRequest
-from services.envgateway.rewards.code import read_tests
-from services.envgateway.rewards.math.pool import MathPool
-from services.envgateway.rewards.math.worker import REASONING_GYM
-from services.envgateway.rewards.registry import Rewards
-from services.envgateway.rewards.result import CORRECT, RewardOutcome, RewardResult
+from services.envgateway.rewards.math_worker import REASONING_GYM
+from services.envgateway.rewards.pool import MathPool
+from services.envgateway.rewards.registry import Rewards, read_tests
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits
-from services.orchestrator.tasks.datasets import TaskSource, open_source
-from services.orchestrator.tasks.requirements import why_tests_are_unusable
-from services.orchestrator.tasks.rows.math import answer_text
-from services.orchestrator.tasks.task_rows import SkippedRows
+from services.orchestrator.tasks.datasets import TaskSource, open_source, why_tests_are_unusable
+from services.orchestrator.tasks.math_rows import answer_text
+from services.orchestrator.tasks.rows import SkippedRows
 
 if TYPE_CHECKING:
     from services.common.text.chat import Chat
@@ -105,7 +102,7 @@ def try_rows(recipe: Recipe, sources: Mapping[str, TaskSource]) -> Tried:
 def _short_prompts(recipe: Recipe, where: str, source: TaskSource, tried: Tried) -> TaskSource:
     """The tasks that the run keeps by ``max_prompt_tokens``, where the tokenizers are on this machine; raises
     ``DatasetError`` for none."""
-    from services.orchestrator.tasks.prompt_length import ShortPrompts, open_tokenizer
+    from services.orchestrator.tasks.prompts import ShortPrompts, open_tokenizer
 
     limit = recipe.data.sections()[where].max_prompt_tokens
     files = {name: file_of(policy.model.path or "", "tokenizer.json") for name, policy in recipe.policies.items()}
@@ -128,8 +125,7 @@ def _chat(recipe: Recipe, tried: Tried) -> Chat | None:
         return None
     if file_of(path, "tokenizer.json") is None and file_of(path, "tokenizer.model") is None:
         return None
-    from services.common.text.chat import Chat
-    from services.common.text.huggingface import load_tokenizer
+    from services.common.text.chat import Chat, load_tokenizer
 
     try:
         tokenizer = load_tokenizer(path)
@@ -152,9 +148,9 @@ def _chat(recipe: Recipe, tried: Tried) -> Chat | None:
 def _try_prompts(
     recipe: Recipe, where: str, workflow: WorkflowConfig, source: TaskSource, chat: Chat, tried: Tried
 ) -> None:
-    from services.inference.workflows.prompts import PromptSettings, build_messages
+    from services.inference.workflows.base import PromptSettings, build_messages
     from services.inference.workflows.registry import workflow_settings
-    from services.orchestrator.tasks.requirements import WITH_PROMPT
+    from services.orchestrator.tasks.datasets import WITH_PROMPT
 
     settings = workflow_settings(workflow)
     if workflow.name not in WITH_PROMPT or not isinstance(settings, PromptSettings):
@@ -223,7 +219,7 @@ def _spaced(number: int, most: int = MOST_PROMPTS) -> Iterator[int]:
 def _try_reward(recipe: Recipe, where: str, workflow: WorkflowConfig, source: TaskSource, tried: Tried) -> None:
     """Call the user's reward with an empty answer and, where the row has an answer, with that one; in a box where the bare
     one gets no more than the empty one."""
-    from services.inference.scripts.answers import boxed
+    from services.inference.workflows.scripts import boxed
 
     path, task = workflow.reward, source[0]
     if path in tuple(BuiltInReward) and is_training(where):
@@ -259,7 +255,7 @@ def _try_reward(recipe: Recipe, where: str, workflow: WorkflowConfig, source: Ta
 
 def _try_built_in(recipe: Recipe, where: str, reward: BuiltInReward, tasks: Sequence[Task], tried: Tried) -> None:
     """Score the own answers of some rows, written as a policy writes them, with a reward of the gateway."""
-    from services.inference.scripts.answers import boxed
+    from services.inference.workflows.scripts import boxed
 
     asked: list[tuple[Task, str]] = []
     for task in tasks:
@@ -322,9 +318,8 @@ async def _graded(recipe: Recipe, reward: BuiltInReward, asked: Sequence[tuple[T
 
 def _try_script(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task, tried: Tried) -> None:
     """Call the script of the replay engine for the first turn of the row, with the messages of the row as its prompt."""
-    from services.inference.scripts.base import Scene
-    from services.inference.scripts.registry import load_scripts
-    from services.inference.workflows.prompts import PromptSettings, build_messages
+    from services.inference.workflows.base import PromptSettings, build_messages
+    from services.inference.workflows.scripts import Scene, load_scripts
 
     forced = next(service.forced for service in recipe.inference.values() if service.engine == "forced")
     scene = Scene(task, Purpose.TRAIN if is_training(where) else Purpose.EVALUATION, 0, name_of(where))
@@ -346,7 +341,7 @@ def _try_script(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task
 
 
 def _reward_of(path: str, task: Task, answer: str) -> float:
-    from services.inference.workflows.rewards import REWARD_TIMEOUT_S, finite_reward
+    from services.inference.workflows.base import REWARD_TIMEOUT_S, finite_reward
 
     function = load_object(path)
 

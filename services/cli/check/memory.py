@@ -18,12 +18,9 @@ from typing import Any
 
 from services.cli.check.models import file_of
 from services.cli.plan import trainer_name
-from services.common.config.processes.kv_cache import cache_bytes, too_small
-from services.common.config.processes.placement import Placement, engine_numbers
-from services.common.config.processes.services import InferenceConfig
+from services.common.config.processes import InferenceConfig, Placement, cache_bytes, engine_numbers, too_small
 from services.common.config.recipe import Recipe
-from services.common.config.training.adapter import ALL_LINEAR, AdapterConfig
-from services.common.config.training.policy import OFFLOAD_BUCKET_BYTES, PolicyConfig
+from services.common.config.training import ALL_LINEAR, OFFLOAD_BUCKET_BYTES, AdapterConfig, PolicyConfig
 from services.common.errors import ConfigError
 from services.common.safetensors_files import read_object
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from services.common.config.reading.loading import RESOLVED
+from services.common.config.loading import RESOLVED
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.safetensors_files import INDEX, SINGLE, places, read_object, weight_files
-from services.common.text.huggingface import vocabulary_difference
+from services.common.text.chat import vocabulary_difference
 
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # in the names of architectures
 _MOST_STRETCH = 1e6

@@ -37,23 +37,24 @@ from services.cli.check.models import (
 )
 from services.cli.check.worlds import index_problems, mcp_problems, sandbox_problems, world_problems
 from services.cli.plan import orchestrator_address, plan, ports_in_use
-from services.common.config.consistency import ONE_SEQUENCE
+from services.common.config.algorithm import LOSS, LossByPath
 from services.common.config.data import WorkflowConfig, is_training
-from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.config.processes.mcp import MCP
-from services.common.config.processes.placement import Placement, check_placement, gpu_claims
-from services.common.config.processes.services import ENGINES, InferenceConfig
-from services.common.config.processes.trackers import missing_packages
-from services.common.config.recipe import Recipe
-from services.common.config.training.adapter import AdapterConfig
-from services.common.config.training.losses import LOSS, LossByPath
-from services.common.config.training.policy import PolicyConfig, TrainerConfig
+from services.common.config.envgateway import MCP, EnvGatewayConfig
+from services.common.config.processes import (
+    ENGINES,
+    InferenceConfig,
+    Placement,
+    check_placement,
+    gpu_claims,
+    missing_packages,
+)
+from services.common.config.recipe import ONE_SEQUENCE, Recipe
+from services.common.config.training import AdapterConfig, PolicyConfig, TrainerConfig
+from services.common.dataset_rows import BuiltInReward, BuiltInWorkflow
 from services.common.errors import ConfigError, RollmillError
-from services.common.importing import check_can_be_loaded, definition_of, load_object
+from services.common.importing import check_call, check_can_be_loaded, definition_of, load_object
 from services.common.installing import install, make_server_environment, missing
-from services.common.records.dataset_rows import BuiltInReward, BuiltInWorkflow
 from services.common.system.devices import has_gpu_driver, visible_gpus
-from services.common.user_code import check_call
 from services.inference.workflows.registry import load_workflow, workflow_settings
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ def _named_problems(recipe: Recipe, left_out: list[str], sources: dict[str, Task
     packages that are not here.
     """
     from services.inference.engine.streaming import TOKENS
-    from services.inference.scripts.registry import load_scripts
     from services.inference.workflows.registry import build_workflows
+    from services.inference.workflows.scripts import load_scripts
 
     problems = size_problems(recipe)
 
@@ -139,7 +140,7 @@ def _named_problems(recipe: Recipe, left_out: list[str], sources: dict[str, Task
                 if (definition := definition_of(service.engine)) is not None:
                     definition.check_class(service.engine, ("rollmill.Engine", "Engine"), TOKENS)
     if (gateway := recipe.envgateway) is not None:
-        from services.envgateway.envs.registry import ENVIRONMENT_METHODS
+        from services.envgateway.envs.episodes import ENVIRONMENT_METHODS
 
         wanted = {name: ENVIRONMENT_METHODS[name] for name in ("reset", "step")}  # ``rollmill.Environment`` has a close
         for name, path in gateway.environments.items():
@@ -221,10 +222,8 @@ def _memory(recipe: Recipe) -> list[RenderableType]:
 
 
 def _check_data(recipe: Recipe, where: str, left_out: list[str], sources: dict[str, TaskSource]) -> None:
-    from services.orchestrator.tasks.catalogue import is_fetched, must_be_fetched_by_hand
-    from services.orchestrator.tasks.datasets import open_source
-    from services.orchestrator.tasks.requirements import requirement
-    from services.orchestrator.tasks.row_files import KINDS, is_file_of_rows
+    from services.orchestrator.tasks.datasets import KINDS, is_file_of_rows, open_source, requirement
+    from services.orchestrator.tasks.rows import is_fetched, must_be_fetched_by_hand
 
     config = recipe.data.sections()[where]
     if config.path is not None and not Path(config.path).exists():
@@ -562,7 +561,7 @@ def check_worlds(recipe: Recipe) -> None:
 
 def missing_data(recipe: Recipe) -> list[str]:
     """Datasets known by name that are neither on this disk nor fetched by themselves."""
-    from services.orchestrator.tasks.catalogue import must_be_fetched_by_hand
+    from services.orchestrator.tasks.rows import must_be_fetched_by_hand
 
     named = {where: config.name for where, config in recipe.data.sections().items() if config.name is not None}
     found = (must_be_fetched_by_hand(name, f"{where}.name") for where, name in named.items())
@@ -572,7 +571,7 @@ def missing_data(recipe: Recipe) -> list[str]:
 def _interpreter_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
     """Services of this node without their packages, and sections whose interpreter lacks the engine's package or has a PyTorch
     that cannot use the GPU there is."""
-    from services.inference.engine.served.environment import interpreter, python_variable, runs_on_cpu
+    from services.inference.engine.served.process import interpreter, python_variable, runs_on_cpu
 
     extras = {process.name.partition("-")[0] for process in plan(recipe, Path(), 0)}
     lacking = sorted({package for extra in extras for package in missing(extra)})

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.config.data import DatasetConfig
-from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.config.processes.mcp import MCP, McpServerConfig
+from services.common.config.envgateway import MCP, EnvGatewayConfig, McpServerConfig
 from services.common.config.recipe import Recipe
 from services.common.errors import RollmillError
-from services.common.harbor.places import ENVIRONMENT as HARBOR
+from services.common.harbor import ENVIRONMENT as HARBOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ def world_problems(recipe: Recipe) -> list[str]:
             f"{HARBOR} ({where}.settings.environment): its tasks need the sandbox's tier 2: run as root with CAP_SYS_ADMIN "
             "(docs/hub-environments.md)"
         ]
-    from services.envgateway.envs.worlds import make_worlds
+    from services.envgateway.envs.episodes import make_worlds
 
     try:
         worlds = make_worlds(gateway)
@@ -104,7 +103,7 @@ def _is_built_in(name: str, recipe: Recipe, gateway: EnvGatewayConfig) -> bool:
 
 
 def _game_problems(recipe: Recipe, gateway: EnvGatewayConfig) -> Iterator[str]:
-    from services.envgateway.envs.alfworld.games import list_games
+    from services.envgateway.envs.alfworld import list_games
 
     config, asked = gateway.alfworld, list(_asked(recipe))
     for one in asked:
@@ -120,7 +119,7 @@ def _game_problems(recipe: Recipe, gateway: EnvGatewayConfig) -> Iterator[str]:
 
 
 def _goal_problems(recipe: Recipe, gateway: EnvGatewayConfig) -> Iterator[str]:
-    from services.envgateway.envs.webshop.goals import read_goals
+    from services.envgateway.envs.webshop import read_goals
 
     path = gateway.webshop.goals
     if path is not None and path.is_file():
@@ -138,7 +137,7 @@ def _outside(asked: Iterator[_Asked] | Sequence[_Asked], holds: str, number: int
 
 
 def _absent_games(recipe: Recipe, gateway: EnvGatewayConfig) -> Iterator[str]:
-    from services.envgateway.envs.alfworld.games import list_games
+    from services.envgateway.envs.alfworld import list_games
 
     config = gateway.alfworld
     assert config.data is not None, "there is no world without it"
@@ -154,7 +153,7 @@ def _absent_games(recipe: Recipe, gateway: EnvGatewayConfig) -> Iterator[str]:
 
 
 def _asked(recipe: Recipe) -> Iterator[_Asked]:
-    from services.orchestrator.tasks.catalogue import known
+    from services.orchestrator.tasks.rows import known
 
     for where, config in recipe.data.sections().items():
         if config.name is not None:
@@ -181,7 +180,7 @@ def mcp_problems(recipe: Recipe) -> list[str]:
     gateway = recipe.envgateway
     if gateway is None or not gateway.mcp:
         return []
-    from services.envgateway.tools.mcp.server import PACKAGE_MISSING
+    from services.envgateway.tools.mcp import PACKAGE_MISSING
 
     if importlib.util.find_spec("mcp") is None:
         return [f"envgateway.mcp: {PACKAGE_MISSING}"]
@@ -196,7 +195,7 @@ def _tools_of(recipe: Recipe) -> list[str]:
 
 
 async def _problems(servers: Mapping[str, McpServerConfig], wanted: list[str]) -> list[str]:
-    from services.envgateway.tools.mcp.server import McpServer, McpTools
+    from services.envgateway.tools.mcp import McpServer, McpTools
 
     opened = {name: McpServer(name, config) for name, config in servers.items()}
 

@@ -61,9 +61,8 @@ from services.cli.plan import WORLDS as MAKE_WORLDS
 from services.common.errors import ConfigError
 from services.common.installing import COMPLETE
 from services.common.net.hosts import host_and_port
-from services.common.security.bundle import FILES
-from services.common.security.roles import Role
-from services.orchestrator.tasks.catalogue import DATA_ROOT
+from services.common.security.keys import FILES, Role
+from services.orchestrator.tasks.rows import DATA_ROOT
 
 
 def _shell_lists(layout: Layout) -> dict[str, str]:
@@ -311,7 +310,7 @@ class _Pod:
             host, port = host_and_port(process.address)
             by_keys = self.layout.has_keys and not process.name.startswith("trainer-")
             place = f"$NODE_HOST:{port}" if by_keys else f"{host}:{port}"
-            command = ["sh", "-c", f"exec python -m services.common.rpc.client.health {place}"]
+            command = ["sh", "-c", f"exec python -m services.common.rpc.client {place}"]
             probe: Tree = {"exec": {"command": command}, "periodSeconds": _PROBE_S, "timeoutSeconds": _PROBE_S}
             start_s = (
                 self.layout.recipe.ready_timeout_s + 3600

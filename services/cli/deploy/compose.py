@@ -46,9 +46,9 @@ from services.cli.plan import HOST_VARIABLE, NODE_HOST, WARM_START, ProcessSpec
 from services.cli.plan import WORLDS as MAKE_WORLDS
 from services.common.errors import ConfigError
 from services.common.net.hosts import host_and_port
-from services.common.security.bundle import VARIABLE as KEYS_VARIABLE
-from services.common.system.free_ports import LOOPBACK
-from services.orchestrator.tasks.catalogue import DATA_ROOT
+from services.common.security.keys import VARIABLE as KEYS_VARIABLE
+from services.common.system.machine import LOOPBACK
+from services.orchestrator.tasks.rows import DATA_ROOT
 
 POD = "node"
 NO_DATA = "no-data"  # an empty volume, where no folder is named
@@ -169,7 +169,7 @@ class _Node:
             host, port = host_and_port(process.address)
             if self.several and kind != "trainer":
                 host = self._own_address(LOOPBACK)
-            command = ["CMD", "python", "-m", "services.common.rpc.client.health", f"{host}:{port}"]
+            command = ["CMD", "python", "-m", "services.common.rpc.client", f"{host}:{port}"]
             service["healthcheck"] = {"test": command, "interval": "10s", "timeout": "20s", "start_period": "120s"}
         if volumes := self._mounts(process.name):
             service["volumes"] = volumes

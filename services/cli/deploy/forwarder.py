@@ -23,7 +23,7 @@ import structlog
 from services.cli.plan import address_of_node_0
 from services.common.aio import deadline
 from services.common.errors import DeadlineError, RollmillError
-from services.common.system.free_ports import LOOPBACK
+from services.common.system.machine import LOOPBACK
 from services.common.telemetry.logs import configure
 
 log = structlog.get_logger()

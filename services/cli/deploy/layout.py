@@ -26,12 +26,12 @@ from services.cli.keys import role_of
 from services.cli.plan import HOST_VARIABLE, NODE_HOST, WARM_START, ProcessSpec, plan
 from services.cli.plan import WORLDS as MAKE_WORLDS
 from services.cli.profiles import load_for_any_machine
-from services.common.config.reading.loading import port_variables, set_at, validate
+from services.common.config.loading import port_variables, set_at, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.installing import IN_CHECKOUT, ROOT
-from services.common.security.bundle import VARIABLE as KEYS_VARIABLE
-from services.orchestrator.tasks.catalogue import DATA_ROOT, known
+from services.common.security.keys import VARIABLE as KEYS_VARIABLE
+from services.orchestrator.tasks.rows import DATA_ROOT, known
 
 CHECKOUT = ROOT
 TEMPLATES = Path(__file__).parent / "templates"

@@ -34,16 +34,16 @@ from services.common.checkpoints import (
     set_aside_before,
     steps,
 )
-from services.common.config.reading.loading import load_resolved
+from services.common.config.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import AccessError, ConfigError, CorruptDataError, InfrastructureError, RollmillError
 from services.common.export import Exported, ExportForm, check_target, export_checkpoint, work_bytes
-from services.common.records.types import RankBatch
+from services.common.records import RankBatch
 from services.common.telemetry.metrics import RowKind
 from services.orchestrator.buffer.assembly import read_batch
-from services.orchestrator.journal import records, rollouts
+from services.orchestrator.groups import split_sequence_id
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.state.groups import split_sequence_id
 from services.trainer.replay import replay
 
 
@@ -63,7 +63,7 @@ class Recorded:
         except (RollmillError, OSError) as error:
             return cls(newest_version=-1, unknown=f"the journal cannot be read: {error}")
         try:
-            numbers = (row.key.rpartition("/") for row in reader.rows_of(records.VERSION))
+            numbers = (row.key.rpartition("/") for row in reader.rows_of(entries.VERSION))
             newest = max((int(number) for of, _, number in numbers if of == policy), default=-1)
             lost = tuple(step for step in range(after + 1, newest + 1) if not _is_whole(reader, policy, step))
             return cls(newest_version=newest, lost=lost)
@@ -92,13 +92,13 @@ class Recorded:
 
 def _is_whole(reader: JournalReader, policy: str, step: int) -> bool:
     """Whether a batch and all its trajectories are recorded."""
-    key = records.batch_key(policy, step)
-    found = reader.find(records.BATCH, [key]).get(key)
+    key = entries.batch_key(policy, step)
+    found = reader.find(entries.BATCH, [key]).get(key)
     if found is None:
         return False
-    places = (split_sequence_id(entry.sequence_id) for entry in records.batch_from_json(found).entries)
-    wanted = {rollouts.trajectory_key(group, index) for group, index, _ in places}
-    return {row.key for row in reader.find_rows(records.TRAJECTORY, wanted)} == wanted
+    places = (split_sequence_id(entry.sequence_id) for entry in entries.batch_from_json(found).entries)
+    wanted = {entries.trajectory_key(group, index) for group, index, _ in places}
+    return {row.key for row in reader.find_rows(entries.TRAJECTORY, wanted)} == wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -527,8 +527,8 @@ def replay_step(
 
 def _published_digest(reader: JournalReader, policy: str, version: int) -> str:
     for row in reader.rows():
-        if row.kind == records.VERSION and (record := reader.load(row)) is not None:
-            found, _, _ = records.version_from_json(record)
+        if row.kind == entries.VERSION and (record := reader.load(row)) is not None:
+            found, _, _ = entries.version_from_json(record)
             if (found.policy, found.number) == (policy, version):
                 return found.digest
     raise ConfigError(

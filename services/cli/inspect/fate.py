@@ -19,11 +19,10 @@ from rich.text import Text
 
 from services.cli.console import Column, FittingTable, columns, say
 from services.cli.inspect.run_model import Entry, GroupFacts, RunModel
+from services.common import records
 from services.common.errors import ConfigError, DeadlineError, RolloutTimeoutError
-from services.common.records import fates
-from services.common.records.fates import ClosedReason, GroupFate
-from services.common.records.types import Purpose
-from services.orchestrator.journal import rollouts
+from services.common.records import ClosedReason, GroupFate, Purpose
+from services.orchestrator.journal import entries
 
 
 class Fate(enum.StrEnum):
@@ -286,7 +285,7 @@ def _sequences(found: Fates, model: RunModel, group: GroupFacts, is_finished: bo
                 continue
             record = model.load(row)
             found.num_unreadable += record is None
-            for position, spoken in enumerate(rollouts.trajectory_from_json(record).sequences if record else ()):
+            for position, spoken in enumerate(entries.trajectory_from_json(record).sequences if record else ()):
                 use = used.get((slot, position))
                 yield Sequence(spoken.policy, slot, spoken.num_trained_tokens, fate, use)
     for verdict in group.verdicts:
@@ -312,7 +311,7 @@ def _of_rollout(group: GroupFacts, slot: int, of_sequences: list[Fate]) -> Fate:
     """The fate of a slot's rollout for one policy; ``of_sequences``: the fates of that policy's sequences in it."""
     if slot in group.failures:
         reason = group.failures[slot]
-        if reason == fates.TOO_OLD:
+        if reason == records.TOO_OLD:
             return Fate.STOPPED
         return Fate.TIMED_OUT if reason in _TIMED_OUT else Fate.FAILED
     if of_sequences:

@@ -18,7 +18,7 @@ from rich.text import Text
 from services.cli.console import FittingTable, columns, format_bytes, say
 from services.cli.inspect.run_model import open_journal
 from services.common.errors import ConfigError, CorruptDataError
-from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader, Quarantine
 from services.orchestrator.journal.segments import Damage, DamageReason, Row
 
@@ -214,9 +214,9 @@ def export_journal(
 
 
 def _plain(kind: str, line: bytes) -> bytes:
-    if kind != records.TRAJECTORY:
+    if kind != entries.TRAJECTORY:
         return line
-    record = rollouts.plain_trajectory(orjson.loads(line))
+    record = entries.plain_trajectory(orjson.loads(line))
     return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 

@@ -21,9 +21,8 @@ from services.cli.console import percent_axis, pyplot, thousands_axis
 from services.cli.inspect.fate import Band, Fate, Fates, Tally, read_fates
 from services.cli.inspect.run_state import Row, read_metrics, training_steps
 from services.common import run_files
-from services.common.config.reading.loading import RESOLVED
-from services.common.telemetry.activities import ActivityName
-from services.common.telemetry.components import is_records, is_weights
+from services.common.config.loading import RESOLVED
+from services.common.telemetry.accounts import ActivityName, is_records, is_weights
 from services.common.telemetry.metrics import (
     ROLE_REWARD,
     RowKind,

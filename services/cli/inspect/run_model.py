@@ -20,15 +20,14 @@ from typing import Any, NamedTuple
 from services.cli.inspect.run_state import check_run_directory
 from services.common import run_files
 from services.common.errors import ConfigError
-from services.common.records.types import Purpose, RolloutPhase
+from services.common.records import Purpose, RolloutPhase
 from services.common.telemetry.metrics import TrainerKey
-from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.parsers import state_from_json
+from services.orchestrator.groups import RunState, split_sequence_id
+from services.orchestrator.journal import entries as records
+from services.orchestrator.journal import entries as rollouts
+from services.orchestrator.journal.entries import GroupVerdict, state_from_json
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.records import GroupVerdict
 from services.orchestrator.journal.segments import Row
-from services.orchestrator.state.groups import split_sequence_id
-from services.orchestrator.state.run_control import RunState
 
 Json = dict[str, Any]
 

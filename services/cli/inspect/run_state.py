@@ -14,11 +14,11 @@ from typing import Any
 import orjson
 
 from services.common import run_files
-from services.common.config.reading.loading import RESOLVED
+from services.common.config.loading import RESOLVED
 from services.common.errors import ConfigError
 from services.common.telemetry.metrics import RowKind
-from services.orchestrator.lock import RunLock
-from services.orchestrator.state.run_control import RunState
+from services.orchestrator.config import RunLock
+from services.orchestrator.groups import RunState
 
 _PROC = Path("/proc")
 READ_IT = "`rollmill plot`, `rollmill trajectories` and `rollmill trace` read it"

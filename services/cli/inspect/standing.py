@@ -40,15 +40,14 @@ from services.cli.inspect.run_state import (
 )
 from services.common import run_files
 from services.common.checkpoints import path_of
-from services.common.config.reading.loading import RESOLVED, load_resolved
+from services.common.config.loading import RESOLVED, load_resolved
 from services.common.errors import ConfigError
-from services.common.records.types import TRANSFER_STAGES, WeightTransfer
+from services.common.records import TRANSFER_STAGES, WeightTransfer
 from services.common.telemetry.metrics import RowKind, StepKey
 from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.common.weights.snapshot import Encoding
-from services.orchestrator.config import Settings
-from services.orchestrator.dispatch.evaluation_pass import played_by
-from services.orchestrator.lock import RunLock
+from services.orchestrator.config import RunLock, Settings
+from services.orchestrator.evaluation import played_by
 
 INTERRUPTED, NOT_BEGUN, RUNNING = "interrupted", "not begun", "running"
 

@@ -22,11 +22,9 @@ from services.cli.inspect.run_model import Assignment, GroupFacts, Json, Note, R
 from services.cli.inspect.run_state import logged_at, parse_rows
 from services.common import run_files
 from services.common.errors import ConfigError
-from services.common.records.fates import GroupFate
-from services.common.records.phases import PhaseKind
-from services.common.records.types import RolloutFailure, Trajectory
-from services.common.telemetry.log_events import LogEvent
-from services.orchestrator.journal import records, rollouts
+from services.common.records import GroupFate, PhaseKind, RolloutFailure, Trajectory
+from services.common.telemetry.logs import LogEvent
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.segments import Row
 
 OUTCOMES = {
@@ -384,10 +382,10 @@ def read_groups(run_dir: Path) -> list[GroupFacts]:
 def _slot(index: int, row: Row, record: Json | None) -> SlotFacts:
     if record is None:
         return SlotFacts(index=index, replica_id="", durable_at=row.written_at, readable=False)
-    if row.kind == records.FAILURE:
-        failure = rollouts.failure_from_json(record)
+    if row.kind == entries.FAILURE:
+        failure = entries.failure_from_json(record)
         return replace(_common(failure, row), failure=failure.reason, detail=failure.detail)
-    trajectory = rollouts.trajectory_from_json(record)
+    trajectory = entries.trajectory_from_json(record)
     sequences = tuple(
         SequenceFacts(
             policy=sequence.policy,

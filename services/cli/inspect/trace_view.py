@@ -32,8 +32,8 @@ from services.cli.inspect.trace import (
     status,
 )
 from services.common.errors import ConfigError
-from services.common.records.phases import PhaseKind
-from services.common.telemetry.log_events import LogEvent
+from services.common.records import PhaseKind
+from services.common.telemetry.logs import LogEvent
 
 
 def choose(

@@ -25,14 +25,14 @@ from rich.text import Text
 from services.cli.console import say
 from services.cli.inspect.run_model import open_journal
 from services.cli.inspect.run_state import Row
-from services.common.config.reading.loading import load_resolved
+from services.common.config.loading import load_resolved
+from services.common.dataset_rows import truth_in
 from services.common.errors import ConfigError
-from services.common.records.dataset_rows import truth_in
-from services.common.records.types import TokenSource
+from services.common.records import TokenSource
 from services.common.telemetry.logs import escaped
-from services.orchestrator.journal import records
+from services.orchestrator.journal import entries
+from services.orchestrator.journal.entries import plain_trajectory
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.rollouts import plain_trajectory
 
 POLICY, PROMPT, ENVIRONMENT = "policy", "prompt", "environment"
 """Roles of turns for which the template has no role; ``POLICY`` of all text that a policy wrote."""
@@ -260,12 +260,12 @@ def read_trajectories(run_dir: Path, wanted: Wanted) -> list[Row]:
         groups = _groups_of_step(reader, wanted.step) if wanted.step is not None else None
         issues: dict[str, Row] = {}
         row = None
-        for row in reader.last_rows(records.TRAJECTORY):
+        for row in reader.last_rows(entries.TRAJECTORY):
             name = row.key.rpartition("/")[0]
             if wanted.group not in (None, name) or (groups is not None and name not in groups):
                 continue
             if name not in issues:
-                issues[name] = reader.find(records.GROUP, [name]).get(name, {})
+                issues[name] = reader.find(entries.GROUP, [name]).get(name, {})
             if not _issue_fits(issues[name], wanted) or (record := reader.load(row)) is None:
                 continue
             if wanted.reward_fits(record["reward"]):
@@ -278,7 +278,7 @@ def read_trajectories(run_dir: Path, wanted: Wanted) -> list[Row]:
 
 
 def _groups_of_step(reader: JournalReader, step: int) -> set[str]:
-    batches = [row for row in reader.rows_of(records.BATCH) if row.key.rpartition("/")[2] == str(step)]
+    batches = [row for row in reader.rows_of(entries.BATCH) if row.key.rpartition("/")[2] == str(step)]
     if not batches:
         raise ConfigError(f"no batch of training step {step} is recorded: `rollmill trace RUN --list` shows steps")
     read = [reader.load(row) or {} for row in batches]

@@ -50,16 +50,16 @@ from services.cli.inspect.trajectories import (
 )
 from services.cli.page.index import EVALUATION, FAILED, TEXT_CHARACTERS, TRAINED, WAITING, Rollout, RolloutIndex
 from services.cli.page.state import Live, MetricsTail, events, state_of
+from services.common import records as types
 from services.common import run_files
-from services.common.config.reading.loading import load_resolved
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.loading import load_resolved
 from services.common.config.recipe import Recipe
-from services.common.config.training.algorithm import AlgorithmConfig
 from services.common.errors import ConfigError, NotFoundError, RollmillError
 from services.common.installing import install
-from services.common.records import types
-from services.common.records.fates import GroupFate
-from services.common.records.types import (
+from services.common.records import (
     TRANSFER_STAGES,
+    GroupFate,
     Logprobs,
     Purpose,
     Segment,
@@ -70,10 +70,10 @@ from services.common.records.types import (
 )
 from services.common.telemetry.metrics import RowKind
 from services.common.telemetry.weight_transfers import ReportedTransfer
-from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.records import BatchEntry, BatchRecord
+from services.orchestrator.groups import split_sequence_id
+from services.orchestrator.journal import entries
+from services.orchestrator.journal.entries import BatchEntry, BatchRecord
 from services.orchestrator.journal.segments import Row
-from services.orchestrator.state.groups import split_sequence_id
 
 MOST_POINTS = 400  # of a line: more than a panel has pixels for
 
@@ -273,10 +273,12 @@ def _advantage(entry: BatchEntry, reward: float, algorithm: AlgorithmConfig) -> 
     if algorithm.deviation == "batch":
         return None, "the trainer divides it by the deviation of its whole batch"
     try:
-        from services.trainer.algorithms.advantages.sequences import sequence_advantages
+        from services.trainer.advantages import sequence_advantages
     except ImportError:  # a machine that only reads runs
         return None, "the trainer's packages are not installed here"
-    sequence = types.Sequence(policy="", role="", attempt=0, segments=(), reward=reward, stop_reason=StopReason.STOP)
+    sequence = types.TokenSequence(
+        policy="", role="", attempt=0, segments=(), reward=reward, stop_reason=StopReason.STOP
+    )
     stamped = TrainingSequence(
         sequence_id=entry.sequence_id, sequence=sequence, group_mean=entry.group_mean, group_std=entry.group_std,
         group_size=entry.group_size, staleness=0, minibatch=0, position=0,
@@ -399,25 +401,25 @@ class RunReader:
             group, journal = self._model.groups[name], self._model.reader
             found = group.rows[slot]
             record = journal.load(found)
-            issue = journal.find(records.GROUP, [name]).get(name, {})
+            issue = journal.find(entries.GROUP, [name]).get(name, {})
             of_slot = [entry.use for entry in group.entries if entry.slot == slot]
-            keys = [records.batch_key(use.policy, use.training_step) for use in of_slot]
-            batches = list(journal.find(records.BATCH, keys).values())
+            keys = [entries.batch_key(use.policy, use.training_step) for use in of_slot]
+            batches = list(journal.find(entries.BATCH, keys).values())
         if record is None:
             raise ConfigError(
                 f"the record of {name}/{slot} cannot be read any more: retention has deleted it, or it is damaged "
                 f"(rollmill journal {self.run_dir} verify)"
             )
         whole = {**row, "siblings": self._index.siblings(name), "texts_loading": False}
-        if found.kind == records.FAILURE:
-            failure = rollouts.failure_from_json(record)
+        if found.kind == entries.FAILURE:
+            failure = entries.failure_from_json(record)
             return {**whole, "failure": {"reason": failure.reason, "detail": failure.detail}}
-        trajectory = rollouts.trajectory_from_json(record)
+        trajectory = entries.trajectory_from_json(record)
         whole["texts_loading"] = not self._text_ready.wait(TEXT_S)
         without = Pieces(None), Marks({}, ())
         texts = {sequence.policy: self._texts.get(sequence.policy, without) for sequence in trajectory.sequences}
         algorithms = {} if self._recipe is None else {n: p.algorithm for n, p in self._recipe.policies.items()}
-        used = uses(trajectory, map(records.batch_from_json, batches), algorithms)
+        used = uses(trajectory, map(entries.batch_from_json, batches), algorithms)
         return {**whole, **conversation(trajectory, issue, texts, used)}
 
     # --- the thread --------------------------------------------------------------------------------------------------
@@ -484,9 +486,9 @@ class RunReader:
             for row in rows:
                 record = model.take(row)
                 try:
-                    if row.kind == records.GROUP and record is not None:
+                    if row.kind == entries.GROUP and record is not None:
                         self._tasks[row.key] = self._index.add_task(str(record["task_id"]), str(record["data_json"]))
-                    elif row.kind in (records.TRAJECTORY, records.FAILURE):
+                    elif row.kind in (entries.TRAJECTORY, entries.FAILURE):
                         self._add_rollout(model, row, record)
                 except OTHER_SHAPE:
                     model.num_unreadable += 1
@@ -501,7 +503,7 @@ class RunReader:
         group = model.groups.get(name)
         if group is None or group.rows.get(int(slot)) != row:  # the first record of a slot counts
             return
-        if row.kind == records.TRAJECTORY:
+        if row.kind == entries.TRAJECTORY:
             record = model.load(row)
             model.num_unreadable += record is None
         if record is None:
@@ -515,7 +517,7 @@ class RunReader:
                 slot=int(slot),
                 task=self._tasks.get(name, 0),
                 evaluation=group.evaluation or ("" if group.purpose == Purpose.TRAIN else group.purpose),
-                reward=float(record["reward"]) if row.kind == records.TRAJECTORY else None,
+                reward=float(record["reward"]) if row.kind == entries.TRAJECTORY else None,
                 tokens=sum(int(segment["num_tokens"]) for segment in written),
                 turns=sum(_num_turns(sequence["segments"]) for sequence in sequences),
                 version=max((int(segment["weight_version"]) for segment in written), default=0),
@@ -523,7 +525,7 @@ class RunReader:
                 written_at=row.written_at,
             )
         )
-        if row.kind == records.TRAJECTORY:
+        if row.kind == entries.TRAJECTORY:
             self._without_text.append(row)
         else:
             self._index.add_text(row.number, f"{record['reason']} {record['detail']}")
@@ -589,7 +591,7 @@ def _text(record: Json, pieces: Mapping[str, Pieces]) -> str:
     found = ""
     for policy, segment in _written_by_policies(record):
         if len(found) < TEXT_CHARACTERS and policy in pieces:
-            ids = rollouts.unpack_tokens(segment["token_ids"], segment["num_tokens"]).tolist()
+            ids = entries.unpack_tokens(segment["token_ids"], segment["num_tokens"]).tolist()
             found += "".join(pieces[policy].of(ids))
     return found
 

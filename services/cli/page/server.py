@@ -25,16 +25,13 @@ from services.cli.inspect.run_state import Row, check_run_directory
 from services.cli.keys import keys_there
 from services.cli.page.index import number_of
 from services.cli.page.reader import RunReader, curves, guarded
-from services.common.config.reading.loading import load_resolved
+from services.common.config.loading import load_resolved
 from services.common.errors import ConfigError, InvalidRequestError, NotFoundError, RollmillError
-from services.common.http.authentication import password
-from services.common.http.listener import Listener
-from services.common.http.origin import Handler
+from services.common.http import Handler, Listener, password
 from services.common.net.hosts import is_loopback
 from services.common.security import identity
-from services.common.security.bundle import VARIABLE
 from services.common.security.identity import Identity
-from services.common.security.roles import Role
+from services.common.security.keys import VARIABLE, Role
 
 ASSETS = Path(__file__).parent / "assets"
 POLICY = (

@@ -29,10 +29,10 @@ from services.common.config.recipe import Recipe
 from services.common.errors import RollmillError
 from services.common.pb import run_pb2
 from services.common.security import identity
-from services.common.telemetry.components import is_records, is_weights
+from services.common.telemetry.accounts import is_records, is_weights
 from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, ThroughputKey, TrainerKey
 from services.common.telemetry.weight_transfers import ReportedTransfer
-from services.orchestrator.dispatch.evaluation_pass import played_by
+from services.orchestrator.evaluation import played_by
 
 LOG_BYTES = 512 * 1024
 """Of the end of each log that is read."""

@@ -23,7 +23,7 @@ from services.cli.keys import operate
 from services.cli.plan import other_nodes, ports_in_use, taken_ports, with_addresses, with_free_ports
 from services.cli.profiles import load_with_profile
 from services.common import run_files
-from services.common.config.reading.loading import (
+from services.common.config.loading import (
     RESOLVED,
     apply_override,
     load_resolved,
@@ -35,10 +35,9 @@ from services.common.config.reading.loading import (
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.net.hosts import is_loopback
-from services.common.security.bundle import VARIABLE
+from services.common.security.keys import VARIABLE
 from services.common.telemetry.logs import without_passwords
-from services.orchestrator.config import Settings
-from services.orchestrator.lock import RunLock
+from services.orchestrator.config import RunLock, Settings
 
 
 def replaceable(recipe: Recipe, run_dir: Path) -> set[str]:

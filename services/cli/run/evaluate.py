@@ -17,14 +17,13 @@ from services.cli.inspect.checkpoints import export_run, policies_of
 from services.cli.inspect.run_model import open_journal
 from services.cli.inspect.run_state import check_run_directory
 from services.common import run_files
-from services.common.config.reading.loading import RESOLVED, validate
+from services.common.config.loading import RESOLVED, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.telemetry.summary import DatasetSummary, EstimateSummary, EvaluationSummary
-from services.orchestrator.dispatch.evaluation_pass import kind_of
-from services.orchestrator.journal import records
-from services.orchestrator.journal.records import EvaluationResult
-from services.orchestrator.state.scores import Estimate, compared, overall_difference
+from services.common.telemetry.metrics import DatasetSummary, EstimateSummary, EvaluationSummary
+from services.orchestrator.evaluation import kind_of
+from services.orchestrator.journal import entries
+from services.orchestrator.journal.entries import Estimate, EvaluationResult, compared, overall_difference
 
 
 def evaluation_recipe(recipe: Recipe, checkpoints: Sequence[str]) -> Recipe:
@@ -120,10 +119,10 @@ def comparable(run_dir: Path) -> dict[str, EvaluationResult]:
         ConfigError: no run directory, or a run without a finished evaluation.
     """
     with closing(open_journal(run_dir)) as reader:
-        rows = [record for row in reader.rows_of(records.EVALUATION) if (record := reader.load(row)) is not None]
+        rows = [record for row in reader.rows_of(entries.EVALUATION) if (record := reader.load(row)) is not None]
     if not rows:
         raise ConfigError(f"{run_dir} has no finished evaluation to compare with")
-    return {kind_of(result.name): result for result in map(records.evaluation_from_json, rows)}
+    return {kind_of(result.name): result for result in map(entries.evaluation_from_json, rows)}
 
 
 def compare(

@@ -66,21 +66,18 @@ from services.cli.watch import (
     show_now,
 )
 from services.common import run_files
-from services.common.config.reading.loading import RESOLVED, load_resolved, save_resolved
+from services.common.config.loading import RESOLVED, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import AccessError, ConfigError, DeadlineError, InfrastructureError, RollmillError
 from services.common.net.hosts import address, host_and_port, is_here
-from services.common.rpc.client.channel import translated_errors
-from services.common.rpc.client.health import HEALTH_DEADLINE_S
-from services.common.rpc.credentials import sync_channel
-from services.common.security import handshake, identity
-from services.common.security.roles import Peer
-from services.common.system.cores import num_cores
+from services.common.rpc.client import HEALTH_DEADLINE_S, sync_channel, translated_errors
+from services.common.security import identity
+from services.common.security import identity as handshake
+from services.common.security.keys import Peer
 from services.common.system.devices import inside
-from services.common.system.free_ports import LOOPBACK
-from services.common.telemetry.log_events import LogEvent
-from services.common.telemetry.logs import configure
-from services.common.telemetry.summary import RunSummary
+from services.common.system.machine import LOOPBACK, num_cores
+from services.common.telemetry.logs import LogEvent, configure
+from services.common.telemetry.metrics import RunSummary
 
 log = structlog.get_logger()
 

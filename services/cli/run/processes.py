@@ -29,9 +29,10 @@ import structlog
 from services.cli.plan import ProcessSpec
 from services.common import run_files
 from services.common.errors import DeadlineError, InfrastructureError
-from services.common.rpc.client.health import is_serving
+from services.common.rpc.client import is_serving
 from services.common.system.child import DIE_WITH_PARENT, LEFT, START_AGAIN, module_command, module_in
-from services.common.system.children import (
+from services.common.system.devices import inside
+from services.common.system.processes import (
     AnsweringChild,
     ChildLostError,
     ChildProcess,
@@ -41,7 +42,6 @@ from services.common.system.children import (
     signal_group,
     start_logged,
 )
-from services.common.system.devices import inside
 
 log = structlog.get_logger()
 
@@ -55,15 +55,15 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
     "services.trainer.app",
     "services.trainer.checkpoints",
-    "services.trainer.loop.grpc_link",
-    "services.trainer.loop.training_loop",
+    "services.trainer.link",
+    "services.trainer.loop",
     "services.trainer.publish",
-    "services.trainer.setup",
-    "services.trainer.step.supervised",
-    "services.trainer.warm_start",
+    "services.trainer.app",
+    "services.trainer.supervised",
+    "services.trainer.supervised",
     "services.inference.app",
     "services.inference.engine.torch.engine",
-    "services.inference.weights.relay",
+    "services.inference.weights.fetch",
     "services.inference.weights.updater",
 )
 

@@ -11,9 +11,8 @@ import grpc
 
 from services.common.errors import AccessError, InfrastructureError
 from services.common.rpc.interceptors import CallInterceptor, Context, Handler, written
-from services.common.security.caller import Caller, caller
 from services.common.security.gatekeeper import Gatekeeper, permit
-from services.common.security.identity import Identity
+from services.common.security.identity import Caller, Identity, caller
 
 AUTHORIZATION = "authorization"
 

@@ -18,20 +18,61 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from services.common.errors import InvalidRequestError, RollmillError
-from services.common.rpc.client.channel import ids_from_metadata
-from services.common.rpc.limits import MOST_BYTES, REQUEST_BYTES, SMALL_BYTES
-from services.common.rpc.statuses import to_status
-from services.common.security.permissions import allowed
-from services.common.telemetry.accounts import TimeAccount
-from services.common.telemetry.activities import AnyActivity
-from services.common.telemetry.log_events import LogEvent
-from services.common.telemetry.logs import Repeats
+from services.common.rpc.client import ids_from_metadata, to_status
+from services.common.security.identity import allowed
+from services.common.telemetry.accounts import AnyActivity, TimeAccount
+from services.common.telemetry.logs import LogEvent, Repeats
+
+# --------
+# Limits of messages and connections of gRPC. Independent of gRPC.
+
+
+KIB, MIB = 1 << 10, 1 << 20
+MOST_BYTES = 4 * MIB  # the largest message; larger ones are slower to move, and larger contents are streamed
+SMALL_BYTES = 64 * KIB  # the largest request of a method without an entry
+REQUEST_BYTES: dict[str, int] = {
+    "JoinPool": MIB,
+    "StreamReports": MIB,
+    "StreamTrajectories": MOST_BYTES,
+    "JoinTraining": MIB,
+    "ReportTrainer": MIB,
+    "PublishVersion": MIB,
+    "CreateEpisode": MOST_BYTES,
+    "StepEpisode": MOST_BYTES,
+    "ExecuteCode": MOST_BYTES,
+    "ExecuteCodes": MOST_BYTES,
+    "Judge": MOST_BYTES,
+    "ComputeReward": MOST_BYTES,
+    "ComputeRewards": MOST_BYTES,
+}
+MOST_REQUESTS = 256  # in one message of ExecuteCodes and ComputeRewards
+HANDSHAKE_S = 10.0  # for TLS and HTTP/2's first frames; connections without a call for as long are closed
+MOST_CONNECTIONS = 1024  # of one server; more are closed as they come
+METADATA_BYTES = 8 * KIB
+# A connection's memory is bounded by this times the largest message; calls above it wait at the caller.
+STREAMS_PER_CONNECTION = 2048
+_SMALL = ("inference", "publisher", "trainer")  # services whose requests are all small
+
+
+def server_options(service: str) -> list[tuple[str, Any]]:
+    """Limits that gRPC itself enforces, before a message is read."""
+    return [
+        ("grpc.max_receive_message_length", SMALL_BYTES if service in _SMALL else MOST_BYTES),
+        ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
+        ("grpc.max_metadata_size", METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
+        ("grpc.max_connection_idle_ms", int(HANDSHAKE_S * 1000)),
+        ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
+    ]
+
+
+# --------
+
 
 log = structlog.get_logger()
-
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # subscripts in stubs only
-
 _UNARY_RESPONSE = ("unary_unary", "stream_unary")
 _STREAM_RESPONSE = ("unary_stream", "stream_stream")
 

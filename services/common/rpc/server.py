@@ -28,21 +28,20 @@ from services.common.aio import deadline
 from services.common.errors import ConfigError
 from services.common.net import hosts
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.rpc.client.channel import KEEPALIVE, fixed_window
-from services.common.rpc.credentials import server_credentials
+from services.common.rpc.client import KEEPALIVE, fixed_window, server_credentials
 from services.common.rpc.interceptors import (
     CallInterceptor,
     Chain,
     ContextInterceptor,
     ErrorInterceptor,
     MessageInterceptor,
+    server_options,
 )
-from services.common.rpc.limits import server_options
 from services.common.security import identity
 from services.common.security.identity import check_bind
 from services.common.telemetry.accounts import AccountState
-from services.common.telemetry.log_events import LogEvent
-from services.common.telemetry.status import ProcessStatus
+from services.common.telemetry.logs import LogEvent
+from services.common.telemetry.metrics import ProcessStatus
 from services.common.wire import write
 
 log = structlog.get_logger()

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from services.common.errors import ConfigError
-from services.common.security.roles import PEERS_OF, Role
+from services.common.security.keys import PEERS_OF, Role
 
 BACKDATE_S = 300.0  # for machines whose clocks differ a little
 AUTHORITY_DAYS = 730.0

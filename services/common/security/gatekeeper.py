@@ -6,10 +6,8 @@ import hashlib
 
 from services.common.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from services.common.security import certificates, tokens
-from services.common.security.caller import Caller
-from services.common.security.identity import Identity
-from services.common.security.permissions import allowed
-from services.common.security.times import LEEWAY_S, check_times
+from services.common.security.identity import Caller, Identity, allowed
+from services.common.security.keys import LEEWAY_S, check_times
 
 _CACHED = 256  # tokens and certificates that were found good; signatures are not checked again for each call
 _BEARER = "bearer "

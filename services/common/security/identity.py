@@ -8,28 +8,31 @@ Renewed files are read again automatically, so keys are rotated without a restar
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
+import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
 
-from services.common.errors import ConfigError, UnauthenticatedError
-from services.common.net.hosts import is_loopback
-from services.common.security import bundle as files
-from services.common.security.bundle import Bundle
-from services.common.security.roles import Role
+from services.common.errors import AccessError, ConfigError, UnauthenticatedError
+from services.common.net.hosts import host_and_port, is_loopback
+from services.common.security import keys as files
+from services.common.security.keys import SERVICES, Bundle, Peer, Role, moment
 
 if TYPE_CHECKING:
     from services.common.security.certificates import Holder
 
+
 log = structlog.get_logger()
-
 LOOK_EVERY_S = 1.0  # for renewed files
-
 Clock = Callable[[], float]
 
 
@@ -194,3 +197,279 @@ def check_keys_are_there(needed: bool, identity: Identity | None) -> None:
             f"this run wants TLS (security.tls, or a host other than loopback), and this process has no keys: make them "
             f"with `rollmill keys` and set {files.VARIABLE} to their directory"
         )
+
+
+# --------
+# The caller of the request that is being served. No heavy imports: limits and logs use this module in processes
+# without keys.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """The role of a caller, and its time of expiry."""
+
+    role: Role
+    name: str
+    """Tells callers apart in logs and limits: names the token or the certificate, and is no secret."""
+    begins_at: float
+    ends_at: float
+    shown: str  # "token" or "certificate"
+
+
+caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
+"""Of the call that is being served; None in a process without keys."""
+
+
+# --------
+# Finds the reason why a connection to a peer fails because of keys.
+
+
+PROBE_S = 2.0  # for connecting, and again for the handshake
+_CLOSED_TIMES = 3  # handshakes in a row after which a server that closes is not one that happens to be ending
+_BETWEEN_S = 1.0
+_FIRST_WORD_S = 0.5  # a server that refuses our certificate says so after its own handshake is done
+_EXPIRED, _NOT_YET_VALID = 10, 9  # X509_V_ERR_CERT_...
+_WRONG_NAMES = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
+
+
+async def refusal(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) -> AccessError | None:
+    """The error of keys between this process and ``HOST:PORT``; None if keys are not the reason.
+
+    Takes a few seconds at most.
+    """
+    return await asyncio.to_thread(refusal_now, address, who, peer)
+
+
+def refusal_now(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) -> AccessError | None:
+    """The same, for callers without an event loop."""
+    for remaining in reversed(range(_CLOSED_TIMES)):
+        try:
+            with socket.create_connection(host_and_port(address), PROBE_S) as connection:
+                connection.settimeout(PROBE_S)
+                return _without_keys(address, connection) if who is None else _with_keys(address, connection, who, peer)
+        except _ClosedError:
+            if remaining:
+                time.sleep(_BETWEEN_S)
+        except (OSError, ValueError):
+            return None  # nothing listens there: keys are not the reason
+    assert who is not None
+    return _refused(address, "it closed the connection", who)
+
+
+class _ClosedError(Exception):
+    """The server ended the connection right after a good handshake: a refusal, or its own end."""
+
+
+def _without_keys(address: str, connection: socket.socket) -> AccessError | None:
+    try:
+        _anyone().wrap_socket(connection).close()
+    except (ssl.SSLError, OSError):
+        return None
+    return UnauthenticatedError(
+        f"{address} speaks TLS, and this process has no keys: set {files.VARIABLE} to the directory of its role "
+        "(rollmill keys)",
+        why="no_keys",
+    )
+
+
+def _with_keys(address: str, connection: socket.socket, who: Identity, peer: Peer) -> AccessError | None:
+    context = _anyone()
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.check_hostname = True
+    context.load_verify_locations(cadata=who.bundle.ca.decode())
+    context.load_cert_chain(who.folder / files.CERTIFICATE, who.folder / files.KEY)
+    talking = False
+    try:
+        with context.wrap_socket(connection, server_hostname=peer.dns_name) as talk:
+            talking = True
+            talk.settimeout(_FIRST_WORD_S)
+            if not talk.recv(1) and who.bundle.client_certificates:
+                raise _ClosedError
+    except ssl.SSLCertVerificationError as error:
+        return _distrusted(address, error, who, peer)
+    except TimeoutError:
+        return None
+    except ssl.SSLError as error:
+        if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"):
+            return UnauthenticatedError(
+                f"{address} speaks no TLS, and this process has keys: start that service with {files.VARIABLE} set too, or "
+                "this one without",
+                why="plain",
+            )
+        if "ALERT" in (error.reason or ""):
+            return _refused(address, error.reason or "", who)
+        return None
+    except OSError as error:
+        if talking and who.bundle.client_certificates:
+            raise _ClosedError from error
+        return None  # before it showed a certificate: a process that is ending, or a forwarder without a target
+    return None
+
+
+def _distrusted(address: str, error: ssl.SSLCertVerificationError, who: Identity, peer: Peer) -> AccessError:
+    now = who.clock()
+    if error.verify_code in (_EXPIRED, _NOT_YET_VALID):
+        begins, ends, role = _validity(address)
+        times = f"{moment(begins)} to {moment(ends)}, and the clock here says {moment(now)}"
+        if error.verify_code == _EXPIRED:
+            return UnauthenticatedError(
+                f"the certificate of {role} at {address} has expired (valid {times}): make new keys with "
+                "`rollmill keys ... --renew` and copy them there",
+                why="expired",
+            )
+        return UnauthenticatedError(
+            f"the certificate of {role} at {address} is not valid yet (valid {times}): the clock here is at least "
+            f"{max(0.0, begins - now):.0f} s behind; set it right",
+            why="not_yet_valid",
+        )
+    if error.verify_code in _WRONG_NAMES:
+        _, _, role = _validity(address)
+        return UnauthenticatedError(
+            f"{address} is {role}, not {peer.value}: the address is wrong, or another service answers in its place",
+            why="peer",
+        )
+    return UnauthenticatedError(
+        f"{address} has a certificate that this run's authority did not sign ({error.verify_message}): it belongs to "
+        f"another run, or has keys of another `rollmill keys`; this process has those in {who.folder}",
+        why="run",
+    )
+
+
+def _refused(address: str, said: str, who: Identity) -> AccessError:
+    now = who.clock()
+    own = f"the certificate of role {who.role.value} in {who.folder}"
+    if now > who.ends_at:
+        return UnauthenticatedError(
+            f"{own} expired at {moment(who.ends_at)}: make new keys with `rollmill keys ... --renew`", why="expired"
+        )
+    return UnauthenticatedError(
+        f"{address} refuses {own} ({said}): is it of the same run, and are the clocks of both machines right?",
+        why="run",
+    )
+
+
+def _validity(address: str) -> tuple[float, float, str]:
+    """The validity and the holder of the certificate at an address; trust is not checked."""
+    from services.common.errors import ConfigError
+    from services.common.security.certificates import holder_of
+
+    try:
+        with (
+            socket.create_connection(host_and_port(address), PROBE_S) as connection,
+            _anyone().wrap_socket(connection) as talk,
+        ):
+            holder = holder_of(talk.getpeercert(binary_form=True) or b"")
+    except (OSError, ConfigError):
+        return 0.0, time.time(), "the service"
+    return holder.begins_at, holder.ends_at, holder.role.value
+
+
+def _anyone() -> ssl.SSLContext:
+    """A context that trusts any peer: to read its certificate, never to exchange data."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    return context
+
+
+# --------
+# The table of permissions: which roles may call each RPC and each group of HTTP routes. Unlisted methods are denied.
+
+
+_LOOKING = {Role.OPERATOR, Role.VIEWER}
+RPCS: dict[str, dict[str, Iterable[Role]]] = {
+    "rollmill.v1.PoolService": {
+        "JoinPool": {Role.INFERENCE},
+        "StreamReports": {Role.INFERENCE},
+        "StreamTrajectories": {Role.INFERENCE},
+        "JoinGateway": {Role.ENVGATEWAY},  # which learns from it that the run has ended, and nothing else of the run
+    },
+    "rollmill.v1.TrainingService": {
+        "JoinTraining": {Role.TRAINER},
+        "ReportTrainer": {Role.TRAINER},
+        "PullBatch": {Role.TRAINER},
+        "PublishVersion": {Role.TRAINER},
+    },
+    "rollmill.v1.WeightService": {
+        "GetManifest": {Role.INFERENCE},
+        "FetchWeights": {Role.INFERENCE},
+    },
+    "rollmill.v1.EnvironmentService": {
+        "CreateEpisode": {Role.INFERENCE, Role.OPERATOR},
+        "StepEpisode": {Role.INFERENCE, Role.OPERATOR},
+        "CloseEpisode": {Role.INFERENCE, Role.OPERATOR},
+    },
+    "rollmill.v1.CodeExecutionService": {
+        "ExecuteCode": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
+        "ExecuteCodes": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
+    },
+    "rollmill.v1.JudgeService": {
+        "Judge": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
+    },
+    "rollmill.v1.RewardService": {
+        "ComputeReward": {Role.INFERENCE, Role.OPERATOR},
+        "ComputeRewards": {Role.INFERENCE, Role.OPERATOR},
+    },
+    "rollmill.v1.RunService": {
+        "GetRun": {Role.INFERENCE, Role.TRAINER, *_LOOKING},  # how a joining process learns its settings
+        "PauseRun": {Role.OPERATOR},
+        "ResumeRun": {Role.OPERATOR},
+        "StopRun": {Role.OPERATOR},
+    },
+    # A replica polls the status of its gateway, a trainer that of its publisher.
+    "rollmill.v1.StatusService": {"GetStatus": {*_LOOKING, Role.ORCHESTRATOR, Role.INFERENCE, Role.TRAINER}},
+    # A container is probed with the bundle of its own process.
+    "grpc.health.v1.Health": {"Check": {*SERVICES, *_LOOKING}, "List": _LOOKING, "Watch": _LOOKING},
+    "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": _LOOKING},
+    "grpc.reflection.v1.ServerReflection": {"ServerReflectionInfo": _LOOKING},
+}
+HTTP: dict[str, Iterable[Role]] = {
+    "endpoint": {Role.AGENT, Role.OPERATOR},
+    "judge": {Role.CLIENT, Role.OPERATOR},
+    "task_server": {Role.CLIENT, Role.OPERATOR},
+    "metrics": _LOOKING,
+    "page": _LOOKING,
+}
+_ALLOWED: dict[str, frozenset[Role]] = {
+    f"/{service}/{method}": frozenset(roles) for service, methods in RPCS.items() for method, roles in methods.items()
+} | {f"http:{group}": frozenset(roles) for group, roles in HTTP.items()}
+
+
+def allowed(what: str) -> frozenset[Role]:
+    """The roles that may call a method (``/rollmill.v1.RunService/StopRun``) or a group of routes (``http:judge``)."""
+    return _ALLOWED.get(what, frozenset())
+
+
+# --------
+# TLS from an identity for everything that takes an ``ssl.SSLContext``: HTTP servers.
+
+
+def server_context(who: Identity) -> ssl.SSLContext:
+    """Takes callers in with a certificate of the run or without one, unless the run demands certificates.
+
+    Renewed keys are used from the next handshake on.
+    """
+    made, generation = _server_context(who), who.generation
+
+    def renewed(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        nonlocal made, generation
+        _ = who.bundle  # looks at the files
+        if generation != who.generation:
+            made, generation = _server_context(who), who.generation
+        if connection.context is not made:
+            connection.context = made
+
+    listening = _server_context(who)
+    listening.sni_callback = renewed  # called for every handshake, with or without a name
+    return listening
+
+
+def _server_context(who: Identity) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(who.folder / files.CERTIFICATE, who.folder / files.KEY)
+    context.load_verify_locations(cadata=who.bundle.ca.decode())
+    context.verify_mode = ssl.CERT_REQUIRED if who.bundle.client_certificates else ssl.CERT_OPTIONAL
+    return context

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import jwt
 
 from services.common.errors import ConfigError, UnauthenticatedError
-from services.common.security.roles import Role
-from services.common.security.times import LEEWAY_S, check_times
+from services.common.security.keys import LEEWAY_S, Role, check_times
 
 TOKEN_BYTES = 4096  # a longer one is refused unread
 LONGEST_S = 10 * 366 * 86_400.0  # between a token's times; it cannot be revoked, so it must end
@@ -83,7 +82,7 @@ def _claims(token: str, public_key: bytes | None) -> Claims:
                 "verify_nbf": False,
             },
         )
-        issued_at, ends_at = _moment(said["iat"]), _moment(said["exp"])
+        issued_at, ends_at = _whole_seconds(said["iat"]), _whole_seconds(said["exp"])
         if not 0 <= ends_at - issued_at <= LONGEST_S:
             raise ValueError("it ends before it begins, or later than any token does")
         return Claims(
@@ -103,7 +102,7 @@ def _claims(token: str, public_key: bytes | None) -> Claims:
         ) from None
 
 
-def _moment(said: object) -> float:
+def _whole_seconds(said: object) -> float:
     """Whole seconds since the epoch, as ``mint`` writes them. Infinity would never end, and true is no time."""
     if type(said) is not int or not 0 <= said <= _LAST:
         raise ValueError("a time of the token is no whole number of seconds")

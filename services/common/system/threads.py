@@ -26,7 +26,7 @@ from typing import Any
 
 import structlog
 
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 
 log = structlog.get_logger()
 

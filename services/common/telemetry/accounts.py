@@ -14,6 +14,7 @@ Independent of gRPC and of services. Every method may be called from any thread.
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
 from collections import defaultdict
@@ -21,10 +22,201 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NewType
 
-from services.common.telemetry.activities import ActivityLabel, ActivityName, AnyActivity
-from services.common.telemetry.components import NOBODY, Component
+# --------
+# Names of activities and waits, which time accounts report and the stall detector reads.
+
+
+ActivityLabel = NewType("ActivityLabel", str)
+"""An activity with a subject, such as the path of a reward function, or one that another process has reported."""
+
+
+class ActivityName(enum.StrEnum):
+    # of every component
+    IDLE = "idle"
+    STARTING = "starting"
+    PAUSED = "paused"
+    # of a trainer's ranks
+    WAITING_FOR_BATCH = "waiting for a batch"
+    TRAINING = "training"
+    REPLAYING = "replaying"
+    PUBLISHING = "publishing"
+    ANNOUNCING = "announcing a version"
+    CHECKPOINTING = "checkpointing"
+    EXPORTING = "exporting"
+    FINISHED = "finished"
+    # of a publisher
+    NOT_ASKED = "waiting for receivers"
+    PREPARING_PAYLOAD = "encoding the payload"
+    SENDING_WEIGHTS = "sending weights"
+    # of a replica's slots
+    WAITING_FOR_TASK_GROUPS = "waiting for task groups"
+    WAITING_FOR_FIRST_WEIGHTS = "waiting for the first weights"
+    DRAINING = "draining"
+    RUNNING_WORKFLOW = "running the workflow"
+    GENERATING = "generating"
+    SCORING = "scoring"
+    RUNNING_REWARD = "running the reward function"  # with the path of the function
+    WAITING_FOR_GATEWAY = "waiting for"  # with the kind of call
+    PAUSING_BEFORE_RETRY = "pausing before another attempt"
+    WAITING_FOR_ROOM_TO_SEND = "waiting for room to send"
+    # of a replica's records
+    NOTHING_TO_SEND = "no records to send"
+    WAITING_FOR_STREAM = "waiting for a new stream"
+    WAITING_FOR_ACKNOWLEDGEMENTS = "waiting for acknowledgements"
+    # of a replica's weights
+    UP_TO_DATE = "up to date"
+    FETCHING = "fetching a version"
+    VERIFYING = "verifying and writing the mirror"
+    CHANGING_WEIGHTS = "changing the engine's weights"
+    # of the environment gateway
+    WAITING_FOR_CALLS = "waiting for calls"
+    PLAYING_EPISODES = "playing episodes"
+    RUNNING_PROGRAMS = "running programs"
+    JUDGING_PROGRAMS = "judging programs"
+    COMPUTING_REWARDS = "computing rewards"
+    # of the orchestrator
+    RUN_ENDED = "the run has ended"
+    WAITING_FOR_DISK = "waiting for free disk"
+    WAITING_FOR_GATEWAY_TO_JOIN = "waiting for the environment gateway to join"
+    WAITING_FOR_REPLICA = "waiting for a replica"
+    WAITING_FOR_FIRST_VERSION = "waiting for the first version"
+    WAITING_FOR_QUOTA = "waiting for room in the quota"
+    WAITING_FOR_ROLLOUTS = "waiting for rollouts"
+    NOTHING_TO_DO = "no work"
+
+    def of(self, subject: str) -> ActivityLabel:
+        """
+        >>> ActivityName.RUNNING_REWARD.of("mine:score")
+        'running the reward function mine:score'
+        """
+        return ActivityLabel(f"{self} {subject}")
+
+
+AnyActivity = ActivityName | ActivityLabel
+
+
+class TrainerState(enum.StrEnum):
+    """State of a trainer's rank, reported every two seconds; each has the name of an activity of its time account."""
+
+    STARTING = "starting"
+    REPLAYING = "replaying"
+    WAITING_FOR_BATCH = "waiting_for_batch"
+    PAUSED = "paused"
+    TRAINING = "training"
+    PUBLISHING = "publishing"
+    CHECKPOINTING = "checkpointing"
+    EXPORTING = "exporting"
+    FINISHED = "finished"
+
+
+# --------
+# Names of components in time accounts, stalls and metrics: built and recognised here only.
+
+
+Component = NewType("Component", str)
+NOBODY = Component("")  # waited for: an activity that is the component's own work
+ORCHESTRATOR = Component("orchestrator")
+GATEWAY = Component("envgateway")
+GATEWAY_WORKERS = Component("envgateway/workers")
+REDIS = Component("redis")
+INFERENCE = Component("inference")  # all replicas, where none is named
+PERSON = Component("person")  # a person has paused the run
+DISK = Component("disk")
+DATASET = Component("dataset")
+WORKFLOW = Component("workflow")
+ROLLOUTS = Component("rollouts")
+_REPLICA, _TRAINER, _PUBLISHER, _ENGINE, _WEIGHTS = "replica/", "trainer/", "publisher/", "engine/", "weights/"
+_RECORDS, _RANK = "records", "/rank"
+
+
+def replica(replica_id: str) -> Component:
+    return Component(f"{_REPLICA}{replica_id}")
+
+
+def trainer_component(policy: str, rank: int = 0) -> Component:
+    """
+    >>> trainer("model0"), trainer("model0", 1)
+    ('trainer/model0', 'trainer/model0/rank1')
+    """
+    return Component(f"{_TRAINER}{policy}" + (f"{_RANK}{rank}" if rank else ""))
+
+
+def publisher(policy: str) -> Component:
+    return Component(f"{_PUBLISHER}{policy}")
+
+
+def engine(policy: str) -> Component:
+    """The engine of a policy, as named by its replica; ``part`` makes the name unique in the run."""
+    return Component(f"{_ENGINE}{policy}")
+
+
+def weights(policy: str) -> Component:
+    """The weights of a policy, as named by the replica that holds them; ``part`` makes the name unique in the run."""
+    return Component(f"{_WEIGHTS}{policy}")
+
+
+def part(owner: Component, inner: Component) -> Component:
+    """
+    >>> part(replica("a"), weights("model0"))
+    'replica/a/weights/model0'
+    """
+    return Component(f"{owner}/{inner}")
+
+
+def records(owner: Component) -> Component:
+    """The records of a replica on their way to the orchestrator."""
+    return Component(f"{owner}/{_RECORDS}")
+
+
+def is_replica(component: str) -> bool:
+    """Whether the component is a whole replica, not a part."""
+    return is_of_replica(component) and component.count("/") == 1
+
+
+def is_of_replica(component: str) -> bool:
+    """Whether the component is a replica or a part of one."""
+    return component.startswith(_REPLICA)
+
+
+def replica_id(component: str) -> str:
+    """The id of a replica, from its component."""
+    return component.removeprefix(_REPLICA)
+
+
+def is_of_trainer(component: str) -> bool:
+    """Whether the component is any rank of a trainer."""
+    return component.startswith(_TRAINER)
+
+
+def is_publisher(component: str) -> bool:
+    return component.startswith(_PUBLISHER)
+
+
+def is_weights(component: str) -> bool:
+    """Whether the component is the weights of a policy in a replica."""
+    return f"/{_WEIGHTS}" in component
+
+
+def is_records(component: str) -> bool:
+    return component.endswith(f"/{_RECORDS}")
+
+
+def split(component: str) -> tuple[Component, Component]:
+    """The replica and the part of a component; the part is ``NOBODY`` for a whole component.
+
+    >>> split("replica/a/weights/model0"), split("trainer/model0/rank1")
+    (('replica/a', 'weights/model0'), ('trainer/model0/rank1', ''))
+    """
+    for inner in (_WEIGHTS, _ENGINE, _RECORDS):
+        whole, between, rest = component.partition(f"/{inner}")
+        if between and is_of_replica(whole):
+            return Component(whole), Component(f"{inner}{rest}")
+    return Component(component), NOBODY
+
+
+# --------
 
 
 class Activity(NamedTuple):

@@ -7,6 +7,7 @@ tokens, bearer headers, private keys, passwords in addresses.
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import re
@@ -28,7 +29,6 @@ MOST_CHARACTERS = 2000  # of one value
 # Control characters, directions of writing, and halves of surrogate pairs, which no file takes.
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-
 HIDDEN = "[hidden]"
 TELL_AGAIN_S = 1.0
 
@@ -214,3 +214,44 @@ class Repeats:
             return None
         self._told[kind] = now
         return {"and_before": count} if (count := self._untold.pop(kind, 0)) else {}
+
+
+# --------
+# Names of log events that tools read. Other events are for people only and are plain strings where they are logged.
+
+
+class LogEvent(enum.StrEnum):
+    RECORD_DROPPED = "record.dropped"  # outcome, task_group, index, replica
+    TASK_GROUP_ORPHANED = "task_group.orphaned"  # task_group, open_slots
+    TASK_GROUP_GIVEN_UP = "task_group.given_up"  # task_group, reason
+    TASK_GROUP_CANCELLED = "task_group.cancelled"  # task_group, reason
+    ROLLOUT_RETRY = "rollout.retry"  # task_group, index, error
+    ROLLOUT_CRASHED = "rollout.crashed"  # task_group, index
+    ROLLOUT_LOST = "rollout.lost"  # task_group, index
+    LEASE_LOST = "replica.lease_lost"  # replica
+    REPLICA_REPLACED = "replica.replaced"  # replica, incarnation, by
+    RUN_RECOVERED = "run.recovered"
+    SNAPSHOT_ORPHAN_REMOVED = "snapshot.orphan_removed"  # path
+    BATCH_PULLED = "batch.pulled"  # policy, step, rank
+    # Tests and benchmarks that watch several processes read these:
+    CHECKPOINT_DAMAGED = "checkpoint.damaged"
+    CHECKPOINT_LOADED = "checkpoint.loaded"
+    STEP_REPLAYED = "step.replayed"
+    VERSION_DIFFERS = "version.differs_after_replay"
+    RECORD_SET_ASIDE = "journal.set_aside"
+    REPLICA_JOINED = "replica.joined"
+    ENGINE_UPDATED = "engine.updated"
+    WEIGHTS_UPDATED = "weights.updated"
+    TRANSPORT_FAILED = "weights.transport_failed"
+    WEIGHTS_GAVE_UP_DELTA = "weights.gave_up_delta"  # policy, version: the snapshot is fetched instead
+    WEIGHTS_KEPT_OLD = "weights.kept_old"
+    RUN_ENDED = "run.ended"
+    RUN_UNSTALLED = "run.unstalled"
+    RPC_FAILED = "rpc.failed"
+    SERVER_READY = "server.ready"
+    SERVER_LISTENING = "server.listening"
+    WORKER_READY = "worker.ready"
+    LOOP_BLOCKED = "watchdog.loop_blocked"
+    THREAD_STUCK = "watchdog.thread_stuck"
+    TRAJECTORIES_REFUSED = "trajectories.refused"
+    ROLLOUT_FAILED = "rollout.failed"

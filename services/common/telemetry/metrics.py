@@ -8,10 +8,13 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import orjson
+
+from services.common.telemetry.accounts import AccountState
 
 
 class RowKind(enum.StrEnum):
@@ -158,3 +161,114 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+# --------
+# Contents of ``summary.json``: the orchestrator writes the file at the end of a run, and the launcher adds its
+# figures.
+
+
+class EstimateSummary(TypedDict):
+    """A mean with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class DatasetSummary(TypedDict):
+    """One dataset of an evaluation; a test compares the keys with the orchestrator's record."""
+
+    name: str
+    num_items: int
+    samples_per_item: int
+    mean_reward: EstimateSummary | None  # None where every sample failed
+    pass_at: dict[str, EstimateSummary]  # by k
+    failed: list[str]  # task ids with a failed sample
+    items: str  # digest of the tasks
+    item_rewards: NotRequired[list[float]]  # in metrics/orchestrator.jsonl only
+    difference: EstimateSummary | None  # to the first evaluation of its kind
+
+
+class EvaluationSummary(TypedDict):
+    """A finished evaluation; a test compares the keys with the journal's record."""
+
+    versions: dict[str, int]
+    newest_versions: dict[str, int]
+    pinned: bool
+    mean_reward: float | None  # None where every sample of a dataset failed
+    num_trajectories: int
+    num_failed: int
+    num_opaque: int
+    datasets: list[DatasetSummary]
+    roles: dict[str, float]
+    compared_with: str
+    difference: EstimateSummary | None
+    elapsed_s: float
+
+
+class ThresholdSummary(TypedDict):
+    """The state of ``run.until`` at the end."""
+
+    reached: bool
+    step: int  # training step of the evaluation that reached it; 0 is before training
+    seconds: float  # from the start of the run to that evaluation
+    wanted: str  # the threshold in words
+    newest: float | None  # reward of the newest evaluation that counts
+
+
+class RunSummary(TypedDict):
+    run_id: str
+    state: str
+    steps: dict[str, int]  # trained steps by policy
+    evaluations: dict[str, EvaluationSummary]  # by name
+    until: ThresholdSummary | None  # None without ``run.until``
+    overlap_share: float
+    max_staleness: int
+    seconds: float
+    counters: dict[str, int]
+    time: dict[str, dict[str, float]]  # component -> activity -> share of its time
+    waited_for: dict[str, dict[str, float]]  # component -> awaited component -> share of its time
+    # of the launcher
+    cpu_seconds: NotRequired[float]
+    cores: NotRequired[float]
+    load: NotRequired[float]
+
+
+# --------
+# The lanes and gauges of the environment gateway's queue, which the gateway reports and the stall detector reads.
+
+
+class Lane(enum.StrEnum):
+    """Priority of a job in the gateway's queue."""
+
+    INTERACTIVE = "interactive"  # a rollout waits for the answer
+    BATCH = "batch"  # the answer grades a whole rollout
+
+
+class QueueGauge(enum.StrEnum):
+    REDIS_CONNECTED = "queue_redis_connected"
+    WORKERS = "queue_workers"
+    UNANSWERED = "queue_unanswered"  # jobs sent to workers
+
+
+def waiting_gauge(lane: Lane) -> str:
+    """The gauge of the jobs that wait in a lane."""
+    return f"queue_{lane}_waiting"
+
+
+def num_waiting(gauges: Mapping[str, float]) -> float:
+    """Jobs that wait for a slot, in all lanes."""
+    return sum(gauges.get(waiting_gauge(lane), 0.0) for lane in Lane)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStatus:
+    service: str  # orchestrator, inference, trainer, publisher, envgateway or worker
+    instance_id: str
+    run_id: str  # empty before it knows
+    state: str  # starting, ready or stopping
+    started_at: float  # seconds since the epoch
+    gauges: Mapping[str, float] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    accounts: tuple[AccountState, ...] = ()

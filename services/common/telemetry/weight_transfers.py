@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from services.common.records.types import WeightTransfer
+from services.common.records import WeightTransfer
 
 _FIELDS = frozenset(field.name for field in fields(WeightTransfer))
 

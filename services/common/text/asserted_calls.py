@@ -29,8 +29,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.text.assert_tests import HARNESS_NAMES, TestNames, completed, is_main, names_of, parsed
 from services.common.text.literals import NotLiteralError, tree_of
+from services.common.text.programs import HARNESS_NAMES, TestNames, completed, is_main, names_of, parsed
 
 # Functions of one argument that a test applies to the returned value. They are applied in the program's process: the program
 # chooses their result as freely as the value itself.

@@ -15,18 +15,139 @@ and templates such as Qwen3's drop the thinking of earlier turns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from services.common.errors import ConfigError, DatasetError, InvalidRequestError
-from services.common.text.special_text import SpecialText
-from services.common.text.thoughts import THOUGHT
+from services.common.errors import ConfigError, DatasetError, InvalidRequestError, ModelMismatchError
+from services.common.safetensors_files import INDEX, read_object, weight_files
+from services.common.text.thoughts import END_OF_THOUGHT, THOUGHT
+from services.common.text.tools import CLOSE, OPEN
 
-Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
+if TYPE_CHECKING:
+    import torch
+
+
+# --------
+# Keeps text that looks like a token of the chat template from acting as one, so that no message begins or ends a
+# turn.
+
+
+Message = Mapping[str, Any]
+Split = Callable[[str], str]
+_TAG = re.compile(r"</?[A-Za-z_]+>")
+_BRACKETS = re.compile(r"<.+>|\[.+\]", re.DOTALL)
+_MARK = re.compile(r"<([|｜]).+\1>", re.DOTALL)  # of a role, which a template may put together
+
+
+class SpecialText:
+    """The texts of a tokenizer's special and added tokens of more than one character."""
+
+    def __init__(self, tokenizer: Any, frame: str) -> None:
+        """``frame``: a dialogue rendered by the template, for the tokens around its turns."""
+        added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+        marked = {str(text) for text in tokenizer.all_special_tokens}
+        marked |= {str(token) for token in added.values() if getattr(token, "special", True)}
+        own = {str(getattr(tokenizer, f"{name}_token", None) or "") for name in ("bos", "eos", "pad", "unk")}
+        brackets = {text for text in map(str, added.values()) if _BRACKETS.fullmatch(text)}
+        marks = {text for text in brackets if _MARK.fullmatch(text) or text in frame}
+        written = f"{tokenizer.chat_template}{THOUGHT}{END_OF_THOUGHT}{OPEN}{CLOSE}"
+        control = {text for text in marked if not _TAG.fullmatch(text) or text in frame} | marks | own
+        every = marked | marks | own | {text for text in brackets if text in written}
+        # A tokenizer searches for some tokens in the text as it is, and for others in the text as its normalizer leaves it.
+        normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+        normalized = {str(token) for token in added.values() if getattr(token, "normalized", False)}
+        normalise = getattr(normalizer, "normalize_str", None) if every & normalized else None
+        self._any, self._control = (_splitter(texts, texts & normalized, normalise) for texts in (every, control))
+
+    def as_text(self, text: str) -> str:
+        """The text with a space inside every match of one of the tokens."""
+        return self._any(text)
+
+    def of_stranger(self, message: Message) -> Message:
+        """A message of a tool, a program or a later user: none of the tokens is written."""
+        return self._harmless(message, self._any)
+
+    def of_prompt(self, message: Message) -> Message:
+        """A message of a prompt: no control token is written; of a tool's message, no special token."""
+        return self._harmless(message, self._any if message.get("role") == "tool" else self._control)
+
+    def of_tools(self, tools: Any) -> Any:
+        """Schemas of tools: names, descriptions and values write no control token."""
+        return _deep(tools, self._control)
+
+    def _harmless(self, message: Message, split: Split) -> Message:
+        content = message.get("content")
+        if not isinstance(content, str):
+            message = {**message, "content": "" if content is None else joined_parts(content)}
+        found: Message = _deep(message, split)
+        return found
+
+
+def joined_parts(content: Any, where: str = "content") -> str:
+    """The text of a content that is a list of ``{"type": "text", "text": ...}``.
+
+    Joined before the search: a token may extend over two parts. Raises ``InvalidRequestError`` for parts of other
+    types, and for other types than a list.
+    """
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{where} is {type(content).__name__}; it must be text or a list of text parts")
+    texts = []
+    for number, part in enumerate(content):
+        if not isinstance(part, Mapping):
+            raise InvalidRequestError(
+                f'{where}[{number}] is {type(part).__name__}; a part is {{"type": "text", "text": ...}}'
+            )
+        if part.get("type") != "text":
+            raise InvalidRequestError(
+                f"{where}[{number}] is of type {part.get('type')!r}, which is no text; the policies read text alone"
+            )
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequestError(f"{where}[{number}].text is {type(part.get('text')).__name__}; it must be text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _splitter(texts: Iterable[str], normalized: Iterable[str], normalise: Callable[[str], str] | None) -> Split:
+    """Puts a space inside every match of a token, and of ``normalized`` ones in the text after ``normalise``."""
+    plain = _matching(texts)
+    if normalise is None:
+        return lambda text: _split(text, plain)
+    normal, read = _matching(map(normalise, normalized)), normalise
+
+    def split(text: str) -> str:
+        text = _split(text, plain)
+        return _split(seen, normal) if normal.search(seen := read(text)) else text
+
+    return split
+
+
+def _matching(texts: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+    return re.compile("|".join(re.escape(text) for text in longest_first) or r"(?!)")
+
+
+def _split(text: str, pattern: re.Pattern[str]) -> str:
+    return pattern.sub(lambda m: f"{m.group()[0]} {m.group()[1:]}", text)
+
+
+def _deep(value: Any, split: Split) -> Any:
+    if isinstance(value, str):
+        return split(value)
+    if isinstance(value, Mapping):
+        return {_deep(name, split): _deep(inner, split) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_deep(inner, split) for inner in value]
+    return value
+
+
+# --------
+
 
 _DUMMY_USER: Message = {"role": "user", "content": "question"}
 _MARKER = "ROLLMILL-TURN-"  # plain ASCII that no template looks for and no tokenizer holds as a special token
@@ -328,3 +449,182 @@ class Chat:
         schema = {"name": _MARKER, "description": "", "parameters": {"type": "object", "properties": {}}}
         tools = [{"type": "function", "function": schema}]
         return _MARKER in self._render([_DUMMY_USER], invite=True, tools=tools)
+
+
+# --------
+# Hugging Face models and tokenizers: loading, weight names, and the question whether two of them belong together.
+
+
+_CONFIG_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "tie_word_embeddings",
+)
+
+
+def load_model(path: str | Path, dtype: str | torch.dtype = "float32") -> Any:
+    """A causal language model in evaluation mode on the CPU, from a local directory or a hub name."""
+    import torch
+
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype):
+        raise ConfigError(f"unknown dtype {dtype!r}; write float32, bfloat16 or float16")
+    local = _is_local(path, "config.json")
+    from transformers import AutoModelForCausalLM
+
+    if local:
+        read_object(Path(path) / "config.json")
+        if (Path(path) / INDEX).is_file():
+            weight_files(Path(path))  # transformers opens any path that an index names
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            dtype=resolved,
+            local_files_only=local,
+            output_loading_info=True,
+            trust_remote_code=False,
+            use_safetensors=True,  # the other format is pickled
+        )
+    except RuntimeError as error:  # transformers' word for weights whose shapes do not fit the config
+        raise ModelMismatchError(f"{path}: weights do not fit config.json: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # the code of any architecture, with numbers of any author
+        pickled = sorted(each.name for each in Path(path).glob("*.bin")) if local else []
+        hint = f"; {pickled[0]} is pickled and is not read: convert the weights to safetensors" if pickled else ""
+        raise ConfigError(
+            f"{path}: cannot load a causal language model: {type(error).__name__}: {error}{hint}"
+        ) from error
+    model, found = loaded
+    # transformers only warns about these, and goes on with random weights.
+    wrong = {kind: sorted(found[kind]) for kind in ("missing_keys", "unexpected_keys") if found[kind]}
+    if wrong:
+        raise ModelMismatchError(
+            f"{path}: weights do not fit config.json: "
+            + "; ".join(f"{kind.replace('_', ' ')} {', '.join(map(str, keys[:4]))}" for kind, keys in wrong.items())
+        )
+    return model.eval()
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer in the directory of a model, with the stop tokens of its generation_config.json as ``further_stops``, which
+    ``Chat`` reads: the model ends turns with them too."""
+    local = _is_local(path, "tokenizer_config.json")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=local, trust_remote_code=False)
+    except MemoryError:
+        raise
+    except Exception as error:  # tokenizers raises the base class
+        raise ConfigError(
+            f"{path}: cannot load a tokenizer: {type(error).__name__}: {error}; copy its files again from where the model came from"
+        ) from error
+    tokenizer.further_stops = _stops_of_generation(path, local, len(tokenizer))
+    return tokenizer
+
+
+def _stops_of_generation(path: str | Path, local: bool, num_tokens: int) -> tuple[int, ...]:
+    from transformers import GenerationConfig
+
+    if local and not (Path(path) / "generation_config.json").is_file():
+        return ()
+    try:
+        told = GenerationConfig.from_pretrained(str(path), local_files_only=local).eos_token_id
+    except OSError as error:
+        if local:
+            raise ConfigError(f"{path}/generation_config.json cannot be read: {error}") from error
+        return ()  # the hub has none of this model
+    stops = () if told is None else tuple(told) if isinstance(told, list) else (told,)
+    if not all(isinstance(stop, int) and 0 <= stop < num_tokens for stop in stops):
+        ids = f"the ids of the tokens that end a turn, of 0 to {num_tokens - 1}"
+        raise ConfigError(f"{path}/generation_config.json: eos_token_id is {told!r}: write {ids}")
+    return stops
+
+
+def named_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Name to tensor in module order; tied weights once, under their first name (``model.embed_tokens.weight``)."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=True)}
+
+
+def check_model_matches(
+    model: Any, *, tokenizer: Any = None, config: Any = None, where: str = "the other model"
+) -> None:
+    """``ModelMismatchError`` when a tokenizer has ids that the model lacks, or a config is of another architecture."""
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    if tokenizer is not None and len(tokenizer) > vocab_size:
+        raise ModelMismatchError(
+            f"vocabulary does not match: the tokenizer has {len(tokenizer)} tokens, the model only {vocab_size} "
+            "embedding rows; use the tokenizer that was saved with the model, or resize the embeddings"
+        )
+    if config is not None:
+        differences = [
+            f"{name} is {getattr(model.config, name, None)} here but {getattr(config, name, None)} there"
+            for name in _CONFIG_FIELDS
+            if getattr(model.config, name, None) != getattr(config, name, None)
+        ]
+        if differences:
+            raise ModelMismatchError(f"architecture does not match {where}: {'; '.join(differences)}")
+
+
+def check_same_vocabulary(own: Any, other: Any, where: str) -> None:
+    """``ModelMismatchError`` unless two tokenizers give every token the same id; ``where`` names the other's model."""
+    difference = vocabulary_difference(own.get_vocab(), other.get_vocab())
+    if difference is not None:
+        raise ModelMismatchError(f"vocabulary does not match {where}: {difference}")
+
+
+def vocabulary_difference(own: Mapping[str, int], other: Mapping[str, int]) -> str | None:
+    """The difference between two maps of token to id, with the first tokens, and the remedy; None where they are equal.
+
+    >>> vocabulary_difference({"a": 0}, {"a": 0, "b": 1})
+    "1 tokens here, 2 there, 1 differ ('b' is missing here and 1 there); use models that share one tokenizer"
+    """
+    if own == other:
+        return None
+    differing = sorted(
+        (token for token in own.keys() | other.keys() if own.get(token) != other.get(token)),
+        key=lambda token: (own.get(token, len(own)), token),
+    )
+    examples = ", ".join(
+        f"{token!r} is {own.get(token, 'missing')} here and {other.get(token, 'missing')} there"
+        for token in differing[:3]
+    )
+    return (
+        f"{len(own)} tokens here, {len(other)} there, {len(differing)} differ ({examples}); "
+        "use models that share one tokenizer"
+    )
+
+
+def check_weights_match(expected: Mapping[str, Any], found: Mapping[str, Any], where: str = "the update") -> None:
+    """``ModelMismatchError`` unless ``found`` has exactly the names of ``expected``, each with the same shape."""
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in expected]
+    reshaped = [
+        f"{name} has shape {tuple(found[name].shape)}, the model {tuple(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in found and tuple(found[name].shape) != tuple(tensor.shape)
+    ]
+    complaints = [
+        f"{label}: {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
+        for label, names in (("missing", missing), ("unexpected", unexpected), ("other shape", reshaped))
+        if names
+    ]
+    if complaints:
+        raise ModelMismatchError(f"weights of {where} do not match the model: {'; '.join(complaints)}")
+
+
+def _is_local(path: str | Path, marker: str) -> bool:
+    """Whether ``path`` is a directory; an absolute or dotted path that is none is a mistake, not a hub name."""
+    if Path(path).is_dir():
+        if not (Path(path) / marker).is_file():
+            raise ConfigError(f"{path}: no {marker} in this directory")
+        return True
+    if isinstance(path, Path) or str(path).startswith(("/", ".", "~")):
+        raise ConfigError(f"{path}: no such directory")
+    return False

@@ -23,8 +23,8 @@ import structlog
 
 from services.common.aio import deadline
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError
-from services.common.security.bundle import without_keys
-from services.common.system.children import exited, how_ended, process_group
+from services.common.security.keys import without_keys
+from services.common.system.processes import exited, how_ended, process_group
 from services.common.verifiers.child.messages import Ask, Failed, FailureKind, Opened, Played, Reply
 from services.common.verifiers.interpreter import command, variables
 from services.common.verifiers.tasks import OPEN_TIMEOUT_S, explained

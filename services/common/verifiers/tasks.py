@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from services.common.errors import ConfigError, DatasetError
-from services.common.system.children import AnsweringChild, ChildLostError
+from services.common.system.processes import AnsweringChild, ChildLostError
 from services.common.verifiers.child.messages import Ask, Failed, FailureKind, Opened, Reply
 from services.common.verifiers.interpreter import INSTALL, command, interpreter, variables
 

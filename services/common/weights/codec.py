@@ -35,7 +35,7 @@ import numpy.typing as npt
 import zstandard
 
 from services.common.errors import CorruptDataError
-from services.common.weights.elements import Bits, element_type, step_forward, unzigzag, zigzag, zigzagged_steps
+from services.common.weights.snapshot import Bits, element_type, step_forward, unzigzag, zigzag, zigzagged_steps
 
 CHUNK_ELEMENTS = 1 << 20
 

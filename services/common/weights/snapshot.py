@@ -32,22 +32,189 @@ import numpy.typing as npt
 import xxhash
 from pydantic import TypeAdapter
 
-from services.common.errors import CorruptDataError, DeadlineError, InfrastructureError, ModelMismatchError
-from services.common.system.children import is_there
-from services.common.weights.elements import Bits, element_type
+from services.common.errors import (
+    CorruptDataError,
+    DeadlineError,
+    InfrastructureError,
+    InvalidRequestError,
+    ModelMismatchError,
+)
+from services.common.system.processes import is_there
+
+# --------
+# Elements of weights in numpy: types, casts between floating types, and the steps between two elements.
+
+
+Bits = npt.NDArray[np.unsignedinteger[Any]]  # one unsigned integer per element, little-endian
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElementType:
+    """An element type: its name in torch, and the unsigned type of its bits."""
+
+    name: str
+    bits_dtype: np.dtype[Any]
+    is_float: bool
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.bits_dtype.itemsize)
+
+
+ELEMENT_TYPES: dict[str, ElementType] = {
+    kind.name: kind
+    for kind in (
+        ElementType(name="float32", bits_dtype=np.dtype("<u4"), is_float=True),
+        ElementType(name="bfloat16", bits_dtype=np.dtype("<u2"), is_float=True),
+        ElementType(name="float16", bits_dtype=np.dtype("<u2"), is_float=True),
+        ElementType(name="int32", bits_dtype=np.dtype("<u4"), is_float=False),
+        ElementType(name="int64", bits_dtype=np.dtype("<u8"), is_float=False),
+        ElementType(name="uint8", bits_dtype=np.dtype("u1"), is_float=False),
+    )
+}
+
+
+def element_type(name: str) -> ElementType:
+    """The element type of that name."""
+    try:
+        return ELEMENT_TYPES[name]
+    except KeyError:
+        raise InvalidRequestError(
+            f"weights of dtype {name!r} cannot travel; use one of {sorted(ELEMENT_TYPES)}"
+        ) from None
+
+
+def cast_bits(bits: Bits, source: str, target: str) -> Bits:
+    """Cast floating elements, rounding to nearest even as torch does; other elements stay as they are."""
+    if source == target or not (element_type(source).is_float and element_type(target).is_float):
+        return bits
+    return _from_float32(_to_float32(bits, source), target)
+
+
+def _to_float32(bits: Bits, source: str) -> npt.NDArray[np.float32]:
+    if source == "bfloat16":
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return bits.view(np.dtype(source)).astype(np.float32, copy=False)
+
+
+def _from_float32(values: npt.NDArray[np.float32], target: str) -> Bits:
+    if target == "float32":
+        return values.view(np.uint32)
+    if target == "float16":
+        with np.errstate(over="ignore"):  # beyond the range is infinity, as in torch
+            return values.astype(np.float16).view(np.uint16)
+    wide = values.view(np.uint32)
+    # Adding just under half, plus the last kept bit, rounds ties to even; the carry may run into the exponent.
+    rounded = ((wide + (np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(
+        np.uint16
+    )
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def zigzagged_steps(old: Bits, new: Bits, is_float: bool) -> Bits:
+    """Zigzagged steps from ``old`` to ``new``, in their dtype."""
+    difference = new - old
+    if is_float and len(difference):
+        if _signs_differ(old, new):
+            difference = rank(new, is_float)
+            difference -= rank(old, is_float)
+        else:
+            _turn(difference, old)
+    return zigzag(difference)
+
+
+def zigzag(difference: Bits) -> Bits:
+    """Zigzagged differences; ``difference`` itself is changed."""
+    fill = _sign_fill(difference)
+    difference <<= _one(difference)
+    difference ^= fill
+    return difference
+
+
+def step_forward(old: Bits, zigzagged: Bits, is_float: bool) -> Bits:
+    """The value ``zigzagged`` steps after ``old``."""
+    difference = unzigzag(zigzagged)
+    if not is_float:
+        return old + difference
+    # Without a change of sign, ranks rise with the pattern for positive values and fall for negative ones: fewer passes.
+    _turn(difference, old)
+    difference += old
+    if not len(old) or not _signs_differ(old, difference):
+        return difference
+    difference -= old
+    _turn(difference, old)
+    ranks = rank(old, is_float)
+    ranks += difference
+    return unrank(ranks, is_float)
+
+
+def _turn(difference: Bits, bits: Bits) -> None:
+    """Negate, in place, the differences of negative ``bits``. A second call undoes the first one."""
+    fill = _sign_fill(bits)
+    difference ^= fill
+    difference -= fill
+
+
+def _signs_differ(one: Bits, other: Bits) -> bool:
+    """Whether the sign bits of any two elements differ; at least one element."""
+    return bool((one ^ other).view(np.dtype(f"i{one.dtype.itemsize}")).min() < 0)
+
+
+def rank(bits: Bits, is_float: bool) -> Bits:
+    """A fresh array of integers in value order: -NaN < -inf < … < -0 < +0 < … < inf < NaN."""
+    if not is_float:
+        return bits.copy()
+    flips = _sign_fill(bits)
+    flips |= _sign_bit(bits)
+    flips ^= bits
+    return flips
+
+
+def unrank(ranks: Bits, is_float: bool) -> Bits:
+    """The patterns of those ranks; ``ranks`` itself may be changed."""
+    if not is_float:
+        return ranks
+    flips = _sign_fill(ranks)
+    np.invert(flips, out=flips)
+    flips |= _sign_bit(ranks)
+    ranks ^= flips
+    return ranks
+
+
+def unzigzag(zigzagged: Bits) -> Bits:
+    """The differences of zigzagged ones."""
+    one = _one(zigzagged)
+    difference: Bits = zigzagged & one
+    np.negative(difference, out=difference)
+    difference ^= zigzagged >> one
+    return difference
+
+
+def _sign_fill(bits: Bits) -> Bits:
+    """All ones where the top bit is set, else zero."""
+    signed = bits.view(np.dtype(f"i{bits.dtype.itemsize}"))
+    filled: Bits = (signed >> (bits.dtype.itemsize * 8 - 1)).view(bits.dtype)
+    return filled
+
+
+def _sign_bit(bits: Bits) -> Any:
+    return bits.dtype.type(1 << (bits.dtype.itemsize * 8 - 1))
+
+
+def _one(bits: Bits) -> Any:
+    return bits.dtype.type(1)
+
+
+# --------
+
 
 # Names of the tensors of an adapter, as in PEFT's files.
 PEFT_PREFIX = "base_model.model."
 A, B = "lora_A.weight", "lora_B.weight"  # under the name of a target
-
 MANIFEST_WAIT_S = 2.0  # of a request, for a delta that is being made; below the deadline of GetManifest
-
 ALIGNMENT = 64  # tensors begin at multiples of this, in snapshots and full payloads
-
 DigestAlgorithm = Literal["xxh3-128", "blake3"]
-
 DEFAULT_ALGORITHM: DigestAlgorithm = "xxh3-128"
-
 _HEX_DIGITS: dict[DigestAlgorithm, int] = {"xxh3-128": 32, "blake3": 64}
 _DIGEST = re.compile("|".join(f"({name}):[0-9a-f]{{{digits}}}" for name, digits in _HEX_DIGITS.items()))
 
@@ -360,7 +527,6 @@ def _hasher(algorithm: DigestAlgorithm, num_threads: int = 1) -> Any:
 # Layout: magic, size of the manifest, manifest (JSON), padding to a page, tensors at their manifest offsets.
 
 DEFAULT_DIRECTORIES = (Path("/dev/shm"),)
-
 _PREFIX = "rollmill"
 _SUFFIX = "weights"
 _MAGIC = b"MRWEIGHT"

@@ -19,13 +19,26 @@ any other exception, ends the episode. None is ever a reward.
 from __future__ import annotations
 
 import enum
+import re
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from services.common.errors import InfrastructureError
+from pydantic import Field, ValidationError
 
-if TYPE_CHECKING:  # an environment is written without importing them
+from services.common.config.base import Section
+from services.common.errors import GraderFailedError, InfrastructureError, InvalidRequestError
+from services.common.importing import told
+from services.common.telemetry.metrics import RolloutKey
+from services.common.text.tools import STATUS_METRIC, MalformedCall, find_call
+from services.common.tools import ToolResult
+from services.envgateway.calls import RewardOutcome
+from services.envgateway.rewards.registry import Rewards
+from services.envgateway.tools.registry import ToolSession
+from services.envgateway.tools.tools import StateLostError
+
+if TYPE_CHECKING:
     from services.envgateway.rewards.registry import Rewards
     from services.envgateway.tools.registry import ToolBox
 
@@ -80,7 +93,7 @@ class EnvironmentContext:
     tools: ToolBox
 
 
-class Environment(Protocol):
+class EnvironmentLike(Protocol):
     """One episode's world."""
 
     def reset(self, task: Mapping[str, Any], seed: int) -> Observation | Awaitable[Observation]: ...
@@ -90,13 +103,13 @@ class Environment(Protocol):
     def close(self) -> Awaitable[None] | None: ...
 
 
-EnvironmentFactory = Callable[[EnvironmentContext], Environment]
+EnvironmentFactory = Callable[[EnvironmentContext], EnvironmentLike]
 
 
 class World(Protocol):
     """State shared by the episodes of one kind. A world loads data only for its first episode."""
 
-    def build(self) -> Environment: ...
+    def build(self) -> EnvironmentLike: ...
 
     async def close(self) -> None:
         """Called once, after every episode was closed."""
@@ -108,3 +121,247 @@ class IndexedWorld(World, Protocol):
     """A world that can list its tasks: the values that a row may have under ``index``."""
 
     async def indices(self) -> Sequence[int | str]: ...
+
+
+# --------
+# Settings that a task's row may carry for its environment, under the key ``environment``; and the row's question.
+
+
+_QUESTION_KEYS = ("question", "problem", "prompt")
+
+
+class SingleStepSettings(Section):
+    reward: str = "math"
+    """A reward of the gateway (`math`, `boxed`), or the import path of a function (`package.module:function`)."""
+
+
+class ToolSettings(SingleStepSettings):
+    tools: list[str] = ["python"]
+    """Tools of the gateway that the policy may call."""
+    max_turns: int = Field(default=5, ge=1)
+    """Turns; the call of the last one is not executed."""
+    max_response_chars: int | None = Field(default=None, ge=16)
+    """A longer tool response is cut; left out, each tool's own length: 256."""
+
+
+class ToolCallsSettings(Section):
+    tools: list[str] = ["python"]
+    """Tools of the gateway that may be called."""
+    max_response_chars: int | None = Field(default=None, ge=16)
+    """A longer tool response is cut; left out, each tool's own length: 256."""
+
+
+AnySettings = TypeVar("AnySettings", bound=Section)
+
+
+def settings_of(task: Mapping[str, Any], kind: type[AnySettings]) -> AnySettings:
+    try:
+        return kind.model_validate(task.get("environment") or {})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, ("environment", *first["loc"])))
+        raise InvalidRequestError(f"the task's {where}: {first['msg']}") from error
+
+
+def question_of(task: Mapping[str, Any]) -> str:
+    for key in _QUESTION_KEYS:
+        value = task.get(key)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list) and value and isinstance(value[-1], Mapping):  # a list of chat messages
+            return str(value[-1].get("content", ""))
+    raise InvalidRequestError(f"the task has no question: it needs one of {', '.join(_QUESTION_KEYS)}")
+
+
+# --------
+# Environments around the gateway's rewards and tools: ``single_step``, ``tool`` and ``tools``.
+
+
+class SingleStep:
+    """A question, one answer, its reward."""
+
+    def __init__(self, context: EnvironmentContext) -> None:
+        self._rewards = context.rewards
+        self._task: Mapping[str, Any] = {}
+        self._settings = SingleStepSettings()
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        self._task = task
+        self._settings = settings_of(task, SingleStepSettings)
+        return Observation(text=question_of(task))
+
+    async def step(self, action: str) -> StepResult:
+        return await graded_end(self._rewards, self._settings.reward, self._task, action, {})
+
+    async def close(self) -> None:
+        pass
+
+
+async def graded_end(
+    rewards: Rewards, name: str, task: Mapping[str, Any], answer: str, metrics: Mapping[str, float]
+) -> StepResult:
+    """The last step of an episode. A grader that failed is the machine's fault: no reward, the turn may be repeated."""
+    result = await rewards.compute(name, task, answer)
+    if result.outcome is RewardOutcome.GRADER_FAILED:
+        raise GraderFailedError(f"the grader of reward {name!r} failed: {result.detail}")
+    graded = {RolloutKey.REWARD_UNPARSED.value: float(result.outcome is RewardOutcome.UNPARSED)}
+    if result.opaque:
+        graded[RolloutKey.REWARD_OPAQUE.value] = 1.0
+    return StepResult(reward=result.reward, done=True, metrics={**graded, **metrics})
+
+
+class ToolLoop:
+    """A question, tool calls that the gateway runs, an answer, its reward.
+
+    action with a call --------> the tool's response; next turn
+    action without a call -----> graded; done
+    the last turn's action ----> graded, its call is not run; done
+    """
+
+    def __init__(self, context: EnvironmentContext) -> None:
+        self._rewards = context.rewards
+        self._box = context.tools
+        self._task: Mapping[str, Any] = {}
+        self._settings = ToolSettings()
+        self._turns = 0
+        self._session: ToolSession | None = None
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        self._task = task
+        self._settings = settings_of(task, ToolSettings)
+        self._session = await ToolSession.open(self._box, self._settings.tools, self._settings.max_response_chars)
+        return Observation(text=question_of(task), tools=self._session.schemas)
+
+    async def step(self, action: str) -> StepResult:
+        assert self._session is not None
+        content = find_call(action)
+        if content is None or self._turns + 1 >= self._settings.max_turns:
+            metrics = self._session.metrics()
+            result = await graded_end(self._rewards, self._settings.reward, self._task, action, metrics)
+            self._turns += 1
+            return result
+        response = await answered(self._session, content)
+        self._turns += 1
+        return StepResult(observation=response.text, metrics=self._session.metrics())
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+async def answered(session: ToolSession, content: str | MalformedCall) -> ToolResult:
+    """A call's result; where a tool's state is lost, so is the episode."""
+    try:
+        return await session.answer(content)
+    except StateLostError as error:
+        raise EpisodeLostError(error.message) from error
+
+
+class ToolCalls:
+    """Tool calls only, for workflows that keep turns and answers themselves.
+
+    An action is the text between the tags of a call, one JSON object; the observation is the tool's response. The
+    episode is never done and its rewards are 0; closing the episode ends the state of its tools. The metrics are those
+    of all its calls so far, and ``tool_status_<status>`` of the last one.
+    """
+
+    def __init__(self, context: EnvironmentContext) -> None:
+        self._box = context.tools
+        self._session: ToolSession | None = None
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        settings = settings_of(task, ToolCallsSettings)
+        self._session = await ToolSession.open(self._box, settings.tools, settings.max_response_chars)
+        return Observation(text="", tools=self._session.schemas)
+
+    async def step(self, action: str) -> StepResult:
+        assert self._session is not None
+        result = await answered(self._session, action)
+        metrics = {**self._session.metrics(), f"{STATUS_METRIC}{result.status}": 1.0}
+        return StepResult(observation=result.text, metrics=metrics)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+# --------
+# Base class of the environments that users write: one object per episode.
+
+
+class Environment:
+    """A subclass writes ``reset(self, task, seed) -> Observation`` and ``step(self, action) -> StepResult``, plain or async.
+
+    ``InfrastructureError`` from ``step`` means that the turn did not happen and may be repeated. Any exception that is not one of
+    Rollmill's ends the episode as an infrastructure failure, which is never a reward.
+    """
+
+    def __init__(self, context: EnvironmentContext) -> None:
+        """``context`` has the gateway's rewards and tools."""
+        self.context = context
+
+    def close(self) -> None:
+        """Release the episode's resources; called once."""
+
+
+# --------
+# Classifies an environment's failure: caused by the action's bytes, or by the machine.
+
+
+DATA_ERRORS = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RecursionError,
+)
+_SHOWN_CHARS = 500
+_SHOWN_FRAMES = 5
+
+
+def short_text(error: BaseException) -> str:
+    """Kind and message, shortened: an error may repeat its input, which may have megabytes."""
+    return told(error)[:_SHOWN_CHARS]
+
+
+def trace_of(error: BaseException) -> str:
+    """The place of the exception, without its message and values: formatting those for a log may take minutes."""
+    return "".join(traceback.format_tb(error.__traceback__)[-_SHOWN_FRAMES:])
+
+
+# --------
+# The form in which text worlds and policies talk: a list of actions ends each message, ``ACTION:`` begins an answer.
+
+
+ACTIONS_LEAD = " AVAILABLE ACTIONS: "
+MALFORMED = """\
+Error: there is no action in your reply. Write
+
+THOUGHT: what you think (may be left out)
+ACTION: your next action
+
+with one of the available actions.
+"""
+
+# No command of a text world is that long; similarity and engines take time for each word.
+MOST_COMMAND_CHARS = 500
+_ACTION = re.compile(r"ACTION:(.*)")
+
+
+def read_action(reply: str) -> str | None:
+    """The text after the first ``ACTION:`` on its line, lower-cased; None when empty or too long for an action."""
+    found = _ACTION.search(reply)
+    command = found[1].strip() if found else ""
+    return command.lower() if 0 < len(command) <= MOST_COMMAND_CHARS else None
+
+
+def offer(admissible: Sequence[str]) -> str:
+    """The list that ends every message to the policy; empty where a world lists no actions."""
+    return ACTIONS_LEAD + "\n".join(admissible) + "\n" if admissible else ""
+
+
+def without_offer(message: str) -> str:
+    """A message that is no longer the newest: its actions are not possible any more."""
+    return message.split(ACTIONS_LEAD.strip())[0]

@@ -12,32 +12,224 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
 import math
+import shutil
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
+from services.common.config.envgateway import PYTHON_MARK, EnvGatewayConfig, OpenEnvConfig
 from services.common.errors import (
     CapacityError,
+    ConfigError,
     EpisodeNotFoundError,
     InfrastructureError,
     InvalidRequestError,
     RollmillError,
     StateError,
+    UnknownEnvironmentError,
 )
+from services.common.harbor import ENVIRONMENT as HARBOR
+from services.common.importing import check_methods, load_object, place_of_error
+from services.common.installing import install
 from services.common.text.encodable import encodable
-from services.common.user_code import place_of_error
 from services.envgateway.calls import call_plain_or_async
-from services.envgateway.envs.base import Environment, EpisodeLostError, Observation, StepResult
-from services.envgateway.envs.failures import short_text, trace_of
-from services.envgateway.envs.registry import EnvironmentRegistry
+from services.envgateway.envs.agentbench import AgentBenchWorld
+from services.envgateway.envs.alfworld import AlfworldWorld
+from services.envgateway.envs.base import (
+    DATA_ERRORS,
+    ActionFailedError,
+    EndStatus,
+    EnvironmentContext,
+    EnvironmentFactory,
+    EnvironmentLike,
+    EpisodeLostError,
+    IndexedWorld,
+    Observation,
+    SingleStep,
+    StepResult,
+    ToolCalls,
+    ToolLoop,
+    World,
+    short_text,
+    trace_of,
+)
+from services.envgateway.envs.gymnasium import (
+    MISSING,
+    GymnasiumFactory,
+    GymnasiumWorld,
+    is_gymnasium_style,
+    is_installed,
+)
+from services.envgateway.envs.harbor.episode import HarborWorld, why_not
+from services.envgateway.envs.household_toy import HouseholdToyEnvironment
+from services.envgateway.envs.openenv import OpenEnvWorld
+from services.envgateway.envs.textworld import TextworldWorld
+from services.envgateway.envs.webshop_pages import WebshopWorld
+
+if TYPE_CHECKING:
+    from services.envgateway.sandbox.pool import SandboxPool
+
+
+# --------
+# Environments by name: the built-in ones, those of worlds, and those that the recipe names by import path.
+
 
 log = structlog.get_logger()
+
+
+_OF_THE_ACTION: tuple[type[Exception], ...] = (*DATA_ERRORS, ActionFailedError)
+
+
+class GuardedEnvironment:
+    """A built-in environment whose faulty action ends the episode and is not repeated.
+
+    An exception of ``DATA_ERRORS`` from a step ends the episode as an invalid action without a reward, is logged with
+    its trace and counted. As an infrastructure failure, the task would be played again, and a policy would learn to
+    fail like that.
+    """
+
+    def __init__(self, inner: EnvironmentLike, name: str, counts: Counter[str]) -> None:
+        """``counts`` has the actions that failed, by ``name``."""
+        self._inner = inner
+        self._name = name
+        self._counts = counts
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        observation: Observation = await call_plain_or_async(self._inner.reset, task, seed)
+        return observation
+
+    async def step(self, action: str) -> StepResult:
+        try:
+            result: StepResult = await call_plain_or_async(self._inner.step, action)
+        except _OF_THE_ACTION as error:
+            self._counts[self._name] += 1
+            log.warning(
+                "environment.action_failed", environment=self._name, error=short_text(error), trace=trace_of(error)
+            )
+            return StepResult(
+                observation="The action could not be read.",
+                done=True,
+                status=EndStatus.INVALID_ACTION,
+                metrics={"failed_actions": 1.0},
+            )
+        return result
+
+    async def close(self) -> None:
+        await call_plain_or_async(self._inner.close)
+
+
+ENVIRONMENTS: dict[str, EnvironmentFactory] = {
+    "household_toy": HouseholdToyEnvironment,
+    "single_step": SingleStep,
+    "tool": ToolLoop,
+    "tools": ToolCalls,
+}
+
+
+ENVIRONMENT_METHODS = {
+    "reset": "def reset(self, task, seed) -> Observation",
+    "step": "def step(self, action) -> StepResult",
+    "close": "def close(self) -> None",
+}
+
+
+class EnvironmentRegistry:
+    """Builds one environment per episode. Import paths are loaded at start: a typo costs a second, not a run."""
+
+    def __init__(
+        self,
+        paths: Mapping[str, str],
+        context: EnvironmentContext,
+        worlds: Mapping[str, World | str] | None = None,
+    ) -> None:
+        """``worlds`` maps a world that the config cannot offer to the reason."""
+        self._context = context
+        self._factories = dict(ENVIRONMENTS)
+        self._worlds: dict[str, World] = {}
+        self.failed_actions: Counter[str] = Counter()
+        self._absent: dict[str, str] = {}
+        for name, world in (worlds or {}).items():
+            if isinstance(world, str):
+                self._absent[name] = world
+            else:
+                self._worlds[name] = world
+        for name, path in paths.items():
+            if name in ENVIRONMENTS or name in (worlds or {}):
+                raise ConfigError(
+                    f"envgateway.environments.{name}: Rollmill has an environment of this name: write another name before {path}"
+                )
+            self._factories[name] = _load(name, path)
+        self._guarded = {
+            *ENVIRONMENTS,
+            *(name for name, world in self._worlds.items() if not getattr(world, "is_remote", False)),
+        }
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({*self._factories, *self._worlds})
+
+    @property
+    def names_with_indices(self) -> list[str]:
+        """Environments that can list their tasks."""
+        return sorted(name for name, world in self._worlds.items() if isinstance(world, IndexedWorld))
+
+    @property
+    def absent(self) -> Mapping[str, str]:
+        """Unavailable worlds, with the missing part of each."""
+        return self._absent
+
+    def build(self, name: str) -> EnvironmentLike:
+        """Build an environment. Raises ``UnknownEnvironmentError``, which names a missing part."""
+        self.require(name)
+        world = self._worlds.get(name)
+        environment = self._factories[name](self._context) if world is None else world.build()
+        return GuardedEnvironment(environment, name, self.failed_actions) if name in self._guarded else environment
+
+    def require(self, name: str) -> None:
+        """Raises ``UnknownEnvironmentError``, which names a missing part."""
+        if name in self._worlds or name in self._factories:
+            return
+        if name in self._absent:
+            raise UnknownEnvironmentError(f"the environment {name!r} is not set up here: {self._absent[name]}")
+        raise UnknownEnvironmentError(f"no environment {name!r}; this gateway has {', '.join(self.names)}")
+
+    async def indices(self, name: str) -> Sequence[int | str] | None:
+        """The environment's tasks; None where no list exists. Raises the errors of loading the world."""
+        world = self._worlds.get(name)
+        return await world.indices() if isinstance(world, IndexedWorld) else None
+
+    def max_turns(self, name: str) -> int | None:
+        """Turns of an episode, where its world has an attribute of this name."""
+        return getattr(self._worlds.get(name), "max_turns", None)
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Counts of the worlds that have an attribute ``gauges``; and failed actions of built-in environments."""
+        counted = {name: n for world in self._worlds.values() for name, n in getattr(world, "gauges", {}).items()}
+        return counted | {f"{name}_failed_actions": float(n) for name, n in self.failed_actions.items()}
+
+    async def close(self) -> None:
+        """Release the worlds' resources; every episode is closed by now."""
+        for world in self._worlds.values():
+            await world.close()
+
+
+def _load(name: str, path: str) -> EnvironmentFactory:
+    factory = load_object(path)
+    if is_gymnasium_style(factory):
+        return GymnasiumFactory(factory)
+    check_methods(factory, f"envgateway.environments.{name}: {path}", ENVIRONMENT_METHODS)
+    return factory  # type: ignore[no-any-return]
+
+
+# --------
 
 
 STEP_TIMEOUT_S = 55.0  # less than callers wait, so that they get the reason
@@ -45,7 +237,6 @@ _CLOSE_TIMEOUT_S = 5.0
 _CLOSED_AT_ONCE = 32
 LONGEST_SWEEP_PAUSE_S = 5.0
 _REMEMBERED_LOSSES = 1024
-
 Result = TypeVar("Result")
 
 
@@ -60,7 +251,7 @@ class EpisodeStart:
 class _Episode:
     id: str
     request_id: str
-    environment: Environment
+    environment: EnvironmentLike
     expires: float
     results: list[StepResult] = field(default_factory=list)  # by turn, from 1
     running: asyncio.Task[StepResult] | None = None
@@ -201,7 +392,7 @@ class EpisodeManager:
         self.counts["created"] += 1
         return EpisodeStart(episode.id, observation, self._lease_s)
 
-    async def _built(self, name: str) -> Environment:
+    async def _built(self, name: str) -> EnvironmentLike:
         return self._environments.build(name)
 
     def _begun(self, key: str, start: asyncio.Task[EpisodeStart]) -> None:
@@ -247,7 +438,7 @@ class EpisodeManager:
             episode.running.cancel()
         await self._close_environment(episode.environment)
 
-    async def _close_environment(self, environment: Environment) -> None:
+    async def _close_environment(self, environment: EnvironmentLike) -> None:
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await call_plain_or_async(environment.close)
@@ -259,11 +450,11 @@ class _EnvironmentFailed(EpisodeLostError):
     """The environment is in no state to go on."""
 
 
-async def _reset(environment: Environment, task: Mapping[str, Any], seed: int) -> Observation:
+async def _reset(environment: EnvironmentLike, task: Mapping[str, Any], seed: int) -> Observation:
     return checked_observation(await call_plain_or_async(environment.reset, task, seed))
 
 
-async def _step(environment: Environment, action: str) -> StepResult:
+async def _step(environment: EnvironmentLike, action: str) -> StepResult:
     return checked_result(await call_plain_or_async(environment.step, action))
 
 
@@ -319,3 +510,69 @@ def _text(text: Any) -> str:
     if not isinstance(text, str):
         raise TypeError(f"it returned a {type(text).__name__} where text belongs")
     return encodable(str(text))
+
+
+# --------
+# Worlds that a gateway's config can offer, or the missing part of a world.
+
+
+ENVIRONMENT_NAMES = ("alfworld", "harbor", "household_toy", "single_step", "textworld", "tool", "tools", "webshop")
+
+
+def make_worlds(config: EnvGatewayConfig, sandbox: SandboxPool | None = None) -> dict[str, World | str]:
+    """Worlds by name: a world, or the reason of its absence. An AgentBench server goes before the built-in world of its
+    name, which then needs no data. ``sandbox``: of the gateway; without one no world runs commands. Raises ``ConfigError`` for
+    settings that cannot work."""
+    taken = {*ENVIRONMENT_NAMES, *config.agentbench, *config.environments}
+    for section, names in (("openenv", config.openenv), ("gymnasium", config.gymnasium)):
+        for name in names:
+            if name in taken:
+                raise ConfigError(
+                    f"envgateway.{section}.{name}: the gateway has an environment of this name: write another name"
+                )
+            taken.add(name)
+    built_in = {"alfworld": _alfworld, "textworld": _textworld, "webshop": _webshop}
+    worlds = {name: make(config) for name, make in built_in.items() if name not in config.agentbench}
+    worlds |= {name: AgentBenchWorld(server) for name, server in config.agentbench.items()}
+    worlds |= {name: _openenv(name, server) for name, server in config.openenv.items()}
+    if sandbox is not None:
+        worlds[HARBOR] = why_not(sandbox.tier) or HarborWorld(config.harbor, sandbox)
+    return worlds | {
+        name: GymnasiumWorld(name, one) if is_installed() else MISSING for name, one in config.gymnasium.items()
+    }
+
+
+def _openenv(name: str, config: OpenEnvConfig) -> World | str:
+    program = config.command[0] if config.command else PYTHON_MARK
+    if program != PYTHON_MARK and shutil.which(program) is None:
+        return f"envgateway.openenv.{name}.command: there is no program {program}: write its path, or install it"
+    return OpenEnvWorld(name, config)
+
+
+def _alfworld(config: EnvGatewayConfig) -> World | str:
+    data, games = config.alfworld.data, config.alfworld.games
+    missing = []
+    if importlib.util.find_spec("alfworld") is None:
+        missing.append(f"its engine is not installed: {install('alfworld')}")
+    if data is None:
+        missing.append("write envgateway.alfworld.data: FOLDER, which holds ALFWorld's json_2.1.1")
+    elif not data.is_dir():
+        missing.append(f"envgateway.alfworld.data: there is no folder {data.absolute()}")
+    if games is not None and not games.is_file():
+        missing.append(f"envgateway.alfworld.games: there is no file {games.absolute()}")
+    return AlfworldWorld(config.alfworld, data) if data is not None and not missing else "; ".join(missing)
+
+
+def _textworld(config: EnvGatewayConfig) -> World | str:
+    games = config.textworld.games
+    if importlib.util.find_spec("textworld") is None:
+        return f"its engine is not installed: {install('textworld')}"
+    if games is not None and not games.is_dir():
+        return f"envgateway.textworld.games: there is no folder {games.absolute()}"
+    return TextworldWorld(config.textworld)
+
+
+def _webshop(config: EnvGatewayConfig) -> World | str:
+    if config.webshop.data is None:
+        return "write envgateway.webshop.data: FOLDER, which holds the catalogue in WebShop's raw form"
+    return WebshopWorld(config.webshop)

@@ -15,9 +15,14 @@ from pydantic import Field
 
 from services.common.config.base import Section
 from services.common.errors import InvalidRequestError
-from services.envgateway.envs.base import EndStatus, EnvironmentContext, Observation, StepResult
-from services.envgateway.envs.replies import MOST_COMMAND_CHARS
-from services.envgateway.envs.settings import settings_of
+from services.envgateway.envs.base import (
+    MOST_COMMAND_CHARS,
+    EndStatus,
+    EnvironmentContext,
+    Observation,
+    StepResult,
+    settings_of,
+)
 
 _ROOMS = ("kitchen", "bedroom", "bathroom", "study", "cellar", "attic", "hall", "garage", "pantry", "nursery")
 _FURNITURE = ("table", "shelf", "desk", "bench", "counter", "rug")

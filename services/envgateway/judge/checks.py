@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.text.asserted_calls import AssertedCall, Relation
-from services.envgateway.judge.compare import difference
+from services.envgateway.judge.compare import NO_TREE, ValueRule, difference, distance, equal, shown, truth
 from services.envgateway.judge.records import Comparison, ComparisonMode
-from services.envgateway.judge.values import NO_TREE, ValueRule, distance, equal, shown, truth
 from services.envgateway.sandbox.bare.harness import plain
 
 _STRICT = ValueRule(strict=True)

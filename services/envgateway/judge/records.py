@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from services.common.text.asserted_calls import AssertedCall, asserted_calls
+from services.envgateway.sandbox.bare.harness.calls import FRAME, framed
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.records import ExecutionLimits
+from services.envgateway.sandbox.lease import SubmittedRun
+from services.envgateway.sandbox.records import ExecutionLimits, ExecutionResult
 
 
 class ComparisonMode(enum.StrEnum):
@@ -83,7 +86,7 @@ class AssertTests:
 
     Tests that can be read as calls and values (``services.common.text.asserted_calls``) never enter the program's
     process. Other tests run there, and their verdict is ``opaque``. ``preamble`` is code that the tests may use, such as
-    the task's own prompt. Only the entry point and ``names`` are the program's (``services.common.text.assert_tests``).
+    the task's own prompt. Only the entry point and ``names`` are the program's (``services.common.text.programs``).
     """
 
     tests: str
@@ -151,3 +154,99 @@ class JudgeResult:
     @property
     def num_passed(self) -> int:
         return sum(case.verdict is RunStatus.OK for case in self.cases)
+
+
+# --------
+# Converts the sandbox's results to verdicts of cases and of whole requests.
+
+
+_SHOWN_BYTES = 2000
+_SHOWN_LINE = 300
+_FAILED = (RunStatus.RUNTIME_ERROR, RunStatus.COMPILE_ERROR)
+RETRYABLE = (RunStatus.INFRA_ERROR,)
+
+
+def case_result(index: int, run: ExecutionResult, verdict: RunStatus | None = None, detail: str = "") -> CaseResult:
+    """A case that was one run; ``verdict`` where the judge knows better than the sandbox."""
+    return CaseResult(
+        index=index,
+        verdict=verdict if verdict is not None else run.status,
+        detail=detail or run.detail or (last_line(run) if run.status in _FAILED else ""),
+        stdout=run.stdout[:_SHOWN_BYTES].decode(errors="replace"),
+        stderr=run.stderr[-_SHOWN_BYTES:].decode(errors="replace"),
+        truncated=run.truncated,
+        exit_code=run.exit_code,
+        signal=run.signal,
+        wall_s=run.wall_s,
+        cpu_s=run.cpu_s,
+        peak_memory_bytes=run.peak_memory_bytes,
+    )
+
+
+def last_line(run: ExecutionResult) -> str:
+    """The last line of a failed program's output, which names its error."""
+    if run.signal is not None:
+        return f"signal {run.signal}"
+    lines = run.stderr[-_SHOWN_BYTES:].decode(errors="replace").strip().splitlines()
+    return lines[-1][:_SHOWN_LINE] if lines else f"exit code {run.exit_code}" if run.exit_code else ""
+
+
+def whole_result(cases: Sequence[CaseResult], num_cases: int, tier: str) -> JudgeResult:
+    """The first failure decides, but a failure of the machinery never does where the program failed as well."""
+    failed = [case for case in cases if case.verdict is not RunStatus.OK]
+    about_program = [case for case in failed if case.verdict.is_about_the_program]
+    first = next(iter(about_program or failed), None)
+    return JudgeResult(
+        verdict=first.verdict if first else RunStatus.OK,
+        cases=tuple(cases),
+        num_cases=num_cases,
+        tier=tier,
+        detail=f"case {first.index}: {first.detail}" if first else "",
+    )
+
+
+def refused(detail: str, tier: str) -> JudgeResult:
+    """The result of a request that cannot be judged."""
+    return JudgeResult(verdict=RunStatus.INVALID_REQUEST, detail=detail, tier=tier)
+
+
+def unusable(detail: str, tier: str) -> JudgeResult:
+    """The result of tests that cannot judge any program: the program gets no verdict."""
+    return JudgeResult(verdict=RunStatus.INVALID_TESTS, detail=detail, tier=tier)
+
+
+# --------
+# Frames of an interactive run, in both directions: a length and as many bytes.
+
+
+class Frames:
+    """The output of an interactive run, cut into frames."""
+
+    def __init__(self, run: SubmittedRun, largest: int) -> None:
+        self._run = run
+        self._largest = largest
+        self._buffer = bytearray()
+        self._ended = False
+
+    async def next(self) -> bytes | None:
+        """The next frame; None at the end of the output, or when the output is not a frame."""
+        while True:
+            if len(self._buffer) >= FRAME.size:
+                size = FRAME.unpack_from(self._buffer)[0]
+                if size > self._largest:
+                    return None
+                if len(self._buffer) >= FRAME.size + size:
+                    frame = bytes(self._buffer[FRAME.size : FRAME.size + size])
+                    del self._buffer[: FRAME.size + size]
+                    return frame
+            if self._ended:
+                return None
+            message = await self._run.messages.get()
+            self._ended = message is None
+            self._buffer += message.data if message is not None else b""
+
+
+def one_frame(data: bytes) -> bytes | None:
+    """The content of data that are one whole frame."""
+    content = data[FRAME.size :]
+    return content if framed(content) == data else None

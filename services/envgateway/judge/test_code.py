@@ -9,7 +9,7 @@ import ast
 import json
 from typing import Any
 
-from services.common.text.assert_tests import called_in, completed, is_test_case, is_test_function, names_of, parsed
+from services.common.text.programs import called_in, completed, is_test_case, is_test_function, names_of, parsed
 from services.envgateway.judge.records import AssertTests
 
 _MOST_LIMITS = 20  # the tests may take this many times the limit of one case

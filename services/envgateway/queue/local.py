@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar, get_args, get_type_hints, overload
 
 from services.common.aio import deadline
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError
-from services.common.telemetry.gateway_queue import Lane, waiting_gauge
+from services.common.telemetry.metrics import Lane, waiting_gauge
 from services.common.text.literals import to_tree
 from services.envgateway.calls import SharedCalls, take_place
 from services.envgateway.judge import records

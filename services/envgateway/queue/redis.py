@@ -35,9 +35,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from services.common.aio import TaskOwner, backoff
-from services.common.config.processes.envgateway import QueueConfig
+from services.common.config.envgateway import QueueConfig
 from services.common.errors import ConfigError, InvalidRequestError
-from services.common.telemetry.gateway_queue import Lane, QueueGauge
+from services.common.telemetry.metrics import Lane, QueueGauge
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
 from services.envgateway.queue.local import Job, JobQueue, JobResult, Scheduler, decode, encode, infrastructure_failure
 from services.envgateway.variables import check_redis, without_user

@@ -14,14 +14,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.common.config.processes.envgateway import LiveConfig, SandboxConfig
+from services.common.config.envgateway import LiveConfig, SandboxConfig
 from services.common.errors import CapacityError
-from services.common.telemetry.gateway_queue import Lane
+from services.common.telemetry.metrics import Lane
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.bare.supervisor.places import LIVE
-from services.envgateway.sandbox.connection import RunMessage, SubmittedRun
-from services.envgateway.sandbox.jobs import Job, profile_of
-from services.envgateway.sandbox.lease import LeaseOwner, SlotLease
+from services.envgateway.sandbox.lease import Job, LeaseOwner, RunMessage, SlotLease, SubmittedRun, profile_of
 from services.envgateway.sandbox.records import OPEN_FILES, ExecutionResult
 
 _FRAME = struct.Struct("!I")

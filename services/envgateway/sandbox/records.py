@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from services.common.config.processes.envgateway import SandboxConfig
+from services.common.config.envgateway import SandboxConfig
 from services.envgateway.sandbox.bare.statuses import RunStatus
 
 OPEN_FILES = 64

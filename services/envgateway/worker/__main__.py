@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from services.common.config.reading.loading import load_recipe, load_resolved
+from services.common.config.loading import load_recipe, load_resolved
 from services.common.config.reading.unread import unread_variables
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, RollmillError

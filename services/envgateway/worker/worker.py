@@ -32,14 +32,13 @@ import structlog
 from redis.exceptions import ResponseError
 
 from services.common.aio import TaskOwner
-from services.common.config.processes.services import MetricsConfig
+from services.common.config.processes import MetricsConfig
 from services.common.errors import InvalidRequestError, RollmillError
 from services.common.prometheus import metrics_server
-from services.common.telemetry.gateway_queue import Lane
-from services.common.telemetry.log_events import LogEvent
-from services.common.telemetry.status import ProcessStatus
+from services.common.telemetry.logs import LogEvent
+from services.common.telemetry.metrics import Lane, ProcessStatus
+from services.envgateway.app import WORKER_METRICS
 from services.envgateway.judge.judge import Judge
-from services.envgateway.prometheus import WORKER_METRICS
 from services.envgateway.queue.local import (
     Job,
     JobResult,
@@ -62,7 +61,7 @@ from services.envgateway.queue.redis import (
     connect,
     finish,
 )
-from services.envgateway.rewards.math.pool import comparisons
+from services.envgateway.rewards.pool import comparisons
 from services.envgateway.sandbox.bare.slot_queue import batch_share
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest

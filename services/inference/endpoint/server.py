@@ -11,43 +11,389 @@ the routes are https, and an agent's session text also has its access token (``a
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
+import json
+import os
+import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
+import ssl
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
 
 import orjson
 import structlog
 from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field
 
-from services.common.config.processes.services import EndpointConfig
-from services.common.errors import InvalidRequestError, PermissionDeniedError, RollmillError, UnknownPolicyError
-from services.common.http.listener import Listener
-from services.common.http.origin import json_answer
-from services.common.security import identity
-from services.common.system.surroundings import reach_directly
-from services.inference.endpoint.access import (
-    SESSION_HEADER,
-    agent_of,
-    base_url,
-    shown_sessions,
-    shown_token,
-    trust,
-    with_token,
+from services.common.aio import ended
+from services.common.config.processes import EndpointConfig
+from services.common.errors import (
+    ConfigError,
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+    RollmillError,
+    UnknownPolicyError,
 )
-from services.inference.endpoint.dialects.base import Dialect, ItemLimits, Refusal, UnknownSessionError, validated
-from services.inference.endpoint.dialects.chat import CHAT
-from services.inference.endpoint.dialects.messages import MESSAGES
-from services.inference.endpoint.dialects.responses import RESPONSES
-from services.inference.endpoint.sessions import RewardTold, ServedSession, model_told, models_told
-from services.inference.endpoint.streams import Stream, in_session
-from services.inference.workflows.agents.captured import CapturedSession
+from services.common.http import Listener, json_answer
+from services.common.net import hosts
+from services.common.security import identity
+from services.common.security.identity import Identity
+from services.common.security.keys import Role
+from services.common.system.surroundings import reach_directly
+from services.common.text.chat import Message
+from services.common.text.tools import OPEN
+from services.inference.endpoint.chat import (
+    CHAT,
+    AnswerWriter,
+    Dialect,
+    DialectRequest,
+    ItemLimits,
+    Refusal,
+    UnknownSessionError,
+    known,
+    validated,
+)
+from services.inference.endpoint.messages import MESSAGES
+from services.inference.endpoint.responses import RESPONSES
+from services.inference.workflows.agents import (
+    DEFAULT_MODEL,
+    CapturedSession,
+    CapturedTurn,
+    IncrementalText,
+    Located,
+    Thread,
+    TurnRequest,
+    settled,
+)
+
+# --------
+# Creates the URL and session text of an agent, and reads the session from its requests.
+
+
+SESSION_HEADER = "X-Rollmill-Session"
+SESSION_HEADERS = (SESSION_HEADER, "X-Session-ID")
+KEY_HEADERS = ("X-Api-Key", "Authorization")
+CA_VARIABLE = "SSL_CERT_FILE"  # trusted authorities; read by OpenSSL and httpx, and so by the client `openai`
+_BETWEEN = "~"  # a character that no token and no session has
+_BEARER = "Bearer "
+
+
+def shown_sessions(request: web.Request) -> tuple[list[str], list[str]]:
+    """The sessions that a request names in headers for sessions, and in those for API keys."""
+    in_headers, in_keys = (
+        [_plain(given).rpartition(_BETWEEN)[2] for name in names if (given := request.headers.get(name)) is not None]
+        for names in (SESSION_HEADERS, KEY_HEADERS)
+    )
+    return in_headers, in_keys
+
+
+def shown_token(request: web.Request) -> str | None:
+    """The token that a request brings, with the session or by itself, as a header ``Bearer TOKEN``."""
+    for name in (*SESSION_HEADERS, *KEY_HEADERS):
+        token, between, _ = _plain(request.headers.get(name, "")).rpartition(_BETWEEN)
+        if between:
+            return _BEARER + token
+    return request.headers.get("Authorization")
+
+
+def _plain(header: str) -> str:
+    return header.removeprefix(_BEARER).strip()
+
+
+def agent_of(who: Identity) -> Identity:
+    """The agents' identity: the inference service's bundle holds theirs. Raises ``ConfigError`` if the bundle lacks the identity."""
+    return identity.load(who.folder, Role.AGENT)
+
+
+def with_token(session: str, agent: Identity) -> str:
+    """The session text with an agent's token."""
+    return agent.bundle.token + _BETWEEN + session
+
+
+def base_url(host: str, port: int, *, secure: bool) -> str:
+    """The endpoint's URL for agents on this machine."""
+    host = host.strip("[]")
+    try:
+        if ip_address(host).is_unspecified:  # a wildcard bind includes loopback
+            host = "::1" if ":" in host else "127.0.0.1"
+    except ValueError:
+        pass  # a name
+    return f"{'https' if secure else 'http'}://{hosts.address(host, port)}/v1"
+
+
+def trust(who: Identity) -> None:
+    """Add the run's authority to the trusted authorities of this process and its child processes."""
+    trusted = os.environ.get(CA_VARIABLE) or ssl.get_default_verify_paths().cafile
+    try:
+        others = Path(trusted).read_bytes() if trusted else b""
+    except OSError as error:
+        raise ConfigError(f"{CA_VARIABLE} is {trusted}: {error.strerror}") from None
+    if who.bundle.ca in others:
+        return
+    with tempfile.NamedTemporaryFile(prefix="rollmill-trust-", suffix=".pem", delete=False) as file:
+        file.write(others.rstrip() + b"\n" + who.bundle.ca)
+    atexit.register(Path(file.name).unlink, missing_ok=True)
+    os.environ[CA_VARIABLE] = file.name
+
+
+# --------
+# Reads the body of a request: an object with a list of items, such as ``messages``, among its fields.
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def read_body(body: bytes, name: str) -> tuple[Mapping[str, Any], Sequence[Any]]:
+    """All fields but the items, and the items of ``name``; a text is one item.
+
+    Raises ``InvalidRequestError`` for another body. Whole numbers of any size stay exact: they are arguments of calls.
+    """
+
+    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs) and [key for key, _ in pairs].count(name) > 1:
+            raise InvalidRequestError(f"the body has {name} twice", param=name)
+        return fields
+
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the body is no UTF-8: {error}") from None
+    try:
+        fields = json.loads(text, object_pairs_hook=read)
+        if _SURROGATE.search(text):
+            json.dumps(fields, ensure_ascii=False).encode()  # raises for a half of a pair
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is no JSON that can be read: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequestError(f"the body is no JSON object but {type(fields).__name__}")
+    if name not in fields:
+        raise InvalidRequestError(f"{name} is missing", param=name)
+    items = fields.pop(name)
+    if not isinstance(items, str | list):
+        raise InvalidRequestError(f"{name} is no JSON list or text but {type(items).__name__}", param=name)
+    return fields, [items] if isinstance(items, str) else items
+
+
+# --------
+# Captured sessions as the endpoint serves them: finds the thread of a request, and the answers that requests name.
+
+
+class RewardTold(BaseModel):
+    """The body of ``POST /v1/rewards``. ``id``: of an answer; left out, the reward is the rollout's."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reward: float = Field(allow_inf_nan=False)
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request that was read. ``locate`` finds its thread when the turn begins."""
+
+    fields: DialectRequest
+    turn: TurnRequest
+    preface: tuple[Message, ...]
+    locate: Callable[[], Located]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Continued:
+    """An answer that a request may continue: the thread, its messages up to and with the answer, and their preface."""
+
+    thread: Thread
+    num_messages: int
+    preface: tuple[Message, ...]
+
+
+class ServedSession:
+    """A captured session with its running requests and its answers."""
+
+    def __init__(self, captured: CapturedSession, limits: ItemLimits) -> None:
+        self.captured = captured
+        self.running: set[asyncio.Task[Any]] = set()
+        self._limits = limits
+        self._answered: dict[str, _Continued] = {}
+        self._stored: dict[str, dict[str, Any]] = {}  # bodies of answers by id
+
+    def read(self, body: bytes, dialect: Dialect) -> Asked:
+        given, items = read_body(body, dialect.items)
+        fields = validated(dialect.request, given)
+        turn = fields.ask(self._policy_of(fields.model))
+        preface = tuple(fields.preface())
+        new = dialect.read_items(items, self._limits)
+
+        def locate() -> Located:
+            return self.captured.locate(turn, [*preface, *self._messages_before(fields.previous()), *new])
+
+        return Asked(fields=fields, turn=turn, preface=preface, locate=locate)
+
+    def answered(self, answer_id: str, asked: Asked, turn: CapturedTurn) -> None:
+        """Remember an answer, which later requests may name."""
+        self._answered[answer_id] = _Continued(
+            thread=turn.thread, num_messages=turn.num_messages, preface=asked.preface
+        )
+
+    def store(self, writer: AnswerWriter) -> None:
+        """Keep the body of a finished answer where its dialect and its request want that."""
+        if (body := writer.stored()) is not None:
+            self._stored[writer.id] = body
+
+    def stored(self, answer_id: str) -> dict[str, Any]:
+        """The body of an answer; raises ``NotFoundError`` for one that is not kept."""
+        if answer_id not in self._stored:
+            raise NotFoundError(
+                f"no response {answer_id!r} here: this session made none of this id, or its request had store: false",
+                param="response_id",
+                code="response_not_found",
+            )
+        return self._stored[answer_id]
+
+    def give_reward(self, told: RewardTold) -> None:
+        """Set the reward of the sequence that has an answer, or of the rollout. The last one told counts."""
+        if told.id is None:
+            self.captured.reward = told.reward
+        else:
+            self._answer(told.id, "id", "answer_not_found").thread.reward = told.reward
+
+    def _messages_before(self, answer_id: str | None) -> Sequence[Message]:
+        """The conversation up to and with an answer, without its preface: instructions are told anew."""
+        if answer_id is None:
+            return ()
+        found = self._answer(answer_id, "previous_response_id", "previous_response_not_found")
+        return found.thread.messages[len(found.preface) : found.num_messages]
+
+    def _answer(self, answer_id: str, param: str, code: str) -> _Continued:
+        found = self._answered.get(answer_id)
+        if found is None:
+            raise NotFoundError(f"{param} is {answer_id!r}; this session has no such answer", param=param, code=code)
+        return found
+
+    def _policy_of(self, model: str) -> str:
+        captured = self.captured
+        if model == DEFAULT_MODEL and captured.default_policy is not None:
+            return captured.default_policy
+        if model not in captured.policies:
+            raise UnknownPolicyError(
+                f"no model {model!r} here; there is {', '.join(captured.policies)}, and {DEFAULT_MODEL!r} for the one that "
+                "workflow.settings.policy names",
+                param="model",
+            )
+        return model
+
+
+def model_told(name: str) -> dict[str, Any]:
+    """A policy as a model, with the fields of OpenAI's and of Anthropic's clients."""
+    ours = {"id": name, "object": "model", "created": 0, "owned_by": "rollmill"}
+    return {**ours, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def models_told(names: Iterable[str]) -> dict[str, Any]:
+    data = [model_told(name) for name in names]
+    page = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"has_more": False}
+    return {"object": "list", "data": data, **page}
+
+
+# --------
+# Sends one answer as server-sent events while its turn is taken.
+
+
+class Stream:
+    """``send`` once."""
+
+    def __init__(self, request: web.Request, session: ServedSession, asked: Asked, writer: AnswerWriter) -> None:
+        self._request = request
+        self._session = session
+        self._asked = asked
+        self._writer = writer
+        turn = asked.turn
+        self._held = (*turn.stop, *((OPEN,) if turn.tools and turn.read_calls else ()))
+        self._opening = tuple(writer.begin())  # made first: events are numbered
+        self._response: web.StreamResponse | None = None
+
+    async def send(self) -> web.StreamResponse:
+        """Raises ``RollmillError`` for a turn that failed before the first event."""
+        loop = asyncio.get_running_loop()
+        tokens: asyncio.Queue[int | None] = asyncio.Queue()
+
+        def on_token(token: int) -> None:  # in the engine's thread, or here
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+                loop.call_soon_threadsafe(tokens.put_nowait, token)
+
+        asked, captured = self._asked, self._session.captured
+        turn_task = asyncio.ensure_future(captured.take_turn(asked.turn, asked.locate, on_token))
+        turn_task.add_done_callback(lambda _: tokens.put_nowait(None))
+        try:
+            turn = await in_session(self._session, self._follow(tokens, turn_task))
+            self._session.answered(self._writer.id, asked, turn)
+            events = list(self._writer.finish(turn))
+            self._session.store(self._writer)  # before the client knows of the end
+            await self._write(events)
+        except ConnectionResetError:
+            raise  # the client has left
+        except Exception as error:
+            if self._response is None:
+                raise  # an ordinary refusal
+            await self._write(self._writer.fail(known(error)))
+        finally:
+            await ended(turn_task)
+        response = await self._begun()
+        await response.write_eof()
+        return response
+
+    async def _follow(self, tokens: asyncio.Queue[int | None], turn_task: asyncio.Future[CapturedTurn]) -> CapturedTurn:
+        """Send settled text until the turn ends."""
+        growing = IncrementalText(self._writer.chat)
+        while (token := await tokens.get()) is not None:
+            growing.add(token)
+            if tokens.empty():
+                await self._write(self._writer.text(settled(growing.text, self._held)))
+        return await turn_task
+
+    async def _write(self, events: Iterable[bytes]) -> None:
+        for each in events:
+            await (await self._begun()).write(each)
+
+    async def _begun(self) -> web.StreamResponse:
+        if self._response is None:
+            headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+            self._response = web.StreamResponse(headers=headers)
+            await self._response.prepare(self._request)
+            for each in self._opening:
+                await self._response.write(each)
+        return self._response
+
+
+async def in_session(session: ServedSession, work: Awaitable[CapturedTurn]) -> CapturedTurn:
+    """Wait for a turn; if the session ends first, the request is refused like one without a session."""
+    task = asyncio.ensure_future(work)
+    session.running.add(task)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if current is not None and current.cancelling():
+            raise  # the client left
+        raise UnknownSessionError("the rollout of this session is over") from None
+    finally:
+        session.running.discard(task)
+
+
+# --------
+
 
 log = structlog.get_logger(__name__)
-
 DIALECTS = (CHAT, RESPONSES, MESSAGES)
 _PREFIXES = ("/v1", "/v1/v1")
 """Anthropic's client adds ``/v1`` to its base URL, and an agent is given one URL for all clients."""
-
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

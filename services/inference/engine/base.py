@@ -10,16 +10,71 @@ log-probability equals a plain forward pass of the version named on its segment.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from services.common.errors import ConfigError
-from services.common.records.types import Logprobs, Sampling, Segment, TokenIds
-from services.inference.engine.weight_update import WeightUpdate
+from services.common.errors import ConfigError, InvalidRequestError, ModelMismatchError, PromptTooLongError
+from services.common.records import Logprobs, Sampling, Segment, TokenIds
+from services.common.text.chat import check_weights_match
+from services.common.weights.codec import ChunkChange
+
+# --------
+# The argument of ``Engine.update``: whole tensors, or only their changed elements; with a check against a model's
+# shapes.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """The change from one version to another. Tensors have their Hugging Face names; tied weights appear once.
+
+    ``complete``: ``whole`` names every tensor of the model. Otherwise tensors that are not named keep their values.
+    """
+
+    version: int
+    whole: Mapping[str, Any] = field(default_factory=dict)  # host tensors, in any floating type
+    changes: Mapping[str, Sequence[ChunkChange]] = field(default_factory=dict)  # bits of the type ``dtype``
+    dtype: str = ""  # of the changes, in torch's notation
+    complete: bool = True
+
+    @classmethod
+    def full(cls, weights: Mapping[str, Any], version: int) -> WeightUpdate:
+        """Every tensor, whole."""
+        return cls(version=version, whole=weights)
+
+    @property
+    def num_changes(self) -> int:
+        """Elements changed in place."""
+        return sum(change.num_changes for changes in self.changes.values() for change in changes)
+
+
+def check_update(update: WeightUpdate, weights: Mapping[str, Any]) -> None:
+    """``weights`` has the model's shapes by name. ``ModelMismatchError`` when the update is for another model."""
+    if update.complete:
+        check_weights_match(weights, update.whole)
+        return
+    unknown = [name for name in (*update.whole, *update.changes) if name not in weights]
+    if unknown:
+        raise ModelMismatchError(f"weights of the update do not match the model: unexpected: {', '.join(unknown[:4])}")
+    check_weights_match({name: weights[name] for name in update.whole}, update.whole)
+    for name, changes in update.changes.items():
+        size = math.prod(weights[name].shape)
+        for change in changes:
+            last = len(change.values) if change.positions is None else int(change.positions[-1]) + 1
+            if change.start + last > size:
+                raise ModelMismatchError(
+                    f"weights of the update do not match the model: {name} has {size} elements, "
+                    f"the update changes element {change.start + last - 1}"
+                )
+
+
+# --------
+
 
 Watch = Callable[[int], bool]  # called with each sampled token; True ends the generation with that token
 
@@ -165,3 +220,125 @@ def sharing(engine: Engine) -> SharesDevice:
     raise ConfigError(
         f"engine {type(engine).__name__} does not free its memory between turns: write placement: apart, or engine: torch"
     )
+
+
+# --------
+# Validates generation requests against an engine's context and vocabulary, before the engine takes them.
+
+
+def check_request(
+    request: GenerationRequest, *, context_length: int, vocab_size: int | None = None, forced: bool = False
+) -> None:
+    """``PromptTooLongError`` or ``InvalidRequestError`` with the value that is wrong; no vocabulary, no id check.
+
+    ``forced`` says that the engine takes its tokens from the request rather than from a distribution.
+    """
+    num_prompt = len(request.prompt_ids)
+    sampling = request.sampling
+    if num_prompt >= context_length:
+        raise PromptTooLongError(
+            f"prompt has {num_prompt} tokens, the context only {context_length} and at least one must be new",
+            prompt_tokens=str(num_prompt),
+            context_tokens=str(context_length),
+        )
+    problem = ""
+    if not num_prompt:
+        problem = "the prompt is empty"
+    elif vocab_size is not None and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
+        problem = f"the prompt has token ids outside 0…{vocab_size - 1}"
+    elif vocab_size is not None and any(not 0 <= token < vocab_size for token in request.stop_token_ids):
+        problem = f"stop tokens {request.stop_token_ids} reach outside 0…{vocab_size - 1}"
+    elif sampling.max_new_tokens < 1:
+        problem = f"max_new_tokens is {sampling.max_new_tokens}; must be at least 1"
+    elif sampling.min_new_tokens < 0:
+        problem = f"min_new_tokens is {sampling.min_new_tokens}; must be 0 or more"
+    elif not sampling.temperature >= 0:  # written so that NaN is refused too
+        problem = f"temperature is {sampling.temperature}; must be 0 (greedy) or more"
+    elif not 0 < sampling.top_p <= 1:
+        problem = f"top_p is {sampling.top_p}; must be above 0 and at most 1"
+    elif sampling.top_k < 0:
+        problem = f"top_k is {sampling.top_k}; must be 0 (off) or more"
+    elif not 0 <= sampling.min_p < 1:
+        problem = f"min_p is {sampling.min_p}; must be 0 (off) or more, and below 1"
+    elif forced:
+        problem = _problem_with_forced(request, vocab_size)
+    elif request.forced_ids is not None:
+        problem = (
+            "forced_ids names the tokens to emit, and this engine samples; write the replay engine (engine: forced)"
+        )
+    if problem:
+        raise InvalidRequestError(f"request {request.request_id!r}: {problem}")
+
+
+def check_score_request(request: ScoreRequest, *, context_length: int, vocab_size: int | None = None) -> None:
+    """``PromptTooLongError`` or ``InvalidRequestError`` with the value that is wrong; no vocabulary, no id check."""
+    tokens, positions, temperatures = request.token_ids, request.positions, request.temperatures
+    if len(tokens) > context_length:
+        raise PromptTooLongError(
+            f"a sequence to score has {len(tokens)} tokens, the context only {context_length}",
+            prompt_tokens=str(len(tokens)),
+            context_tokens=str(context_length),
+        )
+    problem = ""
+    if len(positions) and not 1 <= int(positions.min()) <= int(positions.max()) < len(tokens):
+        problem = f"positions {positions.min()}…{positions.max()} are not within 1…{len(tokens) - 1}"
+    elif len(temperatures) != len(positions):
+        problem = f"{len(temperatures)} temperatures for {len(positions)} positions"
+    elif not (temperatures > 0).all():
+        problem = f"a temperature is {temperatures.min()}; tokens that were not drawn have no log-probability"
+    elif vocab_size is not None and len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        problem = f"token ids outside 0…{vocab_size - 1}"
+    if problem:
+        raise InvalidRequestError(f"score request {request.request_id!r}: {problem}")
+
+
+def _problem_with_forced(request: GenerationRequest, vocab_size: int | None) -> str:
+    tokens = request.forced_ids
+    if not tokens:
+        return "forced_ids is missing, and the replay engine (engine: forced) samples none"
+    if vocab_size is not None and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        return f"the forced tokens reach outside 0…{vocab_size - 1}"
+    early = tokens[: request.sampling.min_new_tokens]
+    if any(token in request.stop_token_ids for token in early):
+        return f"the forced tokens stop before min_new_tokens ({request.sampling.min_new_tokens})"
+    return ""
+
+
+# --------
+# A tokenizer of bytes with a plain chat template, for runs without a model (the scripted engine).
+
+
+_BEGIN, _END = "<|im_start|>", "<|im_end|>"
+_IDS = {_BEGIN: 256, _END: 257}
+_SPECIAL = re.compile("|".join(map(re.escape, _IDS)))
+
+
+class ByteTokenizer:
+    """One token per byte."""
+
+    chat_template = "bytes"
+    eos_token_id = _IDS[_END]
+    all_special_ids = list(_IDS.values())
+    all_special_tokens = list(_IDS)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False, **_: Any
+    ) -> str:
+        text = "".join(f"{_BEGIN}{m['role']}\n{m['content']}{_END}" for m in messages)
+        return f"{text}{_BEGIN}assistant\n" if add_generation_prompt else text
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        ids: list[int] = []
+        position = 0
+        for match in _SPECIAL.finditer(text):
+            ids += text[position : match.start()].encode()
+            ids.append(_IDS[match.group()])
+            position = match.end()
+        return ids + list(text[position:].encode())
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        names = {number: "" if skip_special_tokens else name for name, number in _IDS.items()}
+        parts: list[bytes] = [
+            names[i].encode() if i in names else bytes([i]) if i < 256 else b"?" for i in map(int, token_ids)
+        ]
+        return b"".join(parts).decode(errors="replace")

@@ -21,9 +21,8 @@ import numpy.typing as npt
 import xxhash
 
 from services.common.errors import InfrastructureError, InvalidRequestError
-from services.common.importing import load_object
-from services.common.records.types import Logprobs, Segment, TokenIds
-from services.common.user_code import check_call
+from services.common.importing import check_call, load_object
+from services.common.records import Logprobs, Segment, TokenIds
 from services.inference.engine.base import (
     EngineHealth,
     FinishReason,
@@ -31,9 +30,11 @@ from services.inference.engine.base import (
     GenerationRequest,
     KvPolicy,
     ScoreRequest,
+    WeightUpdate,
+    check_request,
+    check_score_request,
+    check_update,
 )
-from services.inference.engine.requests import check_request, check_score_request
-from services.inference.engine.weight_update import WeightUpdate, check_update
 
 Script = Callable[[GenerationRequest], Sequence[int] | npt.NDArray[np.integer[Any]]]
 

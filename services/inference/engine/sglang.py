@@ -20,13 +20,11 @@ from typing import Any
 
 import structlog
 
-from services.common.config.processes.servers import MASK_TOKENS
-from services.common.config.processes.services import InferenceConfig
+from services.common.config.processes import MASK_TOKENS, InferenceConfig
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError, InvalidRequestError
 from services.common.export import ADAPTER_WEIGHTS, PEFT_CONFIG, adapter_files
 from services.common.weights.snapshot import AdapterIdentity
 from services.inference.engine import sglang_cpu
-from services.inference.engine.served.build import ServedSetup, engine_of
 from services.inference.engine.served.client import (
     CONTROL_TIMEOUT_S,
     QUESTION_TIMEOUT_S,
@@ -41,8 +39,11 @@ from services.inference.engine.served.client import (
     finish_of,
     kept_of,
 )
-from services.inference.engine.served.engine import ServedEngine
-from services.inference.engine.served.environment import (
+from services.inference.engine.served.engine import ServedEngine, ServedSetup, engine_of
+from services.inference.engine.served.fleet import DiskTransfer, Transfer
+from services.inference.engine.served.process import (
+    Program,
+    ServerCommand,
     bound_cores,
     hints_of,
     interpreter,
@@ -53,9 +54,7 @@ from services.inference.engine.served.environment import (
     server_environment,
     spelled,
 )
-from services.inference.engine.served.process import Program, ServerCommand
 from services.inference.engine.served.stage import FILE, Stage, StagedTensor
-from services.inference.engine.served.transfer import DiskTransfer, Transfer
 
 log = structlog.get_logger(__name__)
 

@@ -32,8 +32,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.multiprocessing import reductions
 
-from services.common.buckets import in_buckets
-from services.common.errors import InfrastructureError
+from services.common.errors import InfrastructureError, in_buckets
 from services.inference.engine.served.client import Refused
 from services.inference.engine.served.stage import Stage, StagedTensor
 

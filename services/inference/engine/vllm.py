@@ -19,11 +19,9 @@ from typing import Any
 
 import orjson
 
-from services.common.config.processes.servers import MASK_TOKENS
-from services.common.config.processes.services import InferenceConfig
+from services.common.config.processes import MASK_TOKENS, InferenceConfig
 from services.common.errors import InfrastructureError, InvalidRequestError
 from services.inference.engine import vllm_server
-from services.inference.engine.served.build import ServedSetup, engine_of, read_model_config
 from services.inference.engine.served.client import (
     CONTROL_TIMEOUT_S,
     QUESTION_TIMEOUT_S,
@@ -39,9 +37,12 @@ from services.inference.engine.served.client import (
     finish_of,
     kept_of,
 )
-from services.inference.engine.served.engine import ServedEngine
-from services.inference.engine.served.environment import (
+from services.inference.engine.served.engine import ServedEngine, ServedSetup, engine_of, read_model_config
+from services.inference.engine.served.fleet import DiskTransfer
+from services.inference.engine.served.process import (
     Argument,
+    Program,
+    ServerCommand,
     bound_cores,
     hints_of,
     interpreter,
@@ -51,8 +52,6 @@ from services.inference.engine.served.environment import (
     server_environment,
     spelled,
 )
-from services.inference.engine.served.process import Program, ServerCommand
-from services.inference.engine.served.transfer import DiskTransfer
 
 _ID_PREFIX = "generate-tokens-"  # the server puts it before a request's id
 _NOT_A_NUMBER = -9000.0  # the server writes -9999 for minus infinity and for NaN

@@ -6,35 +6,276 @@ gRPC goes on at the same offset.
 
 from __future__ import annotations
 
+import asyncio
+import bisect
 import mmap
 import os
 import stat
-from collections.abc import Sequence
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import grpc
+import numpy as np
 import structlog
+import zmq
 
+from services.common.aio import deadline
 from services.common.errors import (
     CorruptDataError,
     DeadlineError,
     InfrastructureError,
+    InvalidRequestError,
     NotFoundError,
+    OffsetOutOfRangeError,
+    RollmillError,
+    UnknownPolicyError,
+    VersionUnavailableError,
 )
 from services.common.net.hosts import bracketed, host_identity, host_of, is_loopback
 from services.common.pb import weights_pb2, weights_pb2_grpc
-from services.common.records.types import WeightVersion
-from services.common.rpc.client.channel import DEADLINES, call_metadata, channel, translated_errors
-from services.common.security.roles import Peer
-from services.common.telemetry.log_events import LogEvent
-from services.common.transfer.bulk import KEY_BYTES
-from services.common.weights.snapshot import BaseVersion, Encoding, Payload, PayloadRequest, align
-from services.common.wire import not_ready_from_proto, payload_from_proto, payload_request_to_proto
-from services.inference.weights.transports import (
-    BulkTransport,
-    ByteRange,
-    GrpcTransport,
+from services.common.records import FetchPlan, WeightVersion
+from services.common.rpc.client import DEADLINES, call_metadata, channel, translated_errors
+from services.common.security.keys import Peer
+from services.common.telemetry.logs import LogEvent
+from services.common.transfer.bulk import (
+    ANSWER_BYTES,
+    KEY_BYTES,
+    OVERHEAD_BYTES,
+    WINDOW,
+    BulkRequest,
+    Kind,
+    Operation,
+    Socket,
+    decode_answer,
+    has_input,
+    readable,
+    speak_to,
 )
+from services.common.transfer.source import CHUNK_BYTES, MemoryReader, PayloadReader
+from services.common.weights.snapshot import (
+    ALIGNMENT,
+    BaseVersion,
+    Encoding,
+    Manifest,
+    Payload,
+    PayloadRequest,
+    TensorEntry,
+    align,
+    full_payload_id,
+    lay_out,
+)
+from services.common.wire import not_ready_from_proto, payload_from_proto, payload_request_to_proto
+from services.inference.weights.mirror import HeldWeights, Mirror
+
+# --------
+# Brings the bytes of a payload over a connection from one source into a buffer: gRPC chunks, or the bulk plane.
+
 
 log = structlog.get_logger()
+STREAM_ATTEMPTS = 4  # at the same offset, before the transfer counts as failed
+_DRAIN_AT_ONCE = WINDOW  # answers read before others get their turn on the event loop
+_BYE_LINGER_MS = 1000  # limit for sending the last message after the socket is closed
+# Without the monitor ZeroMQ would silently try to reconnect to a dead sender until the deadline.
+_LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class ByteRange:
+    """Bytes ``start`` to ``end`` of a payload and their buffer; ``offset`` is the next missing byte.
+
+    >>> wanted = ByteRange(2, 4, memoryview(bytearray(2)))
+    >>> wanted.put(2, b"x")
+    >>> wanted.offset, wanted.is_complete
+    (3, False)
+    """
+
+    def __init__(
+        self, start: int, end: int, into: memoryview, on_received: Callable[[int], None] = lambda offset: None
+    ) -> None:
+        """``into`` has room for exactly this range; ``on_received`` is called with the offset after every piece."""
+        if not 0 <= start <= end or len(into) != end - start:
+            raise ValueError(f"{len(into)} bytes of room for bytes {start} to {end}")
+        self.start, self.end, self.offset = start, end, start
+        self._into = into
+        self._on_received = on_received
+
+    @property
+    def is_complete(self) -> bool:
+        return self.offset == self.end
+
+    @property
+    def room(self) -> memoryview:
+        """The part that is still to be filled; write at its begin, then ``advance``."""
+        return self._into[self.offset - self.start :]
+
+    def advance(self, offset: int, num_bytes: int) -> None:
+        """Count received bytes. ``CorruptDataError`` if they do not begin at the offset or exceed the range."""
+        if offset != self.offset or num_bytes > self.end - offset:
+            raise CorruptDataError(
+                f"{num_bytes} bytes at {offset} came where bytes {self.offset} to {self.end} were due"
+            )
+        self.offset += num_bytes
+        self._on_received(self.offset)
+        if self.is_complete:
+            self._on_received = _ignore  # no reference back: the payload's memory is freed without a garbage collection
+
+    def put(self, offset: int, data: bytes | memoryview) -> None:
+        """Copy received bytes into the range; raises as ``advance``."""
+        room = self.room
+        if offset == self.offset and len(data) <= len(room):
+            room[: len(data)] = data
+        self.advance(offset, len(data))
+
+
+def _ignore(offset: int) -> None:
+    """Nothing is left to be told."""
+
+
+def receive_buffer(size_bytes: int) -> memoryview:
+    """A buffer for a payload, aligned like its tensors. Not zeroed, in large pages if the kernel has them."""
+    room = np.empty(size_bytes + ALIGNMENT, dtype=np.uint8)
+    begin = -room.ctypes.data % ALIGNMENT
+    return room.data[begin : begin + size_bytes]
+
+
+class GrpcTransport:
+    """``FetchWeights`` of one source, which every source serves. A broken stream is opened again at the offset."""
+
+    def __init__(self, stub: weights_pb2_grpc.WeightServiceAsyncStub, source: str) -> None:
+        self._stub = stub
+        self._source = source
+
+    async def fetch(self, payload: Payload, wanted: ByteRange) -> None:
+        """Fill the range from its offset; received bytes stay in ``wanted`` after an error.
+
+        Raises:
+            InfrastructureError, DeadlineError, NotFoundError: the source does not send now.
+            CorruptDataError: the received bytes cannot be the payload.
+        """
+        attempt, began_at = 1, wanted.offset
+        while not wanted.is_complete:
+            try:
+                await self._stream(payload, wanted)
+            except (InfrastructureError, DeadlineError) as error:
+                log.warning(
+                    "weights.stream_broke",
+                    source=self._source,
+                    offset=wanted.offset,
+                    attempt=attempt,
+                    error=error.message,
+                )
+                attempt = attempt + 1 if wanted.offset == began_at else 1
+                began_at = wanted.offset
+                if attempt > STREAM_ATTEMPTS:
+                    raise
+                continue
+            if not wanted.is_complete:
+                raise CorruptDataError(
+                    f"{self._source}: payload {payload.payload_id} ended at {wanted.offset} of {wanted.end} bytes"
+                )
+
+    async def _stream(self, payload: Payload, wanted: ByteRange) -> None:
+        request = weights_pb2.FetchWeightsRequest(payload_id=payload.payload_id, start_offset=wanted.offset)
+        if wanted.end != payload.size_bytes:
+            request.end_offset = wanted.end
+        call = self._stub.FetchWeights(request, metadata=call_metadata())
+        try:
+            with translated_errors(f"weights at {self._source}", "FetchWeights"):
+                while True:
+                    async with deadline(DEADLINES["FetchWeights"], f"the next chunk of weights from {self._source}"):
+                        response: Any = await call.read()  # a message, or the mark of the end
+                    if response is grpc.aio.EOF:
+                        return
+                    wanted.put(response.offset, response.data)
+        finally:
+            call.cancel()
+
+
+class BulkTransport:
+    """One source's bulk socket: a ZeroMQ DEALER on the event loop, for the payload that the ticket names."""
+
+    def __init__(self, endpoint: str, ticket: bytes, source: str, *, server_key: bytes = b"") -> None:
+        """``server_key``: the server's public key for CURVE; empty, the socket is plain."""
+        self._server_key = server_key
+        self._endpoint = endpoint
+        self._ticket = ticket
+        self._source = source
+
+    async def fetch(self, wanted: ByteRange) -> None:
+        """Fill the range from its offset; raises as ``GrpcTransport.fetch``."""
+        if wanted.is_complete:
+            return
+        try:
+            socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
+            socket.maxmsgsize = CHUNK_BYTES  # a sender of more is disconnected by ZeroMQ
+            socket.ipv6 = True
+            if self._server_key:
+                speak_to(socket, self._server_key)
+                socket.maxmsgsize = CHUNK_BYTES + OVERHEAD_BYTES
+            monitor: Socket = socket.get_monitor_socket(_LOST)
+        except zmq.ZMQError as error:  # no descriptors are left
+            raise InfrastructureError(f"no socket for bulk data from {self._source}: {error}") from None
+        try:
+            socket.connect(self._endpoint)
+            await self._receive(socket, monitor, wanted)
+        except zmq.ZMQError as error:
+            raise InfrastructureError(f"bulk data from {self._source} at {self._endpoint}: {error}") from None
+        finally:
+            socket.disable_monitor()
+            monitor.close(0)
+            socket.close(_BYE_LINGER_MS)
+
+    async def _receive(self, socket: Socket, monitor: Socket, wanted: ByteRange) -> None:
+        asked = wanted.offset
+        while not wanted.is_complete:
+            while asked < wanted.end and asked - wanted.offset < WINDOW * CHUNK_BYTES:
+                size = min(CHUNK_BYTES, wanted.end - asked)
+                self._send(socket, Operation.GET, asked, size)
+                asked += size
+            async with deadline(DEADLINES["FetchWeights"], f"the next bulk data from {self._source}"):
+                await readable(socket, monitor)
+            if not has_input(socket):
+                raise InfrastructureError(f"the bulk connection to {self._source} at {self._endpoint} is lost")
+            for _ in range(_DRAIN_AT_ONCE):
+                if wanted.is_complete or not has_input(socket):
+                    break
+                self._take(socket, wanted)
+            await asyncio.sleep(0)
+        self._send(socket, Operation.BYE)
+
+    def _send(self, socket: Socket, operation: Operation, offset: int = 0, size_bytes: int = 0) -> None:
+        request = BulkRequest(ticket=self._ticket, operation=operation, offset=offset, size_bytes=size_bytes)
+        socket.send(request.encode(), zmq.DONTWAIT)
+
+    def _take(self, socket: Socket, wanted: ByteRange) -> None:
+        """Read one answer: a head, then bytes that are received directly into the range."""
+        head = bytearray(ANSWER_BYTES)
+        size = socket.recv_into(head, flags=zmq.DONTWAIT)
+        if size != ANSWER_BYTES or not socket.get(zmq.RCVMORE):
+            raise CorruptDataError(f"{self._source}: a bulk answer begins with {size} bytes")
+        try:
+            kind, offset = decode_answer(head)
+        except InvalidRequestError as error:
+            raise CorruptDataError(f"{self._source}: {error.message}") from None
+        if kind is Kind.ERROR:
+            raise NotFoundError(f"{self._source}: {socket.recv(zmq.DONTWAIT).decode(errors='replace')}")
+        num_bytes = socket.recv_into(wanted.room, flags=zmq.DONTWAIT)
+        if socket.get(zmq.RCVMORE):
+            raise CorruptDataError(f"{self._source}: a bulk answer of more than two frames")
+        wanted.advance(offset, num_bytes)
+
+
+# --------
+
 
 TRANSPORTS = ("mapped", "bulk", "grpc")
 
@@ -192,3 +433,306 @@ def _is_acceptable(endpoint: str, server_key: bytes, *, is_secure: bool) -> bool
     if is_secure:
         return len(server_key) == KEY_BYTES
     return not server_key and is_loopback(host_of(endpoint.removeprefix("tcp://")))
+
+
+# --------
+# Passes weights on to other replicas: the incoming payload, the last deltas, and the held version.
+
+
+PROGRESS_TIMEOUT_S = 20.0  # below the receiver's limit of 30 s for a silent stream
+KEPT_DELTAS = 4
+KEPT_DELTA_SHARE = 0.25  # of the mirror's bytes, in all
+
+
+class Incoming:
+    """A payload that arrives in shards: its buffer, and the progress of each shard. One event loop."""
+
+    def __init__(self, payload: Payload, data: memoryview, on_bytes: Callable[[], None] = lambda: None) -> None:
+        """``on_bytes`` is called after every received piece."""
+        self.payload = payload
+        self.data = data
+        self._shards: list[ByteRange] = []
+        self._failed = False
+        self._on_bytes = on_bytes
+        self._progress = asyncio.Event()
+
+    def shard(self, start: int, end: int) -> ByteRange:
+        """A part of the payload that is about to be fetched."""
+        wanted = ByteRange(start, end, self.data[start:end], self._received)
+        self._shards.append(wanted)
+        return wanted
+
+    def fail(self) -> None:
+        """End the payload: no more bytes will come."""
+        self._failed = True
+        self._received(0)
+
+    def num_readable(self, offset: int) -> int:
+        """The number of received bytes from an offset on."""
+        for shard in self._shards:
+            if shard.start <= offset < shard.end:
+                return max(0, shard.offset - offset)
+        return 0
+
+    def reader(self, hold: AbstractContextManager[None]) -> IncomingReader:
+        """``hold`` keeps the buffer unchanged: a snapshot's becomes the mirror, which later deltas write into."""
+        return IncomingReader(self, hold)
+
+    async def wait_readable(self, offset: int) -> int:
+        """Wait until there is a byte at the offset; returns the number of readable bytes.
+
+        Raises:
+            NotFoundError: the byte will not come.
+            DeadlineError: no byte of the payload came for a while.
+        """
+        while not (num_readable := self.num_readable(offset)):
+            if self._failed:
+                raise NotFoundError(f"payload {self.payload.payload_id!r} did not arrive here")
+            progress = self._progress
+            async with deadline(PROGRESS_TIMEOUT_S, f"byte {offset} of {self.payload.payload_id} at a relay"):
+                await progress.wait()
+        return num_readable
+
+    def _received(self, offset: int) -> None:
+        self._on_bytes()
+        # All waiting tasks look again; later ones wait for a new event.
+        self._progress.set()
+        self._progress = asyncio.Event()
+
+
+class IncomingReader:
+    """A ``PayloadReader`` over the received bytes."""
+
+    def __init__(self, incoming: Incoming, hold: AbstractContextManager[None]) -> None:
+        self._incoming = incoming
+        self._hold: AbstractContextManager[None] | None = hold
+        hold.__enter__()
+        self.size_bytes = incoming.payload.size_bytes
+
+    async def read(self, offset: int, size: int) -> memoryview:
+        if not 0 <= offset < self.size_bytes:
+            raise OffsetOutOfRangeError(f"offset {offset} of a payload of {self.size_bytes} bytes")
+        there = await self._incoming.wait_readable(offset)
+        return self._incoming.data[offset : offset + min(size, there)]
+
+    def close(self) -> None:
+        if self._hold is not None:
+            hold, self._hold = self._hold, None
+            hold.__exit__(None, None, None)
+
+
+class Relay:
+    """A ``PayloadSource`` over one policy's mirror."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror = mirror
+        self._incoming: dict[str, Incoming] = {}
+        self._deltas: OrderedDict[str, tuple[Payload, memoryview]] = OrderedDict()
+
+    # -- calls of the receiving side ---------------------------------------------------------------------------
+
+    def receive(self, incoming: Incoming) -> None:
+        """Note that a payload is being received."""
+        self._incoming[incoming.payload.payload_id] = incoming
+
+    def received(self, payload: Payload, data: memoryview) -> None:
+        """Note that a payload is verified and in the mirror: snapshots are served from the mirror, a delta is kept unchanged."""
+        self._incoming.pop(payload.payload_id, None)
+        if payload.encoding is not Encoding.DELTA:
+            return
+        self._deltas[payload.payload_id] = (payload, data)
+        allowed = KEPT_DELTA_SHARE * sum(entry.size_bytes for entry in payload.target.tensors)
+        while len(self._deltas) > KEPT_DELTAS or (
+            len(self._deltas) > 1 and sum(len(kept) for _, kept in self._deltas.values()) > allowed
+        ):
+            self._deltas.popitem(last=False)
+
+    def lost(self, payload_id: str) -> None:
+        """Note that a payload failed; readers that wait for its bytes fail."""
+        incoming = self._incoming.pop(payload_id, None)
+        if incoming is not None:
+            incoming.fail()
+
+    # -- PayloadSource -----------------------------------------------------------------------------------------
+
+    def payload(self, request: PayloadRequest) -> Payload:
+        """The version in the mirror: the delta from the requested base if kept, else in full.
+
+        Raises:
+            VersionUnavailableError: another run's, or not the held version.
+        """
+        held = self._mirror.manifest
+        if held is None or held.run_id != request.run_id or held.version != request.version or self._mirror.dirty:
+            version = "nothing" if held is None else f"version {held.version} of run {held.run_id}"
+            raise VersionUnavailableError(
+                f"version {request.version} of run {request.run_id} is not held here (held: {version})"
+            )
+        for payload, _ in reversed(tuple(self._deltas.values())):  # the event loop adds to them meanwhile
+            if payload.base == request.base and payload.target.digest == held.digest:
+                return payload
+        full = full_layout(held)
+        return Payload(
+            payload_id=full_payload_id(full),
+            encoding=Encoding.FULL,
+            size_bytes=full.size_bytes,
+            target=full,
+        )
+
+    def open(self, payload_id: str) -> PayloadReader:
+        """A reader of a payload. ``NotFoundError`` if the payload is neither incoming nor kept nor held."""
+        incoming = self._incoming.get(payload_id)
+        if incoming is not None:
+            return incoming.reader(self._mirror.hold())
+        if payload_id in self._deltas:
+            return MemoryReader(self._deltas[payload_id][1])
+        held = self._mirror.manifest
+        if held is None or payload_id != full_payload_id(held):
+            raise NotFoundError(f"payload {payload_id!r} is not here: ask for the manifest again")
+        try:
+            return _MirrorReader(self._mirror.lease())
+        except VersionUnavailableError as error:
+            raise NotFoundError(f"payload {payload_id!r} is being replaced: {error.message}") from None
+
+
+class _MirrorReader:
+    """The full payload of a leased mirror, tensor by tensor; between them lies padding."""
+
+    def __init__(self, lease: AbstractContextManager[HeldWeights]) -> None:
+        self._lease: AbstractContextManager[HeldWeights] | None = lease
+        held = lease.__enter__()
+        manifest = full_layout(held.manifest)
+        self._entries: list[TensorEntry] = sorted(manifest.tensors, key=lambda entry: entry.offset)
+        self._offsets = [entry.offset for entry in self._entries]
+        self._bits = held.bits
+        self.size_bytes = manifest.size_bytes
+
+    async def read(self, offset: int, size: int) -> memoryview:
+        if not 0 <= offset < self.size_bytes:
+            raise OffsetOutOfRangeError(f"offset {offset} of a payload of {self.size_bytes} bytes")
+        place = bisect.bisect_right(self._offsets, offset) - 1
+        entry = self._entries[place]
+        within = offset - entry.offset
+        if within < entry.length:
+            return self._bits[entry.name].data.cast("B")[within : within + min(size, entry.length - within)]
+        following = self._offsets[place + 1] if place + 1 < len(self._offsets) else self.size_bytes
+        return memoryview(bytes(min(size, following - offset)))
+
+    def close(self) -> None:
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            lease.__exit__(None, None, None)
+
+
+def full_layout(manifest: Manifest) -> Manifest:
+    """The manifest of the version as a snapshot: a manifest from a delta has the delta's offsets."""
+    digests = {entry.name: entry.digest for entry in manifest.tensors}
+    entries = tuple(replace(entry, digest=digests[entry.name]) for entry in lay_out(manifest.tensors))
+    return replace(manifest, tensors=entries)
+
+
+MIN_SHARD_BYTES = 1 << 20
+STALL_S = 5.0  # without a byte: the relay is replaced
+_POLL_S = 0.1  # period of progress checks
+_ASK_AGAIN_S = 0.2
+_LAG_FACTOR = 2.0  # a shard whose estimated rest exceeds this many times the elapsed time moves to the source
+_LAG_FROM_S = 2.0
+
+
+def cut(size_bytes: int, num_relays: int) -> list[tuple[int, int]]:
+    """(start, end) of every shard; the same on every replica. One shard if sharing would not pay.
+
+    >>> cut(10 << 20, 3)
+    [(0, 3495254), (3495254, 6990508), (6990508, 10485760)]
+    """
+    count = max(1, min(num_relays, size_bytes // MIN_SHARD_BYTES))
+    width = max(1, -(-size_bytes // count))
+    return [(start, min(start + width, size_bytes)) for start in range(0, size_bytes, width)] or [(0, 0)]
+
+
+@dataclass(slots=True)
+class PeerFetch:
+    """One transfer. ``run`` fills the incoming payload."""
+
+    payload: Payload
+    incoming: Incoming
+    plan: FetchPlan
+    source: WeightSource  # the publisher, or another source with the whole payload
+    run_id: str
+    _bytes_from: Counter[str] = field(default_factory=Counter)
+    _num_open: int = 0
+    _num_shards: int = 0
+    _began: float = 0.0
+
+    async def run(self) -> tuple[str, ...]:
+        """Fetch all shards; returns the sources, the largest share first. Raises the source's error for the last fallback."""
+        shards = cut(self.payload.size_bytes, len(self.plan.relays))
+        self._began = time.monotonic()
+        self._num_open = self._num_shards = len(shards)
+        ranges = [self.incoming.shard(start, end) for start, end in shards]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number, wanted in enumerate(ranges):
+                    tasks.create_task(self._fetch_shard(number, wanted), name=f"weights shard {number}")
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # its failure cancelled the others
+        return tuple(address for address, count in self._bytes_from.most_common() if count)
+
+    async def _fetch_shard(self, number: int, wanted: ByteRange) -> None:
+        if number != self.plan.own_shard:
+            await self._from_relay(self.plan.relays[number], wanted)
+        if not wanted.is_complete:
+            begun_at = wanted.offset
+            await self.source.fetch(self.payload, wanted)
+            self._bytes_from[self.source.address] += wanted.offset - begun_at
+        self._num_open -= 1
+
+    async def _from_relay(self, address: str, wanted: ByteRange) -> None:
+        """Fetch from a relay; returns also if the relay stops before the end."""
+        begun_at = wanted.offset
+        async with WeightSource(address, self.run_id, transports=("grpc",)) as relay:
+            fetching = asyncio.create_task(self._fetch_when_known(relay, wanted), name=f"weights from relay {address}")
+            try:
+                reason = await self._watch(fetching, wanted)
+            finally:
+                fetching.cancel()
+                await asyncio.gather(fetching, return_exceptions=True)
+        self._bytes_from[address] += wanted.offset - begun_at
+        if reason:
+            log.warning("weights.relay_replaced", relay=address, offset=wanted.offset, end=wanted.end, reason=reason)
+
+    async def _fetch_when_known(self, relay: WeightSource, wanted: ByteRange) -> None:
+        while True:
+            try:
+                await relay.fetch(self.payload, wanted)
+                return
+            except (NotFoundError, UnknownPolicyError):
+                # The relay does not know the payload yet; the watching task limits the wait.
+                await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def _watch(self, fetching: asyncio.Task[None], wanted: ByteRange) -> str:
+        """Wait for the shard; returns the reason for giving the relay up, or "" when the shard is complete."""
+        offset, moved_at = wanted.offset, time.monotonic()
+        while True:
+            done, _ = await asyncio.wait({fetching}, timeout=_POLL_S)
+            if done:
+                error = fetching.exception()
+                if error is None:
+                    return ""
+                if isinstance(error, RollmillError):
+                    return error.message
+                raise error
+            now = time.monotonic()
+            if wanted.offset > offset:
+                offset, moved_at = wanted.offset, now
+            elif now - moved_at > STALL_S:
+                return f"no data for {STALL_S:g} s"
+            if self._lags(wanted, now):
+                return "much slower than the others"
+
+    def _lags(self, wanted: ByteRange, now: float) -> bool:
+        """Whether most shards are complete and this one would still take long."""
+        elapsed = now - self._began
+        if elapsed < _LAG_FROM_S or 2 * self._num_open > self._num_shards:
+            return False
+        received = wanted.offset - wanted.start
+        return received == 0 or (wanted.end - wanted.offset) / received > _LAG_FACTOR

@@ -22,11 +22,11 @@ import numpy as np
 
 from services.common.errors import CorruptDataError, VersionUnavailableError
 from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, decode_tensor
-from services.common.weights.elements import Bits, cast_bits, element_type
 from services.common.weights.snapshot import (
     DEFAULT_ALGORITHM,
     AdapterIdentity,
     BaseVersion,
+    Bits,
     DigestAlgorithm,
     Encoding,
     Manifest,
@@ -34,12 +34,14 @@ from services.common.weights.snapshot import (
     TensorEntry,
     TensorSpec,
     algorithm_of,
+    cast_bits,
     check_same_adapter,
     digest_parts,
+    element_type,
     lay_out,
     tensor_digest,
 )
-from services.inference.engine.threads import SCATTERED_BYTES, few_threads, run_all
+from services.inference.engine.streaming import SCATTERED_BYTES, few_threads, run_all
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,24 +30,27 @@ from services.common.errors import (
     VersionUnavailableError,
 )
 from services.common.net.hosts import host_of, is_here
-from services.common.records.types import FetchPlan, WeightTransfer, WeightVersion
-from services.common.telemetry.accounts import Activity, TimeAccount
-from services.common.telemetry.activities import ActivityName
-from services.common.telemetry.components import engine as engine_component
-from services.common.telemetry.components import publisher, weights
-from services.common.telemetry.log_events import LogEvent
+from services.common.records import FetchPlan, WeightTransfer, WeightVersion
+from services.common.telemetry.accounts import Activity, ActivityName, TimeAccount, publisher, weights
+from services.common.telemetry.accounts import engine as engine_component
+from services.common.telemetry.logs import LogEvent
 from services.common.weights.snapshot import (
     BaseVersion,
     Payload,
     PayloadNotReadyError,
     making_deadline_s,
 )
-from services.inference.engine.base import Engine, sharing
-from services.inference.engine.weight_update import WeightUpdate
-from services.inference.weights.fetch import TRANSPORTS, WeightSource
+from services.inference.engine.base import Engine, WeightUpdate, sharing
+from services.inference.weights.fetch import (
+    MIN_SHARD_BYTES,
+    TRANSPORTS,
+    Incoming,
+    PeerFetch,
+    Relay,
+    WeightSource,
+    receive_buffer,
+)
 from services.inference.weights.mirror import Mirror, Verified
-from services.inference.weights.relay import MIN_SHARD_BYTES, Incoming, PeerFetch, Relay
-from services.inference.weights.transports import receive_buffer
 
 log = structlog.get_logger()
 

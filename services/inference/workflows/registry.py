@@ -9,24 +9,23 @@ from pydantic import BaseModel, ValidationError
 
 from services.common.config.base import Section
 from services.common.config.data import WorkflowConfig, is_training, name_of
-from services.common.config.reading.explain import explain
+from services.common.config.loading import explain
 from services.common.config.recipe import Recipe
+from services.common.dataset_rows import BuiltInWorkflow
 from services.common.errors import ConfigError
-from services.common.importing import load_object
-from services.common.records.dataset_rows import BuiltInWorkflow
-from services.common.records.types import PlayedBy, Purpose
-from services.common.user_code import check_methods, place_of
+from services.common.importing import check_methods, load_object, place_of
+from services.common.records import PlayedBy, Purpose
 from services.inference.workflows.base import Workflow
 
 WORKFLOWS: dict[str, str] = {
-    BuiltInWorkflow.ACTOR_VERIFIER: "services.inference.workflows.actor_verifier:ActorVerifier",
-    BuiltInWorkflow.AGENT_ENV: "services.inference.workflows.agent_env:AgentEnv",
-    BuiltInWorkflow.CODEGEN_VERIFIER: "services.inference.workflows.codegen.codegen_verifier:CodegenVerifier",
-    BuiltInWorkflow.EXTERNAL_AGENT: "services.inference.workflows.agents.external_agent:ExternalAgent",
-    BuiltInWorkflow.SINGLE_TURN: "services.inference.workflows.single_turn:SingleTurn",
-    BuiltInWorkflow.TOOL_MATH: "services.inference.workflows.tools.tool_math:ToolMath",
-    BuiltInWorkflow.TOOL_USE: "services.inference.workflows.tools.tool_use:ToolUse",
-    BuiltInWorkflow.VERIFIERS: "services.inference.workflows.agents.verifiers_env:Verifiers",
+    BuiltInWorkflow.ACTOR_VERIFIER: "services.inference.workflows.single:ActorVerifier",
+    BuiltInWorkflow.AGENT_ENV: "services.inference.workflows.single:AgentEnv",
+    BuiltInWorkflow.CODEGEN_VERIFIER: "services.inference.workflows.codegen:CodegenVerifier",
+    BuiltInWorkflow.EXTERNAL_AGENT: "services.inference.workflows.external_agent:ExternalAgent",
+    BuiltInWorkflow.SINGLE_TURN: "services.inference.workflows.single:SingleTurn",
+    BuiltInWorkflow.TOOL_MATH: "services.inference.workflows.tools:ToolMath",
+    BuiltInWorkflow.TOOL_USE: "services.inference.workflows.tools:ToolUse",
+    BuiltInWorkflow.VERIFIERS: "services.inference.workflows.external_agent:Verifiers",
 }
 
 

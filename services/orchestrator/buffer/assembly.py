@@ -17,21 +17,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.common import finite as finite_numbers
+from services.common import errors as finite_numbers
+from services.common import records as fates
 from services.common.errors import (
     BatchLostError,
     CorruptDataError,
+    finite,
 )
-from services.common.finite import finite
-from services.common.records import fates
-from services.common.records.fates import StepFact
-from services.common.records.types import MinibatchTotals, RankBatch, Sequence, TrainingSequence, Trajectory
+from services.common.records import MinibatchTotals, RankBatch, StepFact, TokenSequence, TrainingSequence, Trajectory
 from services.common.telemetry.metrics import ROLE_REWARD, StepKey, source_key
 from services.orchestrator.buffer.buffer import AdvantageGroup, Member, is_timeout, mask_sequence
-from services.orchestrator.journal import records, rollouts
+from services.orchestrator.groups import GroupBy, Outcome, group_key, split_sequence_id
+from services.orchestrator.journal import entries as records
+from services.orchestrator.journal import entries as rollouts
+from services.orchestrator.journal.entries import BatchEntry, BatchRecord
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.records import BatchEntry, BatchRecord
-from services.orchestrator.state.groups import GroupBy, Outcome, group_key, split_sequence_id
 
 # Sequences: to put together, check or cut a batch of more takes many milliseconds, and is done in a thread, because orders
 # and records would wait meanwhile.
@@ -163,7 +163,7 @@ def rank_share(num_tokens: list[int], minibatch_of: list[int], rank: int, num_ra
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     record: BatchRecord
-    sequences: Mapping[str, Sequence]  # by sequence id
+    sequences: Mapping[str, TokenSequence]  # by sequence id
     replayed: bool  # recorded before this call
 
     def share(self, rank: int, num_ranks: int) -> RankBatch:
@@ -191,7 +191,7 @@ def assemble(
     num_minibatches: int,
     statistics: Mapping[str, float],
     replayed: Iterable[AdvantageGroup] = (),
-) -> tuple[BatchRecord, dict[str, Sequence]]:
+) -> tuple[BatchRecord, dict[str, TokenSequence]]:
     """The batch of a training step, which starts from version ``training_step - 1``, and its sequences by id.
 
     ``groups`` are fresh, ``replayed`` ones were trained before. Staleness is reported for each kind.
@@ -243,7 +243,7 @@ def assemble(
     return record, {member.sequence_id: member.sequence for _, member, _ in flat}
 
 
-def _statistics(entries: list[BatchEntry], sequences: list[Sequence], trained: int) -> dict[str, float]:
+def _statistics(entries: list[BatchEntry], sequences: list[TokenSequence], trained: int) -> dict[str, float]:
     """``trained``: tokens of the policy in all of them."""
     count = len(sequences)
     fresh = [e.staleness for e in entries if not e.replayed]
@@ -294,7 +294,7 @@ def read_what_is_left(reader: JournalReader, policy: str, training_step: int) ->
     return Batch(record=record, sequences=sequences, replayed=True), lost
 
 
-def reduced(record: BatchRecord, sequences: Mapping[str, Sequence]) -> BatchRecord:
+def reduced(record: BatchRecord, sequences: Mapping[str, TokenSequence]) -> BatchRecord:
     """The batch reduced to these of its sequences; raises ``BatchLostError`` without any."""
     left = tuple(entry for entry in record.entries if entry.sequence_id in sequences)
     if not left:
@@ -306,7 +306,7 @@ def reduced(record: BatchRecord, sequences: Mapping[str, Sequence]) -> BatchReco
 
 
 def _totals(
-    entries: Iterable[BatchEntry], sequences: Mapping[str, Sequence], num_minibatches: int
+    entries: Iterable[BatchEntry], sequences: Mapping[str, TokenSequence], num_minibatches: int
 ) -> tuple[MinibatchTotals, ...]:
     counts = [[0, 0] for _ in range(num_minibatches)]
     for entry in entries:
@@ -347,7 +347,7 @@ def read_fresh_groups(
     ]  # fmt: skip
 
 
-def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[BatchRecord, dict[str, Sequence]]:
+def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[BatchRecord, dict[str, TokenSequence]]:
     """A recorded batch with its readable sequences."""
     key = records.batch_key(policy, training_step)
     found = reader.find(records.BATCH, [key]).get(key)
@@ -374,7 +374,7 @@ def _trajectory(record: dict[str, Any]) -> Trajectory | None:
         return None
 
 
-def _as_trained(sequence: Sequence, entry: BatchEntry) -> Sequence:
+def _as_trained(sequence: TokenSequence, entry: BatchEntry) -> TokenSequence:
     if entry.trained_from:
         sequence = mask_sequence(sequence, entry.trained_from)
     return sequence if entry.reward is None else replace(sequence, reward=entry.reward)

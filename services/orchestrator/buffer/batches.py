@@ -24,19 +24,19 @@ from typing import Literal
 
 import structlog
 
+from services.common import records as fates
 from services.common.aio import called, deadline
 from services.common.config.data import SourceConfig
-from services.common.config.training.policy import BatchConfig
+from services.common.config.training import BatchConfig
 from services.common.errors import (
     DeadlineError,
     InfrastructureError,
     InvalidRequestError,
+    finite,
 )
-from services.common.finite import finite
-from services.common.records import fates
-from services.common.records.fates import StepFact
-from services.common.records.types import Trajectory
+from services.common.records import StepFact, Trajectory
 from services.common.telemetry.metrics import StepKey
+from services.orchestrator.admission import Admission, Limits, Mixture
 from services.orchestrator.buffer.assembly import (
     MOST_AT_ONCE,
     Batch,
@@ -58,12 +58,11 @@ from services.orchestrator.buffer.buffer import (
     sizes_by_source,
     without_masked,
 )
-from services.orchestrator.journal import records
+from services.orchestrator.groups import Outcome, TaskGroup, UnfinishedGroups
+from services.orchestrator.journal import entries
+from services.orchestrator.journal.entries import BatchRecord, GroupVerdict
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.records import BatchRecord, GroupVerdict
-from services.orchestrator.state.admission import Admission, Limits, Mixture
-from services.orchestrator.state.groups import Outcome, TaskGroup, UnfinishedGroups
 
 log = structlog.get_logger()
 
@@ -662,11 +661,11 @@ class Batches:
                 *(self.policy, training_step, groups, self._config.minibatches, statistics, replayed),
                 in_thread=num_fresh > MOST_AT_ONCE,
             )
-            key = records.batch_key(self.policy, training_step)
+            key = entries.batch_key(self.policy, training_step)
             await self._journal.append(
-                records.BATCH,
+                entries.BATCH,
                 key,
-                lambda: records.batch_to_json(record),
+                lambda: entries.batch_to_json(record),
                 apply=lambda: self._experience.batch_recorded(groups),
             )
             self._note(record)

@@ -37,18 +37,15 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from services.common import finite as finite_numbers
-from services.common.config.processes.services import RolloutConfig
+from services.common import errors as finite_numbers
+from services.common.config.processes import RolloutConfig
 from services.common.config.recipe import Recipe
-from services.common.config.training.policy import BatchConfig, OverlongPenaltyConfig, ReplayConfig, ResampleConfig
-from services.common.errors import RolloutTimeoutError
-from services.common.finite import finite
-from services.common.records.fates import GroupFate
-from services.common.records.types import RolloutFailure, Segment, Sequence, StopReason, Trajectory
-from services.common.seeds import derived_seed
-from services.orchestrator.journal.records import MemberFate
-from services.orchestrator.state.admission import Mixture
-from services.orchestrator.state.groups import GroupBy, Outcome, TaskGroup, group_key, sequence_id, split_sequence_id
+from services.common.config.training import BatchConfig, OverlongPenaltyConfig, ReplayConfig, ResampleConfig
+from services.common.errors import RolloutTimeoutError, derived_seed, finite
+from services.common.records import GroupFate, RolloutFailure, Segment, StopReason, TokenSequence, Trajectory
+from services.orchestrator.admission import Mixture
+from services.orchestrator.groups import GroupBy, Outcome, TaskGroup, group_key, sequence_id, split_sequence_id
+from services.orchestrator.journal.entries import MemberFate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +53,7 @@ class Member:
     """One sequence of an advantage group."""
 
     sequence_id: str  # "<task group>/<index>/<position in the trajectory>"
-    sequence: Sequence  # as trained: masked tokens count as environment tokens
+    sequence: TokenSequence  # as trained: masked tokens count as environment tokens
     trained_from: int = 0  # policy tokens of older versions are masked
     num_masked_tokens: int = 0
     trained: bool = True  # False: its reward counts in the statistics, and its tokens are not trained
@@ -132,7 +129,7 @@ class LateRule:
             return cls(True, config.max_staleness)
         return cls(False, config.max_staleness if config.late_rule == "mask" else config.max_token_age)
 
-    def is_too_old(self, sequence: Sequence, version: int) -> bool:
+    def is_too_old(self, sequence: TokenSequence, version: int) -> bool:
         """Whether the sequence has policy tokens and none of them may be trained, now or later."""
         if self.most is None:
             return False
@@ -160,7 +157,7 @@ class LateRule:
         return replace(group, members=tuple(_masked(member, oldest) for member in group.members))
 
 
-def mask_sequence(sequence: Sequence, trained_from: int) -> Sequence:
+def mask_sequence(sequence: TokenSequence, trained_from: int) -> TokenSequence:
     """The sequence without the policy tokens that versions before ``trained_from`` computed as targets."""
     return replace(
         sequence,
@@ -491,7 +488,7 @@ def is_timeout(outcome: Outcome) -> bool:
     return isinstance(outcome, RolloutFailure) and outcome.reason == RolloutTimeoutError.reason
 
 
-def is_truncated(sequence: Sequence) -> bool:
+def is_truncated(sequence: TokenSequence) -> bool:
     """Whether its token budget or the context ran out."""
     return sequence.stop_reason is StopReason.LENGTH
 

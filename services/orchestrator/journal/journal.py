@@ -26,8 +26,8 @@ import orjson
 import structlog
 
 from services.common.errors import ConfigError, InfrastructureError
-from services.common.system import disk
-from services.common.system.disk import RESERVE_BYTES
+from services.common.system import machine
+from services.common.system.machine import RESERVE_BYTES
 from services.orchestrator.journal.index import IndexKeeper, log_damage
 from services.orchestrator.journal.segments import (
     COLLECTED,
@@ -261,7 +261,7 @@ class Journal:
                     rows = self._commit(entries, payloads)
                     break
                 except OSError as error:
-                    if not disk.says_full(error):
+                    if not machine.says_full(error):
                         raise
                     self._block(str(error))
             self._carry_out_removals()
@@ -289,7 +289,7 @@ class Journal:
             try:
                 self._remove(removal.kind, removal.segment)
             except OSError as error:
-                if not disk.says_full(error):
+                if not machine.says_full(error):
                     raise
                 told = f"{removal.kind}-{removal.segment:06d} is not deleted, as the disk has no space for the record of the deletion: {error}"
                 removal.done.set_exception(InfrastructureError(told))

@@ -20,12 +20,13 @@ import orjson
 import structlog
 
 from services.common.errors import CorruptDataError
-from services.common.records.fates import SetAsideReason
-from services.common.telemetry.log_events import LogEvent
-from services.orchestrator.journal import records, rollouts
+from services.common.records import SetAsideReason
+from services.common.telemetry.logs import LogEvent
+from services.orchestrator.groups import split_sequence_id
+from services.orchestrator.journal import entries
+from services.orchestrator.journal.entries import SetAside
 from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, UNUSABLE, Index, is_in_place, place_of
 from services.orchestrator.journal.journal import Journal
-from services.orchestrator.journal.records import SetAside
 from services.orchestrator.journal.segments import (
     COLLECTED,
     Damage,
@@ -38,7 +39,6 @@ from services.orchestrator.journal.segments import (
     segment_path,
     sizes_in,
 )
-from services.orchestrator.state.groups import split_sequence_id
 
 log = structlog.get_logger()
 
@@ -344,10 +344,10 @@ class Quarantine:
     def of(cls, reader: JournalReader) -> Quarantine:
         """With the set-aside records of earlier processes."""
         found = cls()
-        for row in reader.rows_of(records.SET_ASIDE):
+        for row in reader.rows_of(entries.SET_ASIDE):
             try:
                 if (record := reader.load(row)) is not None:
-                    noted = records.set_aside_from_json(record)
+                    noted = entries.set_aside_from_json(record)
                     found._known[_identity(noted.number, noted.kind, noted.segment, noted.offset)] = noted
             except (KeyError, TypeError, ValueError):
                 log.warning("journal.unreadable", kind=row.kind, segment=row.segment, offset=row.offset)
@@ -386,12 +386,12 @@ class Quarantine:
     def write(self, journal: Journal) -> None:
         """Write the records set aside since the last call to the journal and the log."""
         for noted in list(self._new.values())[:MOST_LOGGED]:
-            log.error(LogEvent.RECORD_SET_ASIDE, **records.set_aside_to_json(noted))
+            log.error(LogEvent.RECORD_SET_ASIDE, **entries.set_aside_to_json(noted))
         if self._new:
             log.error("journal.set_aside_in_all", records=len(self._new), see="rollmill journal RUN list --set-aside")
         for noted in self._new.values():
-            record = records.set_aside_to_json(noted)
-            journal.submit(records.SET_ASIDE, f"{noted.kind}/{noted.segment}/{noted.offset}", record.copy)
+            record = entries.set_aside_to_json(noted)
+            journal.submit(entries.SET_ASIDE, f"{noted.kind}/{noted.segment}/{noted.offset}", record.copy)
         self._new.clear()
 
     def counts(self) -> Counter[tuple[str, SetAsideReason]]:
@@ -425,11 +425,11 @@ def numbered(row: Row) -> tuple[str, int | None]:
 
 def open_groups(reader: JournalReader) -> list[Row]:
     """Task groups that no record closes."""
-    closed = f"EXISTS (SELECT 1 FROM records AS c WHERE c.kind = '{records.CLOSED}' AND c.key = r.key)"
+    closed = f"EXISTS (SELECT 1 FROM records AS c WHERE c.kind = '{entries.CLOSED}' AND c.key = r.key)"
     rows = list(
-        reader.select(f"r.kind = '{records.GROUP}' AND NOT {closed}", (), lambda row: row.kind == records.GROUP)
+        reader.select(f"r.kind = '{entries.GROUP}' AND NOT {closed}", (), lambda row: row.kind == entries.GROUP)
     )
-    closed_since = {row.key for row in reader.find_all_rows(records.CLOSED, [row.key for row in rows])}
+    closed_since = {row.key for row in reader.find_all_rows(entries.CLOSED, [row.key for row in rows])}
     return [row for row in rows if row.key not in closed_since]
 
 
@@ -458,10 +458,10 @@ def collect(
     current = journal.current_segments() if current is None else current
     with closing(JournalReader(journal.directory)) as reader:
         stays = {(d.kind, d.segment) for d in reader.damage() if d.reason is not DamageReason.TORN}
-        needed: dict[str, Iterable[Row]] = {records.STATE: _newest(reader, records.STATE)}
+        needed: dict[str, Iterable[Row]] = {entries.STATE: _newest(reader, entries.STATE)}
         trajectories = needed_trajectories(reader, oldest_checkpoint_steps, live_groups)
         if trajectories is not None:
-            needed[records.TRAJECTORY] = trajectories
+            needed[entries.TRAJECTORY] = trajectories
         stays |= {(row.kind, row.segment) for rows in needed.values() for row in rows}
     removed = [
         place
@@ -479,20 +479,20 @@ def needed_trajectories(
     """Rows of the needed trajectories: of batches after the oldest kept checkpoint, and of live task groups. None while one of these
     batches is unreadable: a failing disk may return the batch later."""
     keys: dict[str, None] = {}
-    for row in reader.rows_of(records.BATCH):
+    for row in reader.rows_of(entries.BATCH):
         policy, _, step = row.key.rpartition("/")
         if not step.isdecimal() or int(step) <= oldest_checkpoint_steps.get(policy, 0):
             continue
         try:
-            batch = records.batch_from_json(reader.load(row) or {})
+            batch = entries.batch_from_json(reader.load(row) or {})
             slots = [split_sequence_id(entry.sequence_id)[:2] for entry in batch.entries]
         except (CorruptDataError, KeyError, TypeError, ValueError, AttributeError) as error:
             log.warning("journal.nothing_collected", batch=row.key, reason=f"{type(error).__name__}: {error}")
             return None
-        keys |= dict.fromkeys(rollouts.trajectory_key(group, index) for group, index in slots)
-    rows = {row.number: row for row in reader.find_all_rows(records.TRAJECTORY, keys)}
+        keys |= dict.fromkeys(entries.trajectory_key(group, index) for group, index in slots)
+    rows = {row.number: row for row in reader.find_all_rows(entries.TRAJECTORY, keys)}
     for name in live_groups:
-        rows |= {row.number: row for row in reader.rows_below(records.TRAJECTORY, f"{name}/")}
+        rows |= {row.number: row for row in reader.rows_below(entries.TRAJECTORY, f"{name}/")}
     return list(rows.values())
 
 

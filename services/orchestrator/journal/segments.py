@@ -35,7 +35,7 @@ import xxhash
 import zstandard
 
 from services.common.errors import ConfigError, CorruptDataError
-from services.common.system import disk
+from services.common.system import machine
 
 COLLECTED = "collected"  # kind of the records that name segments which retention deletes
 
@@ -250,7 +250,7 @@ class Files:
 
     def sync_directory(self, path: Path) -> None:
         """Names that were added or removed survive a power cut, where the file system can sync directories."""
-        disk.sync_directory(path)
+        machine.sync_directory(path)
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from services.common.errors import InvalidRequestError
-from services.common.records.types import Interval, WeightTransfer, WeightVersion
+from services.common.records import Interval, WeightTransfer, WeightVersion
 from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
-from services.orchestrator.members.replica import Held
+from services.orchestrator.members import Held
 
 MOST_NAME = 128  # characters of an id
 MOST_TEXT = 1024  # characters of a text for people

@@ -27,34 +27,37 @@ from services.common.pb import (
     pool_pb2_grpc,
     weights_pb2,
 )
-from services.common.records.device_turn import DeviceTurn
-from services.common.records.fates import RunCount
-from services.common.records.refusals import Refusal, RefusalReason
-from services.common.records.types import (
+from services.common.records import (
+    DeviceTurn,
     FetchPlan,
     Interval,
+    Refusal,
+    RefusalReason,
     RolloutFailure,
+    RunCount,
     Trajectory,
     WeightTransfer,
     WeightVersion,
 )
 from services.common.telemetry.accounts import AccountState, PeerState
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 from services.common.wire import REFUSAL_NUMBERS, duration_to_proto, interval_from_proto, read, write
-from services.orchestrator.core import OrchestratorCore
+from services.orchestrator.groups import Outcome
 from services.orchestrator.ingest import INVALID_RECORD, Answer, RecordOutcome
-from services.orchestrator.members.commands import (
+from services.orchestrator.members import (
     AnnounceVersion,
     CancelGroup,
+    Held,
+    Hello,
     LeavePool,
     PlayGroup,
+    Replica,
     ReplicaCommand,
     UseGateway,
 )
-from services.orchestrator.members.replica import Held, Hello, Replica
+from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.services import bounds
 from services.orchestrator.stalls import Hold
-from services.orchestrator.state.groups import Outcome
 
 log = structlog.get_logger()
 

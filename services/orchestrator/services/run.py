@@ -9,7 +9,7 @@ import orjson
 
 from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.telemetry.logs import without_passwords
-from services.orchestrator.core import OrchestratorCore
+from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.progress import progress
 
 Context = grpc.aio.ServicerContext[Any, Any]

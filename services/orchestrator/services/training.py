@@ -19,25 +19,17 @@ from services.common.pb import (
     training_pb2,
     training_pb2_grpc,
 )
-from services.common.records.device_turn import DeviceTurn
-from services.common.records.types import Interval, WeightVersion
-from services.common.telemetry.accounts import AccountState, PeerState
-from services.common.telemetry.activities import TrainerState
-from services.common.telemetry.log_events import LogEvent
+from services.common.records import DeviceTurn, Interval, WeightVersion
+from services.common.telemetry.accounts import AccountState, PeerState, TrainerState
+from services.common.telemetry.logs import LogEvent
 from services.common.wire import batch_chunks, duration_to_proto, interval_from_proto, read, write
 from services.orchestrator.buffer.assembly import MOST_AT_ONCE, Batch
-from services.orchestrator.core import OrchestratorCore
-from services.orchestrator.journal import records
-from services.orchestrator.members.commands import (
-    PauseTraining,
-    ResumeTraining,
-    SaveCheckpoint,
-    StopTraining,
-    TrainerCommand,
-)
-from services.orchestrator.members.trainers import Trainer
+from services.orchestrator.journal import entries
+from services.orchestrator.members import PauseTraining, ResumeTraining, SaveCheckpoint, StopTraining, TrainerCommand
 from services.orchestrator.metrics import StepRows
+from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.services import bounds
+from services.orchestrator.trainers import Trainer
 
 log = structlog.get_logger()
 
@@ -139,9 +131,9 @@ class TrainerApi:
                 )
             if is_new or ledger.get(version.number) != version:
                 await self._core.journal.append(
-                    records.VERSION,
+                    entries.VERSION,
                     f"{policy}/{version.number}",
-                    lambda: records.version_to_json(version, checkpoint_step, metrics, intervals),
+                    lambda: entries.version_to_json(version, checkpoint_step, metrics, intervals),
                     apply=lambda: self._core.versions.apply(version, metrics),
                 )
                 self._core.versions.announce(policy, is_new)

@@ -20,7 +20,7 @@ import orjson
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
 from services.orchestrator.tasks.datasets import open_source
-from services.orchestrator.tasks.task_rows import SkippedRows
+from services.orchestrator.tasks.rows import SkippedRows
 
 
 @dataclass(frozen=True, slots=True)

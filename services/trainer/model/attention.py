@@ -39,7 +39,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from services.common.errors import ConfigError, ModelMismatchError
-from services.trainer.data.packing import Branch
+from services.trainer.packing import Branch
 
 Ints = npt.NDArray[np.int64]
 Kernel = Literal["auto", "varlen", "flash_attn", "sdpa"]

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.common.records.kept_tokens import KeptSets
+from services.common.kept_tokens import KeptSets
 
 Ints = npt.NDArray[np.int64]
 

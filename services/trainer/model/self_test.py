@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from services.common.errors import ModelMismatchError, RollmillError
-from services.trainer.data.packing import Document, pack
 from services.trainer.model.attention import Documents
 from services.trainer.model.logprobs import Targets
 from services.trainer.model.tiny_copy import NoTinyCopyError, build, is_size, numbers, tiny_copies, with_number
-from services.trainer.ranks.sharding import local_rows, peer_loss, reshard
+from services.trainer.packing import Document, pack
+from services.trainer.ranks import local_rows, peer_loss, reshard
 
 BOUND, BOUND_16_BITS = 1e-3, 0.25
 # Tokens of the documents. Windows up to 6 and switches of rotary factors up to 7 show, because the last state that predicts

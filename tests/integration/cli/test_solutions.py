@@ -9,7 +9,7 @@ import pytest
 
 from services.cli.check.data import prepare_code, solution_lines
 from services.common.config.data import DatasetConfig
-from services.common.config.processes.envgateway import SandboxConfig
+from services.common.config.envgateway import SandboxConfig
 from services.orchestrator.tasks.datasets import open_source
 
 pytestmark = pytest.mark.needs("isolating sandbox")

@@ -19,7 +19,7 @@ from services.common.errors import ConfigError, DeadlineError, InfrastructureErr
 from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.identity import Identity
-from services.common.security.roles import Role
+from services.common.security.keys import Role
 from tests.keys import as_role, make_keys
 
 Case = Callable[[Path], tuple[Identity | None, Identity | None, str]]

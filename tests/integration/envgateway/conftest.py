@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.envgateway import SandboxConfig
+from services.common.config.envgateway import SandboxConfig
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
 from tests import needs

@@ -13,10 +13,9 @@ from services.envgateway.judge.judge import Judge
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from tests import needs
-
-from .cases import ALL, Bad
-from .cases.model import CONFIG, HONEST, World, open_world
-from .sandbox_state import assert_clean
+from tests.integration.envgateway.cases import ALL, Bad
+from tests.integration.envgateway.cases.model import CONFIG, HONEST, World, open_world
+from tests.integration.envgateway.sandbox_state import assert_clean
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

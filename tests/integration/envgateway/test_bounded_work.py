@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.envgateway import MathRewardConfig
+from services.common.config.envgateway import MathRewardConfig
+from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.checks import TextCheck, ValueCheck, failure, packed
+from services.envgateway.judge.compare import ValueRule
 from services.envgateway.judge.records import Comparison, ComparisonMode
-from services.envgateway.judge.values import ValueRule
-from services.envgateway.rewards.math.pool import MathPool
-from services.envgateway.rewards.math.worker import COMPARISON
+from services.envgateway.rewards.math_worker import COMPARISON
+from services.envgateway.rewards.pool import MathPool
 from services.envgateway.rewards.registry import Rewards
-from services.envgateway.rewards.result import RewardOutcome
 
 LONG, MOST = 32_000, 8 << 20
 BOUND_S = 0.05

@@ -9,19 +9,18 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from services.common.config.processes.envgateway import EnvGatewayConfig
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.errors import InvalidRequestError
-from services.common.records.types import Task
+from services.common.records import Task
 from services.common.rpc.interceptors import CallInterceptor, Context
 from services.common.telemetry.accounts import TimeAccount
 from services.envgateway.app import Gateway
-from services.envgateway.rpc.client_interceptor import ClientInterceptor
+from services.envgateway.rpc import ClientInterceptor
 from services.envgateway.sandbox.pool import SandboxPool
-from services.inference.rpc.gateway_client import GatewayClient
+from services.inference.gateway import GatewayClient
+from tests.integration.envgateway.conftest import LONG, SLEEP_LONG
+from tests.integration.envgateway.sandbox_state import assert_clean
 from tests.waiting import until
-
-from .conftest import LONG, SLEEP_LONG
-from .sandbox_state import assert_clean
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.envgateway.judge.judge import Judge
+from services.envgateway.judge.judge import MOST_CASES, Judge
 from services.envgateway.judge.records import (
     AssertTests,
     CallCase,
@@ -18,15 +18,13 @@ from services.envgateway.judge.records import (
     StdinCase,
     StdinTests,
 )
-from services.envgateway.judge.together import MOST_CASES
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.connection import RunMessage
+from services.envgateway.sandbox.lease import RunMessage
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits
+from tests.integration.envgateway.conftest import SLEEP_LONG, long_programs
+from tests.integration.envgateway.sandbox_state import assert_clean, kill_supervisor, until_programs_run
 from tests.waiting import until
-
-from .conftest import SLEEP_LONG, long_programs
-from .sandbox_state import assert_clean, kill_supervisor, until_programs_run
 
 V = RunStatus
 _SUM = "print(sum(map(int, input().split())))"

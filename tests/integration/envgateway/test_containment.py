@@ -14,19 +14,18 @@ import pytest
 import pytest_asyncio
 
 from services.common.errors import SandboxRefusedError
+from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, JudgeRequest, JudgeResult, StdinCase, StdinTests
-from services.envgateway.rewards.code import CodeReward
-from services.envgateway.rewards.result import RewardOutcome
+from services.envgateway.rewards.registry import CodeReward
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.bare.statuses import RunStatus as S
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest
 from tests import needs
-
-from .cases.containment import CASES
-from .cases.model import CONFIG, HONEST, Bad, World, open_world
-from .sandbox_state import assert_clean
+from tests.integration.envgateway.cases.containment import CASES
+from tests.integration.envgateway.cases.model import CONFIG, HONEST, Bad, World, open_world
+from tests.integration.envgateway.sandbox_state import assert_clean
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

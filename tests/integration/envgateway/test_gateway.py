@@ -15,16 +15,15 @@ import grpc
 import pytest
 
 from services.common import errors
-from services.common.config.processes.envgateway import EnvGatewayConfig, MathRewardConfig
+from services.common.config.envgateway import EnvGatewayConfig, MathRewardConfig
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2, judge_pb2_grpc, status_pb2, status_pb2_grpc
-from services.common.rpc.client.channel import channel, translated_errors
+from services.common.rpc.client import channel, translated_errors
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
+from tests.integration.envgateway.conftest import CONFIG
 from tests.waiting import WAIT_S
-
-from .conftest import CONFIG
 
 
 class Clients:

@@ -10,20 +10,19 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.envgateway import EnvGatewayConfig, MathRewardConfig
-from services.common.records.types import Task
+from services.common.config.envgateway import EnvGatewayConfig, MathRewardConfig
+from services.common.records import Task
 from services.common.telemetry.accounts import TimeAccount
 from services.common.text.programs import program_of
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
-from services.inference.rollouts.policies import RolloutPolicy
-from services.inference.rpc.gateway_client import GatewayClient
+from services.inference.gateway import GatewayClient
+from services.inference.rollouts import RolloutPolicy
 from services.inference.workflows.base import JudgeCase, Outcome, ProgramStatus, WorkflowContext
-from services.inference.workflows.codegen.codegen_verifier import CodegenVerifier, CodegenVerifierSettings
-from services.orchestrator.tasks.rows.code import code_row
+from services.inference.workflows.codegen import CodegenVerifier, CodegenVerifierSettings
+from services.orchestrator.tasks.code_rows import code_row
+from tests.integration.envgateway.conftest import CONFIG
 from tests.unit.inference.fakes import FakeGateway, make_context, served_policy
-
-from .conftest import CONFIG
 
 ADD = "print(sum(map(int, input().split())))"
 CARELESS = "a, b = input().split()\nprint(abs(int(a)) + int(b))"

@@ -8,14 +8,13 @@ import socket
 
 import pytest
 
-from services.common.config.processes.envgateway import SandboxConfig
+from services.common.config.envgateway import SandboxConfig
 from services.common.errors import SandboxRefusedError
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
-
-from .conftest import CONFIG, Execute
-from .sandbox_state import (
+from tests.integration.envgateway.conftest import CONFIG, Execute
+from tests.integration.envgateway.sandbox_state import (
     assert_clean,
     children_of,
     kill_fork_server_at_its_next_fork,

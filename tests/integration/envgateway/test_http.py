@@ -12,13 +12,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.common.config.processes.envgateway import EnvGatewayConfig, HttpConfig, MathRewardConfig, QueueConfig
+from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, MathRewardConfig, QueueConfig
 from services.common.errors import ConfigError
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
+from tests.integration.envgateway.conftest import CONFIG, LONG, SLEEP_LONG
 from tests.waiting import until
-
-from .conftest import CONFIG, LONG, SLEEP_LONG
 
 RUN_KEYS = {"sub_id", "success", "run_success", "cost", "stdout", "stderr", "reason"}
 JUDGE_KEYS = RUN_KEYS - {"stdout", "stderr"}

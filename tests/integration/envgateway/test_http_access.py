@@ -14,16 +14,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.cli.keys import Keyring
-from services.common.config.processes.envgateway import EnvGatewayConfig, HttpConfig, MathRewardConfig
+from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, MathRewardConfig
 from services.common.errors import ConfigError
 from services.common.security import identity
 from services.common.security.identity import Identity
-from services.common.security.roles import Role
+from services.common.security.keys import Role
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
+from tests.integration.envgateway.conftest import CONFIG
 from tests.keys import as_role, client_context, make_keys
-
-from .conftest import CONFIG
 
 GATEWAY = EnvGatewayConfig(port=0, sandbox=CONFIG, math=MathRewardConfig(num_workers=1), http=HttpConfig(port=0))
 PROGRAM = {"type": "python", "solution": "print(1)"}

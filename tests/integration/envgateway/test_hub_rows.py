@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 
 from services.common.config.data import DatasetConfig
-from services.common.config.processes.envgateway import MathRewardConfig
+from services.common.config.envgateway import MathRewardConfig
+from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
-from services.envgateway.rewards.code import CodeReward
-from services.envgateway.rewards.math.pool import MathPool
-from services.envgateway.rewards.registry import MathReward
-from services.envgateway.rewards.result import RewardOutcome
+from services.envgateway.rewards.pool import MathPool
+from services.envgateway.rewards.registry import CodeReward, MathReward
 from services.envgateway.sandbox.pool import SandboxPool
-from services.orchestrator.tasks.catalogue import FORMS, KNOWN
 from services.orchestrator.tasks.datasets import TaskSource, open_source
+from services.orchestrator.tasks.rows import FORMS, KNOWN
 from tests.hub_rows import RIGHT, ROWS
 
 

@@ -18,8 +18,7 @@ from services.envgateway.queue.local import decode, encode
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits
-
-from .sandbox_state import assert_clean
+from tests.integration.envgateway.sandbox_state import assert_clean
 
 V = RunStatus
 SQUARES = StdinTests(cases=tuple(StdinCase(stdin=f"{n}\n", expected=f"{n * n}\n") for n in range(4)))

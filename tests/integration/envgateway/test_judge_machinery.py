@@ -19,11 +19,8 @@ from services.envgateway.sandbox.bare import procfs
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
-from tests.running import is_running
-from tests.waiting import until, wait_until
-
-from .conftest import CONFIG, SLEEP_LONG, long_programs
-from .sandbox_state import (
+from tests.integration.envgateway.conftest import CONFIG, SLEEP_LONG, long_programs
+from tests.integration.envgateway.sandbox_state import (
     assert_clean,
     children_of,
     kill_supervisor,
@@ -31,6 +28,8 @@ from .sandbox_state import (
     supervisor_of,
     until_programs_run,
 )
+from tests.running import is_running
+from tests.waiting import until, wait_until
 
 V = RunStatus
 SQUARES = StdinTests(cases=tuple(StdinCase(stdin=f"{n}\n", expected=f"{n * n}\n") for n in range(4)))
@@ -124,7 +123,7 @@ async def test_machinery_that_keeps_dying_is_an_infrastructure_error(judge: Judg
 
 ORPHANING = """
 import asyncio, sys
-from services.common.config.processes.envgateway import SandboxConfig
+from services.common.config.envgateway import SandboxConfig
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
 async def main():

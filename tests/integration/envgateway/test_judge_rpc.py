@@ -11,19 +11,18 @@ import pytest
 
 from services.common.pb import environment_pb2, judge_pb2_grpc
 from services.common.pb import judge_pb2 as pb
-from services.common.rpc.client.channel import channel
+from services.common.rpc.client import channel
 from services.common.rpc.server import Server
-from services.common.telemetry.gateway_queue import Lane
+from services.common.telemetry.metrics import Lane
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, JudgeResult, StdinCase, StdinTests
 from services.envgateway.queue.local import Job, JobQueue, Scheduler
-from services.envgateway.rpc.servicer_judge import JudgeServicer
+from services.envgateway.rpc import JudgeServicer
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
+from tests.integration.envgateway.conftest import SLEEP_LONG, long_programs
+from tests.integration.envgateway.sandbox_state import assert_clean
 from tests.waiting import WAIT_S, until
-
-from .conftest import SLEEP_LONG, long_programs
-from .sandbox_state import assert_clean
 
 V = RunStatus
 SQUARES = StdinTests(cases=tuple(StdinCase(stdin=f"{n}\n", expected=f"{n * n}\n") for n in range(4)))

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.envgateway.sandbox.pool import SandboxPool
-
-from .verdicts import check, rows
+from tests.integration.envgateway.verdicts import check, rows
 
 
 @pytest.mark.slow

@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from services.common.security import identity
-from services.common.security.bundle import VARIABLE
-from services.common.security.roles import Role
+from services.common.security.keys import VARIABLE, Role
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
 from tests import needs
+from tests.integration.envgateway.conftest import CONFIG
 from tests.keys import make_keys
-
-from .conftest import CONFIG
 
 LOOK = """
 import os, sys

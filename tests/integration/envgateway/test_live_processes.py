@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.processes.envgateway import LiveConfig
+from services.common.config.envgateway import LiveConfig
 from services.common.errors import CapacityError
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.live import CellResult, LiveProcess
 from services.envgateway.sandbox.pool import SandboxPool
+from tests.integration.envgateway.conftest import CONFIG
+from tests.integration.envgateway.sandbox_state import assert_clean, kill_supervisor
 from tests.waiting import until
-
-from .conftest import CONFIG
-from .sandbox_state import assert_clean, kill_supervisor
 
 S = RunStatus
 Run = Callable[[str], Awaitable[CellResult]]

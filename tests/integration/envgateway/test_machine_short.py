@@ -15,10 +15,9 @@ from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
 from tests import needs
+from tests.integration.envgateway.conftest import CONFIG
+from tests.integration.envgateway.sandbox_state import assert_clean, children_of, supervisor_of
 from tests.small_disk import fill, mounted
-
-from .conftest import CONFIG
-from .sandbox_state import assert_clean, children_of, supervisor_of
 
 HUNGRY = "import time; time.sleep(0.3); x = bytearray(b'x') * (120 << 20); print(len(x))"  # below its limit
 LITTLE_BYTES = 100 << 20

@@ -7,12 +7,11 @@ from collections import Counter
 
 import pytest
 
-from services.common.config.processes.envgateway import MathRewardConfig
-from services.envgateway.rewards.math.pool import MathPool
+from services.common.config.envgateway import MathRewardConfig
+from services.envgateway.calls import RewardOutcome
+from services.envgateway.rewards.pool import MathPool
 from services.envgateway.rewards.registry import MathReward
-from services.envgateway.rewards.result import RewardOutcome
-
-from .math_pairs import pairs
+from tests.integration.envgateway.math_pairs import pairs
 
 HOSTILE = [
     "1" + "=1" * 20_000,

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.envgateway import MathRewardConfig
+from services.common.config.envgateway import MathRewardConfig
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
+from services.envgateway.calls import RewardOutcome, RewardResult
 from services.envgateway.child import ChildDied, ChildFailed, ChildLost
-from services.envgateway.rewards.math import pool as math_pool_module
-from services.envgateway.rewards.math.pool import MathPool, WorkerOverdue, WorkerStarved
+from services.envgateway.rewards import pool as math_pool_module
+from services.envgateway.rewards.pool import MathPool, WorkerOverdue, WorkerStarved
 from services.envgateway.rewards.registry import MathReward, Rewards
-from services.envgateway.rewards.result import RewardOutcome, RewardResult
 
 R = RewardOutcome
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.envgateway import EnvGatewayConfig
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.errors import ConfigError, DeadlineError, InvalidRequestError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.rpc.server import Server
 from services.envgateway.app import serve
-from services.envgateway.rpc.membership import stay
+from services.envgateway.rpc import stay
 from services.envgateway.sandbox.pool import SandboxPool
 from tests.integration.envgateway.conftest import CONFIG
 from tests.ports import free_port

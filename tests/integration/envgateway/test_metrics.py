@@ -8,10 +8,10 @@ from pathlib import Path
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.config.processes.services import MetricsConfig
+from services.common.config.envgateway import EnvGatewayConfig
+from services.common.config.processes import MetricsConfig
 from services.common.pb import environment_pb2, environment_pb2_grpc
-from services.common.rpc.client.channel import channel
+from services.common.rpc.client import channel
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 from tests.integration.envgateway.conftest import CONFIG

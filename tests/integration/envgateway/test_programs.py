@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.processes.envgateway import SandboxConfig
+from services.common.config.envgateway import SandboxConfig
 from services.common.errors import CapacityError
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
 from tests import needs
+from tests.integration.envgateway.conftest import CONFIG, LONG_S, SLEEP_LONG, Execute, long_programs
 from tests.waiting import until
-
-from .conftest import CONFIG, LONG_S, SLEEP_LONG, Execute, long_programs
 
 S = RunStatus
 

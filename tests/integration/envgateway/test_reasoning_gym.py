@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from services.common import reasoning_gym
-from services.common.config.processes.envgateway import ReasoningGymConfig
+from services.common.config.envgateway import ReasoningGymConfig
 from services.common.errors import InvalidRequestError
-from services.envgateway.rewards.math.pool import MathPool
-from services.envgateway.rewards.math.worker import REASONING_GYM
+from services.envgateway.calls import RewardOutcome
+from services.envgateway.rewards.math_worker import REASONING_GYM
+from services.envgateway.rewards.pool import MathPool
 from services.envgateway.rewards.registry import ReasoningGymReward
-from services.envgateway.rewards.result import RewardOutcome
 
 pytestmark = [pytest.mark.needs("reasoning-gym"), pytest.mark.slow]
 

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.common.config.processes.envgateway import SandboxConfig
+from services.common.config.envgateway import SandboxConfig
 from services.envgateway.judge.judge import Judge
 from services.envgateway.queue.local import local_queue
-from services.envgateway.rewards.code import CodeReward
+from services.envgateway.rewards.registry import CodeReward
 from services.envgateway.sandbox.pool import SandboxPool
-from services.orchestrator.tasks.rows.code import code_row
+from services.orchestrator.tasks.code_rows import code_row
+from tests.integration.envgateway.reference_programs import PROGRAMS, Program
 from tests.unit.recipes.reference.behaviour import BEHAVIOUR_ROWS
-
-from .reference_programs import PROGRAMS, Program
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -7,13 +7,12 @@ import asyncio
 import pytest
 
 from services.common.errors import CapacityError
+from services.envgateway.calls import RewardOutcome, RewardResult
 from services.envgateway.judge.judge import Judge
 from services.envgateway.queue.local import local_queue
-from services.envgateway.rewards import code
-from services.envgateway.rewards.result import RewardOutcome, RewardResult
+from services.envgateway.rewards import registry
 from services.envgateway.sandbox.pool import SandboxPool
-
-from .conftest import CONFIG
+from tests.integration.envgateway.conftest import CONFIG
 
 _SLOW = CONFIG.model_copy(update={"num_slots": 2, "judging_time_s": 0.5, "wall_time_s": 0.5})
 _CASES = [{"stdin": f"{n}", "expected": f"{n}"} for n in range(100)]
@@ -25,8 +24,8 @@ _OTHER = {"tests": {"kind": "stdin", "cases": _CASES[1:2]}}
 async def test_slow_programs_of_a_group_are_wrong_and_hold_no_other_task_up(
     pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(code, "WAIT_S", 0.2)
-    reward = code.CodeReward(local_queue(pool, Judge(pool), num_slots=2, lane_size=100))
+    monkeypatch.setattr(registry, "WAIT_S", 0.2)
+    reward = registry.CodeReward(local_queue(pool, Judge(pool), num_slots=2, lane_size=100))
     asked_again = 0
 
     async def judged(number: int) -> RewardResult:

@@ -6,17 +6,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.common.config.processes.envgateway import LiveConfig, SandboxConfig
+from services.common.config.envgateway import LiveConfig, SandboxConfig
 from services.common.errors import CapacityError
-from services.common.text.tool_calls import ToolStatus
+from services.common.text.tools import ToolStatus
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.tools.jupyter import JupyterTool
-from services.envgateway.tools.registry import ToolBox
-from services.envgateway.tools.session import ToolSession
+from services.envgateway.tools.registry import ToolBox, ToolSession
+from services.envgateway.tools.tools import JupyterTool
+from tests.integration.envgateway.conftest import CONFIG
+from tests.integration.envgateway.sandbox_state import assert_clean
 from tests.waiting import accepted, until
-
-from .conftest import CONFIG
-from .sandbox_state import assert_clean
 
 _SANDBOX: SandboxConfig = CONFIG.model_copy(update={"num_live": 4})
 _LIVE = LiveConfig(cell_time_s=1.5, cpu_time_s=20.0, lifetime_s=60.0, memory_bytes=96 << 20, output_bytes=10_000)

@@ -6,14 +6,13 @@ import asyncio
 
 import pytest
 
+from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, CallCase, CallTests, JudgeRequest, JudgeResult
-from services.envgateway.rewards.code import CodeReward
-from services.envgateway.rewards.result import RewardOutcome
+from services.envgateway.rewards.registry import CodeReward
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
-
-from .cases import exchange
+from tests.integration.envgateway.cases import exchange
 
 RAISES = "def f(n): raise ValueError('a b')"
 POINT = "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef f(n): return P(n)"

@@ -12,17 +12,16 @@ import grpc
 import pytest
 
 from services.common import errors
-from services.common.config.processes.envgateway import EnvGatewayConfig, LiveConfig, ToolConfig, ToolsConfig
+from services.common.config.envgateway import EnvGatewayConfig, LiveConfig, ToolConfig, ToolsConfig
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
-from services.common.rpc.client.channel import channel, translated_errors
+from services.common.rpc.client import channel, translated_errors
 from services.common.tools import ToolError
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
+from tests.integration.envgateway.conftest import CONFIG
+from tests.integration.envgateway.sandbox_state import assert_clean, kill_supervisor, programs, supervisor_of
 from tests.waiting import accepted, until
-
-from .conftest import CONFIG
-from .sandbox_state import assert_clean, kill_supervisor, programs, supervisor_of
 
 
 class Capital:

@@ -10,20 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.processes.envgateway import EnvGatewayConfig, MathRewardConfig
+from services.common.config.envgateway import EnvGatewayConfig, MathRewardConfig
 from services.common.errors import SandboxRefusedError
 from services.common.pb import environment_pb2 as pb
-from services.common.rpc.client.channel import channel, translated_errors
-from services.common.telemetry.log_events import LogEvent
+from services.common.rpc.client import channel, translated_errors
+from services.common.telemetry.logs import LogEvent
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
-from services.inference.rpc.gateway_client import judge_request
+from services.inference.gateway import judge_request
 from services.inference.workflows.base import JudgeCase
+from tests.integration.envgateway.conftest import CONFIG
+from tests.integration.envgateway.test_gateway import Clients
 from tests.ports import free_port
 from tests.waiting import PROCESS_S, WAIT_S, until
-
-from .conftest import CONFIG
-from .test_gateway import Clients
 
 ROOT = Path(__file__).resolve().parents[3]
 # As root there is tier 2 or 1 wherever its users are mapped, so root of a namespace with one user stands for a plain one.

@@ -11,15 +11,14 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from services.common.config.processes.services import EndpointConfig
-from services.common.records.types import Sampling, Segment
+from services.common.config.processes import EndpointConfig
+from services.common.records import Sampling, Segment
 from services.common.telemetry.accounts import TimeAccount
 from services.common.text.chat import Chat
-from services.inference.endpoint.access import SESSION_HEADER
-from services.inference.endpoint.server import EndpointServer
+from services.inference.endpoint.server import SESSION_HEADER, EndpointServer
 from services.inference.engine.base import Engine, Generation, GenerationRequest
-from services.inference.rollouts.policies import RolloutPolicy, ServedPolicy
-from services.inference.workflows.agents.captured import CapturedSession
+from services.inference.rollouts import RolloutPolicy, ServedPolicy
+from services.inference.workflows.agents import CapturedSession
 from services.inference.workflows.base import WorkflowContext
 from tests.unit.inference.fakes import FakeGateway
 
@@ -32,7 +31,7 @@ ADD: dict[str, Any] = {
 
 @functools.cache
 def tiny_model() -> Path:
-    from services.common.tiny.models import build
+    from services.common.tiny import build
 
     directory = Path(tempfile.mkdtemp(prefix="rollmill-tiny-"))
     build(directory, seed=1)
@@ -57,7 +56,7 @@ class Recorded:
 
 @asynccontextmanager
 async def torch_policy(**settings: Any) -> AsyncIterator[ServedPolicy]:
-    from services.common.text.huggingface import load_model, load_tokenizer
+    from services.common.text.chat import load_model, load_tokenizer
     from services.inference.engine.torch.engine import TorchEngine
 
     engine = TorchEngine(load_model(tiny_model(), "float32"), **{"num_slots": 8, "context_length": 4096, **settings})

@@ -20,7 +20,7 @@ from services.common.pb import (
     run_pb2_grpc,
     weights_pb2,
 )
-from services.common.records.types import TaskGroupOrder
+from services.common.records import TaskGroupOrder
 from services.common.rpc.interceptors import ErrorInterceptor
 from services.common.wire import duration_to_proto, write
 

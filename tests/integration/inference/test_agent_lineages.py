@@ -11,8 +11,7 @@ import aiohttp
 import pytest
 
 from benchmarks._agent_harness import LEAD, SPEAKERS, client_for, play
-from services.common.records.types import Origin, Sampling
-from services.common.records.types import Sequence as TokenSequence
+from services.common.records import Origin, Sampling, TokenSequence
 from services.common.text.chat import Chat
 from services.inference.endpoint.server import EndpointServer
 from services.inference.engine.base import GenerationRequest

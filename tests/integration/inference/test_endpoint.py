@@ -11,11 +11,11 @@ import numpy as np
 import openai
 import pytest
 
-from services.common.records.kept_tokens import unpack
-from services.common.records.types import Purpose, Sampling
+from services.common.kept_tokens import unpack
+from services.common.records import Purpose, Sampling
 from services.inference.endpoint.server import EndpointServer
 from services.inference.engine.base import FinishReason, GenerationRequest
-from services.inference.rollouts.policies import ServedPolicy
+from services.inference.rollouts import ServedPolicy
 from tests.integration.inference.endpoint_peers import (
     ADD,
     POLICY,
@@ -235,8 +235,8 @@ async def test_a_client_that_leaves_aborts_its_generation_and_may_ask_again(
 async def test_a_swap_in_mid_conversation_keeps_the_versions_of_all_tokens(
     policy: ServedPolicy, server: EndpointServer
 ) -> None:
-    from services.common.text.huggingface import load_model, named_weights
-    from services.inference.engine.weight_update import WeightUpdate
+    from services.common.text.chat import load_model, named_weights
+    from services.inference.engine.base import WeightUpdate
     from tests.integration.inference.endpoint_peers import tiny_model
     from tests.random_models import perturbed
 

@@ -15,10 +15,8 @@ import pytest
 
 from services.cli.keys import Keyring
 from services.common.security import identity
-from services.common.security.bundle import VARIABLE
-from services.common.security.roles import Role
-from services.inference.endpoint.access import CA_VARIABLE
-from services.inference.endpoint.server import EndpointServer
+from services.common.security.keys import VARIABLE, Role
+from services.inference.endpoint.server import CA_VARIABLE, EndpointServer
 from tests.integration.inference.endpoint_peers import anthropic_of, client_of, play_tools, serving, session_of
 from tests.integration.inference.test_external_agent import CALL, HERE, play
 from tests.keys import as_role, client_context, make_keys

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.common.config.processes.services import EndpointConfig
-from services.common.records.types import Sampling
+from services.common.config.processes import EndpointConfig
+from services.common.records import Sampling
 from services.inference.endpoint.server import EndpointServer
 from tests.integration.inference.endpoint_peers import mismatches, serving, session_of, torch_policy
 from tests.unit.inference.fakes import served_policy

@@ -9,9 +9,9 @@ import aiohttp
 import pytest
 from pydantic import TypeAdapter
 
-from services.common.records.types import Sampling
+from services.common.records import Sampling
 from services.inference.endpoint.server import EndpointServer
-from services.inference.workflows.agents.captured import CapturedSession
+from services.inference.workflows.agents import CapturedSession
 from tests.integration.inference.endpoint_peers import anthropic_of, mismatches, serving, session_of, torch_policy
 from tests.unit.inference.fakes import served_policy
 

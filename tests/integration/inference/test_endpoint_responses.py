@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from services.common.records.types import Sampling
+from services.common.records import Sampling
 from services.inference.endpoint.server import EndpointServer
 from tests.integration.inference.endpoint_peers import client_of, mismatches, serving, session_of, torch_policy
 from tests.unit.inference.fakes import served_policy

@@ -20,8 +20,8 @@ import yaml
 from services.common.config.data import WorkflowConfig
 from services.common.errors import ConfigError, InfrastructureError
 from services.inference.endpoint.server import EndpointServer
-from services.inference.workflows.agents.agent_command import AgentFailedError, run_command
 from services.inference.workflows.base import Outcome
+from services.inference.workflows.external_agent import AgentFailedError, run_command
 from services.inference.workflows.registry import build_workflow
 from tests.documented import blocks
 from tests.integration.inference.endpoint_peers import client_of, context_of, serving, session_of

@@ -19,7 +19,7 @@ from services.common.errors import (
 from services.common.pb import environment_pb2 as env
 from services.common.pb import judge_pb2 as pb
 from services.common.telemetry.accounts import TimeAccount
-from services.inference.rpc.gateway_client import GatewayClient
+from services.inference.gateway import GatewayClient
 from services.inference.workflows.base import JudgeCase, ProgramStatus
 from tests.integration.inference.peers import FakeGatewayServer
 from tests.unit.inference.fakes import make_task

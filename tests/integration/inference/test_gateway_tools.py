@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.envgateway import EnvGatewayConfig, LiveConfig, SandboxConfig, ToolsConfig
-from services.common.records.types import Sequence
+from services.common.config.envgateway import EnvGatewayConfig, LiveConfig, SandboxConfig, ToolsConfig
+from services.common.records import TokenSequence
 from services.common.telemetry.accounts import TimeAccount
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
-from services.inference.rpc.gateway_client import GatewayClient
-from services.inference.workflows.tools.tool_math import ToolMath, ToolMathSettings
+from services.inference.gateway import GatewayClient
+from services.inference.workflows.tools import ToolMath, ToolMathSettings
 from tests.unit.inference.fakes import FakeGateway, make_context, make_task, qwen_like_chat, served_policy
 from tests.waiting import until
 
@@ -28,7 +28,7 @@ class Ground:
     client: GatewayClient
     pool: SandboxPool
 
-    async def play(self, *texts: str) -> tuple[Sequence, list[str]]:
+    async def play(self, *texts: str) -> tuple[TokenSequence, list[str]]:
         policy = await served_policy(list(texts), context_length=8192)
         settings = ToolMathSettings(tools=["jupyter_code", "python_code_with_standard_io"], reward="boxed")
         context = dataclasses.replace(make_context(policy, FakeGateway()), gateway=self.client)

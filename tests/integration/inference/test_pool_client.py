@@ -11,19 +11,16 @@ import pytest
 
 from services.common.errors import DeadlineError, InvalidRequestError, LeaseLostError
 from services.common.pb import pool_pb2, pool_pb2_grpc
-from services.common.records.types import Purpose
-from services.common.rpc.client.channel import channel
+from services.common.records import Purpose
+from services.common.rpc.client import channel
 from services.common.telemetry.accounts import TimeAccount
+from services.inference.gateway import GatewayClient
 from services.inference.loading import LoadedPolicy
-from services.inference.metrics.emission import EmissionLog
-from services.inference.replica import Replica
-from services.inference.rollouts.player import RolloutPlayer
-from services.inference.rpc.gateway_client import GatewayClient
-from services.inference.rpc.pool_client import MOST_PERIOD_S, PoolClient
-from services.inference.rpc.report_stream import ReplicaIdentity
-from services.inference.rpc.trajectory_sender import TrajectorySender
+from services.inference.records_out import TrajectorySender
+from services.inference.replica import MOST_PERIOD_S, EmissionLog, PoolClient, Replica, ReplicaIdentity
+from services.inference.rollouts import RolloutPlayer
 from services.inference.weights.updater import AnnouncedVersions
-from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
+from services.inference.workflows.single import SingleTurn, SingleTurnSettings
 from tests.integration.inference.peers import FakeOrchestrator, indices_of
 from tests.unit.inference.fakes import make_order, served_policy
 from tests.waiting import WAIT_S, until

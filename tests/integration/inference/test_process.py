@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 from tests.integration.inference.peers import END_S, FakeOrchestrator, end_of, indices_of, scripted_recipe
 from tests.unit.inference.fakes import make_order
 from tests.waiting import WAIT_S, until

@@ -16,8 +16,7 @@ import pytest
 from services.cli.keys import Keyring
 from services.common.rpc.server import Server
 from services.common.security import identity
-from services.common.security.bundle import VARIABLE
-from services.common.security.roles import Role
+from services.common.security.keys import VARIABLE, Role
 from tests.contract.run_servicer import RunServicer, make_server
 from tests.integration.inference.peers import end_of
 from tests.keys import as_role, make_keys

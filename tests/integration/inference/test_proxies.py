@@ -12,10 +12,9 @@ import pytest
 
 from services.common.net.hosts import host_and_port
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.rpc.client.channel import channel
-from services.common.rpc.client.health import is_serving
+from services.common.rpc.client import channel, is_serving
 from services.common.rpc.server import Server
-from services.inference.workflows.agents.agent_command import run_command
+from services.inference.workflows.external_agent import run_command
 from tests.integration.inference.endpoint_peers import serving
 from tests.waiting import WAIT_S
 

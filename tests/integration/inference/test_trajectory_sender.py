@@ -14,10 +14,10 @@ import structlog
 
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.pb import pool_pb2, pool_pb2_grpc
-from services.common.records.types import RolloutFailure, RolloutTiming, Segment, Sequence, StopReason, Trajectory
-from services.common.rpc.client.channel import channel
-from services.common.telemetry.log_events import LogEvent
-from services.inference.rpc.trajectory_sender import TOO_LARGE, TrajectorySender
+from services.common.records import RolloutFailure, RolloutTiming, Segment, StopReason, TokenSequence, Trajectory
+from services.common.rpc.client import channel
+from services.common.telemetry.logs import LogEvent
+from services.inference.records_out import TOO_LARGE, TrajectorySender
 from tests.integration.inference.peers import FakeOrchestrator, indices_of
 from tests.waiting import WAIT_S, until
 
@@ -150,7 +150,7 @@ async def test_a_trajectory_that_no_message_holds_becomes_a_failure_of_its_slot(
     """600,000 tokens with their log-probabilities are more than 4 MiB."""
     many = np.zeros(600_000, dtype=np.int32)
     segment = Segment.policy(many, many.astype(np.float32), 0)
-    sequence = Sequence(policy="model0", segments=(segment,), reward=1.0, stop_reason=StopReason.STOP)
+    sequence = TokenSequence(policy="model0", segments=(segment,), reward=1.0, stop_reason=StopReason.STOP)
     async with sending(orchestrator) as sender:
         await sender.send(Trajectory(task_group_id="g", index=0, sequences=(sequence,), reward=1.0))
         await sender.send(failure(1))

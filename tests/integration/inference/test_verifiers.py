@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from services.common.config.data import DatasetConfig, WorkflowConfig
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError, DatasetError, InfrastructureError
-from services.common.system import children
-from services.common.system.children import exited
+from services.common.system import processes
+from services.common.system.processes import exited
 from services.common.verifiers import environment as environment_module
 from services.common.verifiers.child.messages import Played
 from services.common.verifiers.environment import EnvironmentFailedError, VerifiersEnvironment
 from services.common.verifiers.interpreter import PYTHON, interpreter
-from services.inference.workflows.agents.verifiers_env import Verifiers
+from services.inference.workflows.external_agent import Verifiers
 from services.inference.workflows.registry import build_workflow
 from services.orchestrator.tasks.datasets import open_source
 from tests.integration.inference.endpoint_peers import context_of, serving
@@ -167,7 +167,7 @@ async def test_closing_waits_for_the_end_of_a_process_that_is_being_ended_becaus
             raise
         return await exited(process)
 
-    monkeypatch.setattr(children, "exited", late)
+    monkeypatch.setattr(processes, "exited", late)
     mark = tmp_path / "playing"
     script(READ + OPEN + PLAY + f"open({str(mark)!r}, 'w').close(); import time; time.sleep(60)")
     playing = asyncio.create_task(play(environment))

@@ -16,10 +16,10 @@ import pytest
 
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from services.cli.run.processes import ForkServer
-from services.common.config.reading.loading import save_resolved, validate
+from services.common.config.loading import save_resolved, validate
 from services.common.pb import run_pb2, run_pb2_grpc, status_pb2, status_pb2_grpc
 from services.common.system.child import module_command
-from services.common.system.children import ChildProcess
+from services.common.system.processes import ChildProcess
 from tests.ports import free_port
 from tests.waiting import WAIT_S
 
@@ -44,7 +44,7 @@ def recipe_tree(directory: Path, port: int, **changes: Any) -> dict[str, Any]:
             }
         },
         "data": {"train": {"path": str(data)}, "evaluation": {"held_out": {"path": str(evaluation)}}},
-        "workflow": {"settings": {"reward": "services.inference.workflows.rewards:boxed_integer"}},  # reads no row here
+        "workflow": {"settings": {"reward": "services.inference.workflows.base:boxed_integer"}},  # reads no row here
         "rollout": {"group_size": 4},
         "orchestrator": {"port": port, "lease_s": 2.0, "min_free_bytes": 0},
         "inference": {"a": {"engine": "scripted", "port": 0}},

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks._peers import ScriptedReplica, ScriptedTrainer
-from services.common.records.fates import SetAsideReason
-from services.common.telemetry.log_events import LogEvent
-from services.orchestrator.journal import records
+from services.common.records import SetAsideReason
+from services.common.telemetry.logs import LogEvent
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.index import INDEX_FILE, remove_index
 from tests.integration.orchestrator.conftest import Orchestrator
 from tests.unit.orchestrator.damage import flip, loaded, rows
@@ -25,20 +25,20 @@ Peers = list[ScriptedReplica | ScriptedTrainer]
 STEPS = 40
 STEPS_EACH = 4  # for each kind of damage
 KINDS = (
-    records.TRAJECTORY,
-    records.GROUP,
-    records.VERDICT,
-    records.CLOSED,
-    records.STATE,
-    records.VERSION,
-    records.BATCH,
+    entries.TRAJECTORY,
+    entries.GROUP,
+    entries.VERDICT,
+    entries.CLOSED,
+    entries.STATE,
+    entries.VERSION,
+    entries.BATCH,
 )
 
 
 def spoil(run_dir: Path, kind: str, rng: random.Random) -> None:
     """Damage three records of a kind among the last thirty; of versions and batches only superseded ones."""
     found = rows(run_dir, kind)
-    if kind in (records.VERSION, records.BATCH):
+    if kind in (entries.VERSION, entries.BATCH):
         found = found[:-2]
     for row in rng.sample(found[-30:], min(3, len(found))):
         same = [other.number for other in rows(run_dir, kind, row.key)]
@@ -74,7 +74,7 @@ async def test_a_run_whose_journal_is_damaged_again_and_again_comes_to_its_end(
     assert orchestrator.summary()["steps"] == {"model0": STEPS}
     trained = [name for pulled in trainer.pulled.values() for name in pulled.ids]
     assert len(trained) == len(set(trained))
-    noted = loaded(orchestrator.run_dir, records.SET_ASIDE)
+    noted = loaded(orchestrator.run_dir, entries.SET_ASIDE)
     assert noted and all(SetAsideReason(record["reason"]) for record in noted)
     assert len({(record["kind"], record["number"]) for record in noted}) == len(noted)
 
@@ -86,7 +86,7 @@ async def test_records_that_are_set_aside_are_told_to_whoever_asks(orchestrators
     training = asyncio.ensure_future(trainer.run(STEPS))
     await until(lambda: len(trainer.pulled) >= 4)
     orchestrator.kill()
-    flip(orchestrator.run_dir, records.VERSION, "model0/1")
+    flip(orchestrator.run_dir, entries.VERSION, "model0/1")
     await orchestrator.start()
     told = await orchestrator.until(lambda now: bool(now.set_aside))
     assert [(found.kind, found.reason, found.count) for found in told.set_aside] == [("versions", "damaged", 1)]

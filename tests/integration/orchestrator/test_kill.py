@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from services.common.pb import pool_pb2
-from services.orchestrator.journal import records
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
 from tests.integration.orchestrator.conftest import Orchestrator
 from tests.waiting import until
@@ -27,7 +27,7 @@ def stored(run_dir: Path) -> dict[Slot, list[str]]:
     found: dict[Slot, list[str]] = {}
     try:
         for row in reader.rows():
-            if row.kind in (records.TRAJECTORY, records.FAILURE):
+            if row.kind in (entries.TRAJECTORY, entries.FAILURE):
                 record = reader.load(row)
                 assert record is not None, f"{row} is not what was written"
                 found.setdefault((record["task_group_id"], record["index"]), []).append(row.kind)

@@ -25,8 +25,8 @@ from services.common.pb import (
     status_pb2_grpc,
     trajectory_pb2,
 )
-from services.common.rpc.client.channel import channel, translated_errors
-from services.common.telemetry.log_events import LogEvent
+from services.common.rpc.client import channel, translated_errors
+from services.common.telemetry.logs import LogEvent
 from tests.integration.orchestrator.conftest import Orchestrator
 from tests.waiting import WAIT_S, until
 

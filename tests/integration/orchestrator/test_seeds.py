@@ -12,11 +12,8 @@ from types import MappingProxyType
 import pytest
 
 from benchmarks._peers import ScriptedReplica, ScriptedTrainer
-from services.common.records.types import (
-    Purpose,
-    TaskGroupOrder,
-)
-from services.common.seeds import slot_seed
+from services.common.errors import slot_seed
+from services.common.records import Purpose, TaskGroupOrder
 from services.common.wire import read
 from tests.integration.orchestrator.conftest import Orchestrator
 

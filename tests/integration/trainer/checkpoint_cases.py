@@ -19,8 +19,8 @@ from services.common.errors import ModelMismatchError
 from services.common.system.child import run_and_leave
 from services.common.weights.snapshot import tensor_digest
 from services.trainer.checkpoints import CheckpointFailedError, CheckpointIdentity, Checkpoints, moments_of, weights_of
-from services.trainer.ranks.sharding import Ranks, full, init_ranks, leave_ranks
-from services.trainer.step.train_step import TrainStep
+from services.trainer.ranks import Ranks, full, init_ranks, leave_ranks
+from services.trainer.step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 IDENTITY = CheckpointIdentity(run_id="r", policy="p")

@@ -19,20 +19,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.common.config.training.adapter import AdapterConfig
-from services.common.config.training.algorithm import AlgorithmConfig
-from services.common.config.training.optimizer import OptimizerConfig
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.training import AdapterConfig, OptimizerConfig
 from services.common.errors import ConfigError
 from services.common.lora import base_weights
-from services.common.records.types import TrainingSequence
+from services.common.records import TrainingSequence
 from services.common.system.child import run_and_leave
-from services.trainer.algorithms.base import PolicyLoss, TokenBatch
 from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
-from services.trainer.model.adapter import AdapterSetup
+from services.trainer.losses import PolicyLoss, TokenBatch
 from services.trainer.model.optimizer import Update
-from services.trainer.model.value_head import NAME
-from services.trainer.ranks.sharding import Ranks, full, full_weights, init_ranks, leave_ranks
-from services.trainer.step.train_step import TrainStep
+from services.trainer.model.policy_model import NAME, AdapterSetup
+from services.trainer.ranks import Ranks, full, full_weights, init_ranks, leave_ranks
+from services.trainer.step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 Gradients = dict[str, np.ndarray]

@@ -13,7 +13,7 @@ import pytest
 
 from services.cli.run.processes import ForkServer
 from services.common.system.child import module_command
-from services.common.system.children import ChildProcess
+from services.common.system.processes import ChildProcess
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]

@@ -15,10 +15,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from services.common.system.child import run_and_leave
-from services.common.text.huggingface import load_model, named_weights
-from services.trainer.model.policy_model import PolicyModel, build_policy_model, load_policy_model
-from services.trainer.model.sharded_load import open_by_shards
-from services.trainer.ranks.sharding import Ranks, full, init_ranks, leave_ranks, local_rows
+from services.common.text.chat import load_model, named_weights
+from services.trainer.model.policy_model import PolicyModel, build_policy_model, load_policy_model, open_by_shards
+from services.trainer.ranks import Ranks, full, init_ranks, leave_ranks, local_rows
 from tests.unit.trainer.building import tiny_causal_lm, tiny_experts
 from tests.unit.trainer_service.building import save_model
 

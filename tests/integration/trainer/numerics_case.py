@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from services.common.system.child import run_and_leave
-from services.trainer.ranks.sharding import init_ranks, leave_ranks
-from services.trainer.step.numerics import MismatchError
+from services.trainer.numerics import MismatchError
+from services.trainer.ranks import init_ranks, leave_ranks
 from tests.unit.trainer.test_numerics import World
 
 

@@ -25,7 +25,7 @@ from services.common.system.child import run_and_leave
 from services.trainer import publish
 from services.trainer.model.policy_model import PolicyModel, build_policy_model
 from services.trainer.publish import Snapshots
-from services.trainer.ranks.sharding import HostGroup, Ranks, init_ranks, leave_ranks
+from services.trainer.ranks import HostGroup, Ranks, init_ranks, leave_ranks
 
 RUN, POLICY = "run-1", "model0"
 FORMS = {"bfloat16": "xxh3-128", "float32": "blake3"}  # published type and digest, tried together

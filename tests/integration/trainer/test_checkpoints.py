@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.cli.run.processes import ForkServer
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.ranks import Ranks
 from tests.integration.trainer.checkpoint_cases import checkpoints, digests, make, train
 from tests.integration.trainer.launching import fork_ranks, made_once, run_processes
 

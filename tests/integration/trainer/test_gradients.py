@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from services.cli.run.processes import ForkServer
-from services.trainer.algorithms import ALGORITHMS
-from services.trainer.algorithms.advantages.sequences import sequence_advantages
-from services.trainer.algorithms.base import TokenBatch
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.advantages import sequence_advantages
+from services.trainer.losses import ALGORITHMS, TokenBatch
+from services.trainer.ranks import Ranks
 from tests.integration.trainer.gradient_cases import (
     CASES,
     GAE,

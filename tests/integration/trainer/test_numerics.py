@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.cli.run.processes import ForkServer
-from services.common.tiny.models import build
+from services.common.tiny import build
 from tests.integration.trainer.launching import fork_ranks, run_processes
 
 

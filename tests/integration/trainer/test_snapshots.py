@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from services.cli.run.processes import ForkServer
-from services.common.system.children import ChildProcess
-from services.common.text.huggingface import named_weights
+from services.common.system.processes import ChildProcess
+from services.common.text.chat import named_weights
 from services.common.weights.snapshot import Snapshot, sweep_orphans, tensor_digest
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.ranks import Ranks
 from tests.integration.trainer.launching import fork_ranks, made_once, run_processes
 from tests.integration.trainer.snapshot_cases import FORMS, snapshots, uneven_model
 from tests.waiting import wait_until

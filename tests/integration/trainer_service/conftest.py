@@ -16,7 +16,7 @@ import pytest
 from services.cli.run.processes import ForkServer
 from services.common.errors import RollmillError
 from services.common.system.child import module_command
-from services.common.system.children import ChildProcess
+from services.common.system.processes import ChildProcess
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
 from tests.unit.trainer_service.building import POLICY, recipe, save_model
 from tests.waiting import WAIT_S

@@ -11,10 +11,7 @@ from typing import Any
 from services.common.config.recipe import Recipe
 from services.common.errors import InfrastructureError, InvalidRequestError, LeaseLostError, VersionConflictError
 from services.common.pb import run_pb2, run_pb2_grpc, training_pb2, training_pb2_grpc
-from services.common.records.types import (
-    RankBatch,
-    WeightVersion,
-)
+from services.common.records import RankBatch, WeightVersion
 from services.common.rpc.server import Server
 from services.common.wire import batch_chunks, duration_to_proto, read, write
 from tests.unit.trainer_service.building import POLICY, batch_of

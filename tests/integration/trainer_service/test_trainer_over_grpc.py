@@ -12,17 +12,16 @@ import pytest
 import torch
 
 from services.common.errors import SupersededError, UnknownPolicyError
-from services.common.records.types import RankBatch
+from services.common.records import RankBatch
 from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
-from services.trainer.data.packing import Document
-from services.trainer.loop.grpc_link import GrpcLink, LoopThread
-from services.trainer.loop.orchestrator_client import OrchestratorClient
-from services.trainer.loop.training_loop import TrainingLoop
+from services.trainer.link import GrpcLink, LoopThread, OrchestratorClient
+from services.trainer.loop import TrainingLoop
 from services.trainer.model.attention import Documents
 from services.trainer.model.logprobs import Targets
 from services.trainer.model.policy_model import PolicyModel
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.train_step import TrainStep
+from services.trainer.packing import Document
+from services.trainer.ranks import Ranks
+from services.trainer.step import TrainStep
 from tests.integration.trainer_service.conftest import MakeOrchestrator, failure_of
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
 from tests.unit.trainer.building import algorithm, path_of, train_step

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.cli.run.processes import ForkServer
-from services.common.config.reading.loading import save_resolved
+from services.common.config.loading import save_resolved
 from services.common.system.child import module_command
 from services.common.weights.snapshot import DEFAULT_DIRECTORIES
 from services.trainer.replay import replay

@@ -7,8 +7,7 @@ import threading
 from multiprocessing.connection import Connection
 
 from services.common.weights.codec import ChunkChange
-from services.common.weights.elements import Bits
-from services.common.weights.snapshot import tensor_digest
+from services.common.weights.snapshot import Bits, tensor_digest
 from services.inference.weights.mirror import Mirror
 from tests.integration.weights.test_transfer_faults import POLICY, RecordingEngine, updater
 from tests.waiting import until

@@ -14,10 +14,10 @@ import zmq
 from services.cli.keys import Keyring
 from services.common.errors import PermissionDeniedError
 from services.common.pb import weights_pb2, weights_pb2_grpc
-from services.common.rpc.client.channel import channel, translated_errors
+from services.common.rpc.client import channel, translated_errors
 from services.common.security import identity
-from services.common.security.roles import Peer, Role
-from services.common.telemetry.log_events import LogEvent
+from services.common.security.keys import Peer, Role
+from services.common.telemetry.logs import LogEvent
 from services.common.transfer.bulk import KEY_BYTES, BulkRequest, Operation, new_keys
 from services.common.weights.snapshot import PayloadRequest
 from services.common.wire import payload_request_to_proto

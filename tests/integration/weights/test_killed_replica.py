@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.training.policy import WeightsConfig
+from services.common.config.training import WeightsConfig
 from services.common.pb import weights_pb2_grpc
-from services.common.records.types import WeightVersion
+from services.common.records import WeightVersion
 from services.common.rpc.server import Server
 from services.common.transfer.servicer import WeightServicer
 from services.trainer.publisher import PublisherStore

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from services.common.config.training.policy import WeightsConfig
+from services.common.config.training import WeightsConfig
 from services.common.errors import InfrastructureError, VersionUnavailableError
-from services.common.records.types import WeightVersion
+from services.common.records import WeightVersion
 from services.common.weights.snapshot import BaseVersion, Encoding, Manifest
 from services.inference.weights.updater import Fetched
 from services.trainer import publisher_process

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import CorruptDataError, RollmillError, VersionUnavailableError
-from services.common.records.types import FetchPlan, WeightVersion
+from services.common.records import FetchPlan, WeightVersion
 from services.common.rpc.server import Server
 from services.common.transfer.servicer import add_weight_service
 from services.common.weights.snapshot import (
@@ -23,9 +23,9 @@ from services.common.weights.snapshot import (
     full_payload_id,
     lay_out,
 )
-from services.inference.weights import relay as relay_module
+from services.inference.weights import fetch as relay_module
+from services.inference.weights.fetch import Relay
 from services.inference.weights.mirror import Mirror
-from services.inference.weights.relay import Relay
 from services.inference.weights.updater import Fetched, SourceFetcher
 from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, sending
 from tests.waiting import WAIT_S, until

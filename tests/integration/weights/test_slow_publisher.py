@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.training.policy import WeightsConfig
+from services.common.config.training import WeightsConfig
 from services.common.pb import weights_pb2_grpc
 from services.common.rpc.server import Server
 from services.common.transfer.servicer import WeightServicer

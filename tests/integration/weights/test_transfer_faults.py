@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.common.config.training.policy import WeightsConfig
+from services.common.config.training import WeightsConfig
 from services.common.errors import (
     CorruptDataError,
     DeadlineError,
@@ -23,7 +23,7 @@ from services.common.errors import (
     VersionUnavailableError,
 )
 from services.common.pb import weights_pb2_grpc
-from services.common.records.types import WeightTransfer, WeightVersion
+from services.common.records import WeightTransfer, WeightVersion
 from services.common.rpc.server import Server
 from services.common.transfer.bulk import BulkServer
 from services.common.transfer.servicer import WeightServicer
@@ -40,7 +40,7 @@ from services.common.weights.snapshot import (
     SnapshotWriter,
     TensorSpec,
 )
-from services.inference.engine.weight_update import WeightUpdate
+from services.inference.engine.base import WeightUpdate
 from services.inference.weights import updater as updater_module
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import Fetched, SourceFetcher, WeightUpdater

@@ -14,12 +14,11 @@ import structlog.testing
 import zmq
 
 from services.common.errors import ConfigError, CorruptDataError
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 from services.common.transfer import servicer as servicer_module
 from services.common.transfer.bulk import BulkRequest, BulkServer, Kind, Operation, decode_answer, encode_answer
 from services.common.transfer.source import SendBudget
-from services.inference.weights.fetch import WeightSource
-from services.inference.weights.transports import BulkTransport, ByteRange
+from services.inference.weights.fetch import BulkTransport, ByteRange, WeightSource
 from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, fetched, sending
 from tests.waiting import WAIT_S, until
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from services.common.errors import NotFoundError, VersionUnavailableError
 from services.common.pb import weights_pb2_grpc
-from services.common.records.types import WeightVersion
+from services.common.records import WeightVersion
 from services.common.rpc.server import Server
 from services.common.transfer.bulk import BulkServer
 from services.common.transfer.servicer import WeightServicer

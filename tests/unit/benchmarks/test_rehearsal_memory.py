@@ -10,9 +10,8 @@ import pytest
 
 from benchmarks._rehearsal_memory import layouts, measured_and_estimated  # type: ignore[import-not-found]
 from services.cli.check.memory import ModelShape
-from services.common.config.training.adapter import AdapterConfig
-from services.common.config.training.losses import M2po
-from services.common.config.training.policy import BatchConfig, ModelConfig, PolicyConfig, TrainerConfig
+from services.common.config.algorithm import M2po
+from services.common.config.training import AdapterConfig, BatchConfig, ModelConfig, PolicyConfig, TrainerConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import _starving
-from services.common.config.training.policy import BatchConfig
+from services.common.config.training import BatchConfig
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 

@@ -14,8 +14,7 @@ import pytest
 import structlog
 
 from benchmarks import _study_cells, _study_report, _virtual_player, _virtual_ring, _virtual_training, study
-from services.common.records.types import Sampling, StopReason, Task
-from services.common.records.types import Sequence as TokenSequence
+from services.common.records import Sampling, StopReason, Task, TokenSequence
 from services.inference.workflows.base import Outcome, WorkflowContext
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from services.cli.__main__ import app
 from services.cli.run.directory import save_changes, with_changes
 from services.common.checkpoints import path_of
-from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved
+from services.common.config.loading import load_recipe, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.telemetry.metrics import MetricsWriter, RowKind

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.cli.check.recipe import check_launch, check_recipe, describe, launch_problems
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 from tests.waiting import PROCESS_S
 

@@ -30,10 +30,10 @@ from services.common.checkpoints import (
     write_bytes,
     write_safetensors,
 )
-from services.common.config.reading.loading import RESOLVED, load_recipe
+from services.common.config.loading import RESOLVED, load_recipe
 from services.common.errors import ConfigError, CorruptDataError
-from services.common.records.types import WeightVersion
-from services.orchestrator.journal import records
+from services.common.records import WeightVersion
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.journal import Journal
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -75,13 +75,13 @@ def run_dir(tmp_path: Path) -> Path:
 
     def version(number: int) -> dict[str, Any]:
         found = WeightVersion(policy="model0", number=number, digest=f"xxh3-128:{number:032d}")
-        return records.version_to_json(found, 0, {})
+        return entries.version_to_json(found, 0, {})
 
     async def journal() -> None:
         written = Journal(directory / "journal")
         written.start()
         for number in range(6):
-            await written.append(records.VERSION, f"model0/{number}", partial(version, number))
+            await written.append(entries.VERSION, f"model0/{number}", partial(version, number))
         await written.close()
 
     asyncio.run(journal())

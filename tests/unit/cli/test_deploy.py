@@ -17,7 +17,7 @@ import yaml
 
 from services.cli.deploy.command import deploy
 from services.cli.deploy.layout import lay_out
-from services.common.config.reading.loading import load_recipe, load_resolved
+from services.common.config.loading import load_recipe, load_resolved
 from services.common.errors import ConfigError
 from tests import needs
 from tests.waiting import PROCESS_S

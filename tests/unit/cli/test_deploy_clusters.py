@@ -19,10 +19,10 @@ from services.cli.deploy.command import Target, deploy
 from services.cli.deploy.layout import Size, lay_out, size_of, size_of_node
 from services.cli.plan import at_addresses_of
 from services.cli.run.launch import find, start
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
-from services.common.security import bundle
-from services.common.security.bundle import FILES
+from services.common.security import keys as bundle
+from services.common.security.keys import FILES
 from tests import needs
 from tests.stub_slurm import StubSlurm
 from tests.waiting import PROCESS_S, wait_until
@@ -252,7 +252,7 @@ def test_probes_ask_the_health_service_where_it_answers(manifests: list[dict[str
     ):
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             command = containers(job)[name][probe]["exec"]["command"][-1]
-            assert command.endswith(f"services.common.rpc.client.health {place}")
+            assert command.endswith(f"services.common.rpc.client {place}")
 
 
 def test_the_gateway_may_make_user_namespaces_only_where_its_sandbox_needs_them(tmp_path: Path) -> None:

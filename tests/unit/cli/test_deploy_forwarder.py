@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from services.cli.deploy.forwarder import MAX_CONNECTIONS, Forwarder, gateways
-from services.common.system.free_ports import LOOPBACK, free_ports
+from services.common.system.machine import LOOPBACK, free_ports
 from tests.waiting import PROCESS_S, WAIT_S
 
 HERE = "127.0.0.9"  # stands for the pod's other address

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from services.cli.deploy.command import deploy
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 from tests.documented import DOCS
 from tests.metrics_catalogue import CATALOGUE, markdown_table, step_metrics

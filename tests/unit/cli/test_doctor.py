@@ -17,14 +17,13 @@ from services.cli import doctor as rules
 from services.cli.__main__ import app
 from services.cli.doctor import LEAST_POINTS, Failure, Verdict, change, diagnose
 from services.cli.inspect.run_state import read_metrics
-from services.common.config.reading.loading import load_recipe, save_resolved
+from services.common.config.loading import load_recipe, save_resolved
 from services.common.config.recipe import Recipe
-from services.common.records.types import WeightTransfer
+from services.common.records import WeightTransfer
 from services.common.telemetry.metrics import StallMoment
-from services.orchestrator.journal.records import EvaluationResult
+from services.orchestrator.journal.entries import DatasetScore, Estimate, EvaluationResult
 from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.stalls import Cause
-from services.orchestrator.state.scores import DatasetScore, Estimate
 from tests.documented import DOCS
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -19,16 +19,22 @@ from services.cli.plan import plan
 from services.cli.run.evaluate import comparable, compare, evaluation_recipe, failed_items, plot_scores, scores_table
 from services.cli.run.launch import headline
 from services.cli.watch import ProgressView, evaluations_table
-from services.common.config.reading.loading import RESOLVED, load_recipe, save_resolved, validate
+from services.common.config.loading import RESOLVED, load_recipe, save_resolved, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.pb import run_pb2
-from services.orchestrator.journal import records
+from services.orchestrator.journal import entries
+from services.orchestrator.journal.entries import (
+    Estimate,
+    EvaluationResult,
+    evaluation_from_json,
+    evaluation_to_json,
+    overall,
+    score,
+)
 from services.orchestrator.journal.journal import Journal
-from services.orchestrator.journal.records import EvaluationResult, evaluation_from_json, evaluation_to_json
 from services.orchestrator.metrics import RunMetrics, evaluation_values, scalars_of
 from services.orchestrator.progress import evaluation_to_proto
-from services.orchestrator.state.scores import Estimate, overall, score
 
 ROOT = Path(__file__).parents[3]
 
@@ -184,7 +190,7 @@ def finished(run_dir: Path, rewards: dict[str, list[float]], items: str = "diges
     async def write() -> None:
         journal = Journal(run_dir / "journal")
         journal.start()
-        await journal.append(records.EVALUATION, result.name, lambda: records.evaluation_to_json(result))
+        await journal.append(entries.EVALUATION, result.name, lambda: entries.evaluation_to_json(result))
         await journal.close()
 
     asyncio.run(write())

@@ -20,14 +20,13 @@ from services.cli.__main__ import app
 from services.cli.console import pyplot
 from services.cli.inspect.fate import Fate, Fates, Lengths, Played, read_fates, show
 from services.cli.inspect.plot import MOST_BARS, draw_fates, plot_runs
+from services.common import records as fates
 from services.common.errors import ConfigError
-from services.common.records import fates
-from services.common.records.fates import ClosedReason
-from services.common.records.types import StopReason, TaskGroupOrder
-from services.orchestrator.journal import records
+from services.common.records import ClosedReason, StopReason, TaskGroupOrder
+from services.orchestrator.groups import RunState
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.members.replica import Replica
-from services.orchestrator.state.run_control import RunState
+from services.orchestrator.members import Replica
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World, worlds_in
 
@@ -136,11 +135,11 @@ async def test_no_closed_task_group_lacks_its_verdict_whenever_the_orchestrator_
     reader = JournalReader(world.run_dir / "journal")
     rows = {row.kind: row.number for row in reader.rows() if row.key == orders[0].task_group_id}
     reader.close()
-    assert rows[records.VERDICT] < rows[records.CLOSED]
+    assert rows[entries.VERDICT] < rows[entries.CLOSED]
     await world.crash()
     await world.settle()
     reader = JournalReader(world.run_dir / "journal")
-    names = [row.key for row in reader.rows_of(records.VERDICT)]
+    names = [row.key for row in reader.rows_of(entries.VERDICT)]
     reader.close()
     assert names == [orders[0].task_group_id]
 
@@ -244,7 +243,7 @@ def change_batch(run_dir: Path, change: Callable[[dict[str, Any], int], dict[str
     from services.orchestrator.journal.segments import Packer, segment_path, write_header
 
     reader = JournalReader(run_dir / "journal")
-    (row,) = reader.rows_of(records.BATCH)
+    (row,) = reader.rows_of(entries.BATCH)
     record = reader.load(row)
     reader.close()
     assert record is not None
@@ -277,7 +276,7 @@ async def test_a_record_that_cannot_be_read_is_counted_and_the_rest_is_told(worl
     for order in orders[:2]:
         await bring(world, order, [0.0, 1.0, 0.0, 1.0])
     await world.settle()
-    (segment,) = (world.run_dir / "journal").glob(f"{records.VERDICT}-*.zst")
+    (segment,) = (world.run_dir / "journal").glob(f"{entries.VERDICT}-*.zst")
     damaged = bytearray(segment.read_bytes())
     damaged[100] ^= 1
     segment.write_bytes(damaged)
@@ -304,7 +303,7 @@ async def test_collected_trajectories_change_nothing(worlds: Worlds) -> None:
     await train_one_step(world)
     before = fates_of(world).total("model0")
     await world.journal.close()
-    for segment in (world.run_dir / "journal").glob(f"{records.TRAJECTORY}-*"):
+    for segment in (world.run_dir / "journal").glob(f"{entries.TRAJECTORY}-*"):
         segment.unlink()
     after = fates_of(world).total("model0")
     assert (after.tokens, after.sequences, after.rollouts) == (before.tokens, before.sequences, before.rollouts)

@@ -14,9 +14,9 @@ import pytest
 
 from services.cli.plan import ProcessSpec, plan
 from services.cli.run.processes import ForkServer, Processes, reap_orphans
-from services.common.config.reading.loading import validate
+from services.common.config.loading import validate
 from services.common.system.child import module_command
-from services.common.system.children import ChildProcess
+from services.common.system.processes import ChildProcess
 from tests.running import is_running
 from tests.waiting import WAIT_S, wait_until
 

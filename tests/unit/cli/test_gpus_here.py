@@ -11,7 +11,7 @@ import pytest
 
 from services.cli.check import recipe as launch
 from services.cli.check.recipe import gpu_problems, gpus_here, launch_problems
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.installing import COMPLETE
 
@@ -98,7 +98,7 @@ def test_an_environment_of_servers_that_cannot_be_used_is_told_with_the_target_t
 ) -> None:
     """Interpreters whose packages are files of a test: none, a torch that does not load, one for CPUs, one for CUDA."""
     monkeypatch.setattr("services.cli.check.recipe.gpus_here", lambda: [80.0] * 8)
-    monkeypatch.setattr("services.inference.engine.served.environment.ROOT", tmp_path)
+    monkeypatch.setattr("services.inference.engine.served.process.ROOT", tmp_path)
     monkeypatch.delenv(f"ROLLMILL_{engine.upper()}_PYTHON", raising=False)
     place = tmp_path / f".venv-{engine}"
     python = place / "bin" / "python"

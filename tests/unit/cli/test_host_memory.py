@@ -23,8 +23,8 @@ from services.cli.check.memory import (
     small_caches,
 )
 from services.cli.check.recipe import check_launch
-from services.common.config.processes.services import InferenceConfig
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
+from services.common.config.processes import InferenceConfig
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 

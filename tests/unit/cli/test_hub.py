@@ -12,7 +12,7 @@ import pytest
 
 from services.cli.check import models as hub
 from services.cli.check.models import check_model_name, hub_problems, look_up
-from services.common.config.reading.loading import validate
+from services.common.config.loading import validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 

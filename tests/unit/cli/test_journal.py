@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.cli.watch import journal_and_disk
-from services.common.config.reading.loading import save_resolved
+from services.common.config.loading import save_resolved
 from services.common.errors import ConfigError
 from services.common.pb import run_pb2
-from services.orchestrator.journal import records
-from services.orchestrator.lock import RunLock
+from services.orchestrator.config import RunLock
+from services.orchestrator.journal import entries
 from tests.unit.orchestrator.damage import flip, flip_header, rows
 from tests.unit.orchestrator.world import World
 
@@ -56,7 +56,7 @@ def test_a_whole_journal_is_verified(run: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [flip, flip_header])
 def test_a_damaged_record_is_named_and_the_exit_code_says_so(run: Path, spoil: Any) -> None:
-    row = spoil(run, records.BATCH, "model0/1")
+    row = spoil(run, entries.BATCH, "model0/1")
     code, said = say(run, "verify")
     assert code == 1 and f"{row.kind}-{row.segment:06d}" in said
     [span] = asked(run, "verify")["damage"]
@@ -70,7 +70,7 @@ def test_records_are_listed_by_kind_key_and_number(run: Path) -> None:
     [newest] = asked(run, "list", "--kind", "versions", "--last", "1", "--content")["records"]
     assert newest["content"]["digest"] == "d2"
     assert asked(run, "list", "--number", str(newest["number"]))["records"][0]["key"] == "model0/2"
-    group = rows(run, records.GROUP)[0].key
+    group = rows(run, entries.GROUP)[0].key
     assert {row["kind"] for row in asked(run, "list", "--key", group)["records"]} >= {"trajectories", "verdicts"}
     assert "model0/2" in say(run, "list")[1] and "no record matches" in say(run, "list", "--key", "nothing")[1]
 
@@ -108,7 +108,7 @@ def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:
 def test_export_writes_rows_with_lists_of_numbers(run: Path, tmp_path: Path, form: str) -> None:
     import pyarrow.parquet
 
-    row = flip(run, records.TRAJECTORY, rows(run, records.TRAJECTORY)[0].key)
+    row = flip(run, entries.TRAJECTORY, rows(run, entries.TRAJECTORY)[0].key)
     output = tmp_path / "rows"
     code, said = say(run, "export", "-o", str(output), "--kind", "trajectories", "--format", form)
     assert code == 0, said
@@ -117,7 +117,7 @@ def test_export_writes_rows_with_lists_of_numbers(run: Path, tmp_path: Path, for
         found = [json.loads(line) for line in path.read_text().splitlines()]
     else:
         found = pyarrow.parquet.read_table(path).to_pylist()
-    assert len(found) == len(rows(run, records.TRAJECTORY)) - 1
+    assert len(found) == len(rows(run, entries.TRAJECTORY)) - 1
     assert f"{found[0]['task_group_id']}/{found[0]['index']}" != row.key
     segment = found[0]["sequences"][0]["segments"][1]
     assert segment["token_ids"] == [0, 1, 2, 3] and len(segment["logprobs"]) == 4

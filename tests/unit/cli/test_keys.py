@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.cli.keys import Keyring, check_dates
-from services.common.config.reading.loading import load_recipe, save_resolved
+from services.common.config.loading import load_recipe, save_resolved
 from services.common.errors import ConfigError, UnauthenticatedError
 from services.common.security import identity
 from services.common.security.certificates import holder_of
-from services.common.security.roles import Role
+from services.common.security.keys import Role
 from services.common.security.tokens import check, read
 from tests.keys import make_keys
 

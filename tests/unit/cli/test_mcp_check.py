@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.cli.check.worlds import mcp_problems
-from services.common.config.reading.loading import validate
+from services.common.config.loading import validate
 from services.common.config.recipe import Recipe
 from services.common.installing import install
 

@@ -21,11 +21,10 @@ from services.cli.check.memory import (
     trainer_rank_parts,
 )
 from services.cli.check.recipe import check_launch
-from services.common.config.processes.services import InferenceConfig
-from services.common.config.reading.loading import load_recipe
-from services.common.config.training.adapter import AdapterConfig
-from services.common.config.training.losses import M2po
-from services.common.config.training.policy import PolicyConfig, TrainerConfig
+from services.common.config.algorithm import M2po
+from services.common.config.loading import load_recipe
+from services.common.config.processes import InferenceConfig
+from services.common.config.training import AdapterConfig, PolicyConfig, TrainerConfig
 from services.common.errors import ConfigError
 
 QWEN3_8B = ModelShape.by_name("Qwen/Qwen3-8B")

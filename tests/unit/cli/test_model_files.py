@@ -13,7 +13,7 @@ import pytest
 
 from services.cli.check.models import model_problems
 from services.cli.check.recipe import size_problems
-from services.common.config.reading.loading import validate
+from services.common.config.loading import validate
 from tests.unit.trainer_service.building import recipe, save_model
 
 WHERE = "policies.model0.algorithm.distillation.teacher_model"

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from services.cli.__main__ import app
 from services.cli.check.recipe import check_recipe
 from services.common.config.data import is_training
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 from services.common.importing import load_object
 from services.orchestrator.tasks.datasets import open_source

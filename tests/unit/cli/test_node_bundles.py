@@ -15,11 +15,11 @@ from rich.console import Console
 
 from services.cli.keys import Keyring, keys_of, keys_of_process, renew_in_time, with_keys, write_bundles
 from services.cli.plan import commands_for_other_nodes, plan
-from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved
+from services.common.config.loading import load_recipe, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.security import identity
-from services.common.security.roles import Role
+from services.common.security.keys import Role
 from tests.waiting import WAIT_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]

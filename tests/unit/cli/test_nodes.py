@@ -28,10 +28,10 @@ from services.cli.plan import (
 )
 from services.cli.run import launch as start
 from services.cli.run.launch import find
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.system.free_ports import free_ports
+from services.common.system.machine import free_ports
 from tests.waiting import PROCESS_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]

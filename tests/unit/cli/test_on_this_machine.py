@@ -20,8 +20,8 @@ from services.cli.check import recipe as launch
 from services.cli.check.memory import estimates, host_estimates, host_problems, misfits
 from services.cli.check.recipe import launch_problems, on_this_machine
 from services.cli.plan import plan
-from services.common.config.processes.placement import Placement
-from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved
+from services.common.config.loading import load_recipe, load_resolved, save_resolved
+from services.common.config.processes import Placement
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from tests.documented import files

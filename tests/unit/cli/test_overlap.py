@@ -18,8 +18,8 @@ from services.cli.__main__ import app
 from services.cli.check.data import LONG, MAX_TEMPLATE, SHORT, find_overlap, text_of, words_of
 from services.cli.check.recipe import check_recipe
 from services.common.config.data import DatasetConfig
-from services.common.config.reading.loading import load_recipe
-from services.common.records.types import Task
+from services.common.config.loading import load_recipe
+from services.common.records import Task
 from services.orchestrator.tasks.datasets import open_source
 
 Matches = list[tuple[str, str, float, bool]]
@@ -202,8 +202,8 @@ def test_what_could_not_be_compared_is_told(recipe: Path, absent: list[str], lin
 
 def test_generated_training_tasks_are_those_of_the_runs_seed(tmp_path: Path, recipe: Path) -> None:
     """Evaluation rows with the seed of the run's training rows are found; with the same `seed` in both sections they differ."""
-    sets = ["data.train.path=null", "data.train.generator=services.common.tiny.tasks:sums", "data.train.limit=50"]
-    sets += ["data.evaluation.seen.path=null", "data.evaluation.seen.generator=services.common.tiny.tasks:sums"]
+    sets = ["data.train.path=null", "data.train.generator=services.common.tiny:sums", "data.train.limit=50"]
+    sets += ["data.evaluation.seen.path=null", "data.evaluation.seen.generator=services.common.tiny:sums"]
     sets += ["data.evaluation.seen.limit=50", "run.seed=5", "data.evaluation.seen.seed=5"]
     [line] = check_recipe(load_recipe(recipe, sets, {}))
     assert "50 of 50 tasks (100.0%)" in line

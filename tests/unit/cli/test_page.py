@@ -27,7 +27,7 @@ from services.cli.page.state import MetricsTail, as_json
 from services.common.errors import ConfigError
 from services.common.pb import run_pb2
 from services.common.security import identity
-from services.common.security.roles import Role
+from services.common.security.keys import Role
 from tests.keys import as_role, make_keys
 from tests.unit.inference.fakes import qwen_like_tokenizer
 from tests.waiting import accepted

@@ -27,7 +27,7 @@ from services.cli.inspect.plot import (
 from services.cli.inspect.run_state import read_metrics, training_steps
 from services.cli.run.launch import headline, how_training_ended
 from services.common.errors import ConfigError
-from services.common.telemetry.activities import ActivityName
+from services.common.telemetry.accounts import ActivityName
 
 
 def write_run(directory: Path, steps: int) -> Path:

@@ -20,7 +20,7 @@ from services.cli.run.launch import _write_pids
 from services.cli.run.processes import Processes
 from services.common import run_files
 from services.common.errors import DeadlineError, InfrastructureError
-from services.common.rpc.client.health import is_serving
+from services.common.rpc.client import is_serving
 from services.common.system.child import LEFT
 from tests.running import is_running
 from tests.waiting import WAIT_S, wait_until

@@ -15,12 +15,12 @@ import yaml
 
 from services.cli.check.worlds import index_problems, world_problems
 from services.cli.profiles import load_with_profile, rows_here, world_here
+from services.common.config.loading import load_recipe, validate
 from services.common.config.profiles.tiny import tiny
-from services.common.config.reading.loading import load_recipe, validate
 from services.common.errors import ConfigError, DatasetError
-from services.common.tiny.tasks import programs, sums
-from services.orchestrator.tasks.catalogue import KNOWN
+from services.common.tiny import programs, sums
 from services.orchestrator.tasks.datasets import open_source
+from services.orchestrator.tasks.rows import KNOWN
 
 POLICY: dict[str, Any] = {
     "model": {"path": "Qwen/Qwen3-8B", "context_length": 16384},

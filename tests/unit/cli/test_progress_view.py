@@ -11,7 +11,7 @@ from rich.console import Console
 
 from services.cli.watch import RARE_AFTER, ProgressView, rare_groups_warning, render, time_words
 from services.common.pb import run_pb2
-from services.common.records.fates import RunCount
+from services.common.records import RunCount
 
 
 def told(policy: run_pb2.PolicyProgress) -> str:

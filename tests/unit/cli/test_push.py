@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.cli.inspect.checkpoints import card
-from services.common.config.reading.loading import load_recipe, save_resolved
+from services.common.config.loading import load_recipe, save_resolved
 from services.orchestrator.metrics import RunMetrics
 from tests.ports import free_port
 from tests.unit.cli.hub_server import serving

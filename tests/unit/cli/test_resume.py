@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from services.cli import commands as recipe_commands
 from services.cli.run.directory import Choice, choose, differences, prepare
 from services.cli.run.launch import Outcome
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 

@@ -20,10 +20,10 @@ from services.cli.run import directory as run_directory
 from services.cli.run import launch as run
 from services.cli.run.directory import prepare, with_other_ports
 from services.cli.watch import reach
-from services.common.config.reading.loading import load_recipe, load_resolved
+from services.common.config.loading import load_recipe, load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.system.free_ports import free_ports
+from services.common.system.machine import free_ports
 from tests.waiting import WAIT_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -17,7 +17,7 @@ from services.cli.inspect.trajectories import Wanted, read_trajectories
 from services.cli.run import directory as run_directory
 from services.cli.run.evaluate import evaluation_recipe
 from services.cli.watch import reach
-from services.common.config.reading.loading import load_recipe, save_resolved
+from services.common.config.loading import load_recipe, save_resolved
 from services.common.errors import ConfigError, InfrastructureError
 
 REPOSITORY = Path(__file__).resolve().parents[3]

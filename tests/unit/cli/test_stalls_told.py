@@ -18,7 +18,7 @@ from services.cli.inspect.plot import plot_time
 from services.cli.watch import OrchestratorLiveness, ProgressView, StallsAtStart, StallsTold, render
 from services.common.errors import InfrastructureError
 from services.common.pb import account_pb2, run_pb2
-from services.common.system.disk import RESERVE_BYTES
+from services.common.system.machine import RESERVE_BYTES
 from tests.clock import Clock
 
 STALL = run_pb2.Stall(

@@ -23,7 +23,7 @@ from services.cli.inspect.run_state import launcher_lock
 from services.cli.inspect.standing import INTERRUPTED, NOT_BEGUN, RUNNING, newest_run, standing
 from services.cli.watch import ProgressView
 from services.common.checkpoints import path_of
-from services.common.config.reading.loading import load_recipe, save_resolved
+from services.common.config.loading import load_recipe, save_resolved
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.pb import run_pb2
 from services.common.telemetry.metrics import MetricsWriter, RowKind

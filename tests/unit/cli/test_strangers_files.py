@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.common.config.data import DatasetConfig
-from services.common.config.reading.loading import RESOLVED, load_recipe, load_resolved, save_resolved
+from services.common.config.loading import RESOLVED, load_recipe, load_resolved, save_resolved
 from services.common.errors import ConfigError, DatasetError
-from services.common.text.huggingface import load_model, load_tokenizer
+from services.common.text.chat import load_model, load_tokenizer
 from services.orchestrator.tasks.datasets import open_source
 from tests.unit.inference.fakes import qwen_like_tokenizer
 

@@ -26,9 +26,8 @@ from services.cli.inspect.trace import (
 )
 from services.cli.inspect.trace_view import draw, group_as_json, show
 from services.common.errors import ConfigError
-from services.common.records.fates import GroupFate
-from services.common.records.types import RolloutPhase
-from services.orchestrator.journal.records import GroupVerdict
+from services.common.records import GroupFate, RolloutPhase
+from services.orchestrator.journal.entries import GroupVerdict
 
 TIMES = st.floats(min_value=1.0, max_value=1e6)
 TIME_OR_LOST = st.one_of(st.just(0.0), TIMES)

@@ -14,9 +14,9 @@ from services.cli.__main__ import app
 from services.cli.check.recipe import launch_problems
 from services.cli.watch import LOOK_EVERY_S, TrackersTold
 from services.common import run_files
-from services.common.config.processes import trackers
-from services.common.config.processes.trackers import Tracker, missing_packages
-from services.common.config.reading.loading import load_recipe, save_resolved
+from services.common.config import processes
+from services.common.config.loading import load_recipe, save_resolved
+from services.common.config.processes import Tracker, missing_packages
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.installing import install
@@ -36,7 +36,7 @@ def recipe(*chosen: str) -> Recipe:
 
 @pytest.fixture
 def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "missing", lambda _: ["a package"])
+    monkeypatch.setattr(processes, "missing", lambda _: ["a package"])
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command(none_installed: None) -> None:
@@ -120,7 +120,7 @@ def test_track_sends_what_is_left_and_says_what_is_not(tmp_path: Path, monkeypat
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(trackers, "missing", lambda _: [])
+    monkeypatch.setattr(processes, "missing", lambda _: [])
     monkeypatch.setattr(orchestrator_trackers, "sink_maker", lambda *_: Sink)
     save_resolved(recipe("otlp", "tensorboard"), tmp_path)
     write_run(tmp_path)
@@ -143,7 +143,7 @@ def test_track_does_not_wait_for_a_tracker_that_hangs(tmp_path: Path, monkeypatc
         def close(self) -> None:
             released.wait(WAIT_S)
 
-    monkeypatch.setattr(trackers, "missing", lambda _: [])
+    monkeypatch.setattr(processes, "missing", lambda _: [])
     monkeypatch.setattr(orchestrator_trackers, "sink_maker", lambda *_: Sink)
     monkeypatch.setattr(orchestrator_trackers, "SILENT_S", 0.05)
     save_resolved(recipe("otlp"), tmp_path)

@@ -11,7 +11,7 @@ import yaml
 
 from services.cli.plan import commands_for_other_nodes, plan
 from services.cli.run.launch import find
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 

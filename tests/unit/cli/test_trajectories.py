@@ -15,7 +15,7 @@ from rich.console import Console
 
 from services.cli.inspect.trajectories import Marks, Wanted, load_tokenizer, marks_of, read_trajectories, show
 from services.common.errors import ConfigError
-from services.common.records.types import TaskGroupOrder
+from services.common.records import TaskGroupOrder
 from tests.unit.inference.fakes import qwen_like_tokenizer
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World, worlds_in
@@ -181,8 +181,8 @@ def test_a_long_or_hostile_answer_is_cut_and_printable(
 
 @pytest.mark.parametrize("kind", ["Qwen2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast"])
 def test_the_quick_way_to_a_tokenizer_gives_the_text_of_the_one_that_the_run_has(tmp_path: Path, kind: str) -> None:
-    from services.common.text.huggingface import load_tokenizer as of_the_run
-    from services.common.tiny.models import build
+    from services.common.text.chat import load_tokenizer as of_the_run
+    from services.common.tiny import build
 
     build(tmp_path, seed=1)
     config = tmp_path / "tokenizer_config.json"

@@ -13,7 +13,7 @@ from services.cli.console import format_bytes, format_seconds
 from services.cli.inspect.standing import plot_transfers, read_transfers, show, summarise
 from services.common.errors import ConfigError
 from services.common.pb import weights_pb2
-from services.common.records.types import WeightTransfer
+from services.common.records import WeightTransfer
 from services.common.telemetry.metrics import MetricsWriter
 from services.common.wire import read, write
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from services.cli.check.recipe import check_launch, check_recipe
 from services.cli.check.worlds import index_problems, world_problems
 from services.cli.run.launch import start
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 

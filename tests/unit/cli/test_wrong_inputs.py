@@ -20,7 +20,7 @@ from rich.console import Console
 
 from services.cli.check import models as hub
 from services.cli.check.recipe import check_recipe, describe
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 from tests.unit.cli.wrong_inputs import GRADED, WRONG, Wrong, write_good
 from tests.unit.cli.wrong_mixtures import MIXTURES
@@ -66,7 +66,7 @@ def folder(good: Path, tmp_path: Path, hub_address: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("services.common.importing._directories", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
     # Without the environments that `make sglang-env` and `make vllm-env` put beside the sources.
-    monkeypatch.setattr("services.inference.engine.served.environment.ROOT", tmp_path)
+    monkeypatch.setattr("services.inference.engine.served.process.ROOT", tmp_path)
     monkeypatch.delenv("ROLLMILL_SGLANG_PYTHON", raising=False)
     monkeypatch.delenv("ROLLMILL_VLLM_PYTHON", raising=False)
     hub._ask.cache_clear()

@@ -63,7 +63,7 @@ class Wrong:
 
 def write_good(folder: Path) -> None:
     """A recipe that passes, with a model of random bytes, a true tokenizer, rows and rewards."""
-    from services.common.tiny.models import train_tokenizer
+    from services.common.tiny import train_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(

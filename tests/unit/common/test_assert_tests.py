@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from services.common.text.assert_tests import (
+from services.common.text.programs import (
     PRELUDE_MODULES,
     PRELUDE_NAMES,
     UnusableTestsError,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.text.assert_tests import UnusableTestsError
 from services.common.text.asserted_calls import AssertedCall, Relation, asserted_calls
+from services.common.text.programs import UnusableTestsError
 
 
 def _check(*lines: str, after: str = "") -> tuple[AssertedCall, ...]:

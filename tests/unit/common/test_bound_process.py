@@ -27,7 +27,7 @@ time.sleep(600)
 PROGRAM = "import os, time; print(os.getpid(), file=open({path!r}, 'w'), flush=True); time.sleep(600)"
 AGENT = """
 import asyncio, sys
-from services.inference.workflows.agents.agent_command import run_command
+from services.inference.workflows.external_agent import run_command
 asyncio.run(run_command([sys.executable, "-c", {program!r}], {{}}, "http://127.0.0.1:9/v1", "s", {{}}))
 """
 GAME_MAKER = """

@@ -7,7 +7,7 @@ from itertools import chain, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.buckets import in_buckets
+from services.common.errors import in_buckets
 
 
 @given(st.lists(st.integers(0, 20)), st.integers(0, 30))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import structlog.testing
 
-from services.common.system.children import (
+from services.common.system.processes import (
     TAIL_BYTES,
     AnsweringChild,
     ChildLostError,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 
 TREE: dict[str, Any] = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 
 PARENT = """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved, with_run_id
+from services.common.config.loading import load_recipe, load_resolved, save_resolved, with_run_id
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.system.cores import num_cores
+from services.common.system.machine import num_cores
 
 
 @pytest.mark.parametrize(

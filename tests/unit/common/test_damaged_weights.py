@@ -14,9 +14,9 @@ from services.cli.check.models import model_problems
 from services.common.errors import ConfigError, ModelMismatchError
 from services.common.export import _open_base
 from services.common.safetensors_files import places, weight_files
-from services.common.text.huggingface import load_model
+from services.common.text.chat import load_model
 from services.trainer.model.policy_model import load_policy_model
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.ranks import Ranks
 from tests.unit.trainer_service.building import recipe, save_model
 
 WHOLE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.system import free_ports as module
-from services.common.system.free_ports import free_ports, is_free
+from services.common.system import machine as module
+from services.common.system.machine import free_ports, is_free
 
 
 def test_ports_are_different_free_and_out_of_the_kernels_reach() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.common.system.garbage import GarbageSweeper
+from services.common.system.machine import GarbageSweeper
 
 
 class Node:

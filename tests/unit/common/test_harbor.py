@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
-from services.common.harbor.dockerfile import read_dockerfile
-from services.common.harbor.files import environment_files, verifier_files
-from services.common.harbor.task import read_task
+from services.common.harbor import environment_files, read_dockerfile, read_task, verifier_files
 from services.orchestrator.tasks.datasets import open_source
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from services.common.aio import deadline
-from services.common.rpc.client.health import main
+from services.common.rpc.client import main
 from services.common.rpc.server import Server
 from services.common.security import identity
-from services.common.security.bundle import VARIABLE
-from services.common.security.roles import Role
+from services.common.security.keys import VARIABLE, Role
 from tests.keys import as_role, make_keys
 
 
@@ -33,7 +32,7 @@ async def ask(*addresses: str) -> int:
         return await asyncio.to_thread(
             lambda: (
                 subprocess.run(
-                    [sys.executable, "-m", "services.common.rpc.client.health", *addresses],
+                    [sys.executable, "-m", "services.common.rpc.client", *addresses],
                     check=False,
                     capture_output=True,
                 ).returncode

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import ConfigError
-from services.common.text.huggingface import load_model
+from services.common.text.chat import load_model
 from tests.unit.trainer.building import tiny_causal_lm
 
 

@@ -11,10 +11,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from services.common import http
 from services.common.errors import ConfigError
-from services.common.http import limits
-from services.common.http.listener import Listener
-from services.common.http.origin import json_answer
+from services.common.http import Listener, json_answer
 from tests.waiting import WAIT_S, until
 
 JSON = {"Content-Type": "application/json"}
@@ -23,9 +22,9 @@ HEAD = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/jso
 
 @pytest.fixture
 async def listener(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Listener]:
-    monkeypatch.setattr(limits, "HANDSHAKE_S", 0.3)
-    monkeypatch.setattr(limits, "BODY_S", 0.5)
-    monkeypatch.setattr(limits, "LOOK_S", 0.1)
+    monkeypatch.setattr(http, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(http, "BODY_S", 0.5)
+    monkeypatch.setattr(http, "LOOK_S", 0.1)
 
     async def echo(request: web.Request) -> web.Response:
         return json_answer({"size": len(await request.read())})
@@ -95,7 +94,7 @@ async def test_a_body_that_is_too_large_is_refused(listener: Listener) -> None:
 async def test_connections_of_an_address_are_bounded_and_those_with_a_request_stay(
     monkeypatch: pytest.MonkeyPatch, listener: Listener
 ) -> None:
-    monkeypatch.setattr(limits, "BODY_S", 30.0)
+    monkeypatch.setattr(http, "BODY_S", 30.0)
     opened = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(10)]
     for reader, writer in opened:
         writer.write(HEAD + b"Content-Length: 1\r\n\r\n1")
@@ -114,9 +113,9 @@ async def test_connections_of_an_address_are_bounded_and_those_with_a_request_st
 
 
 def test_the_bound_leaves_half_of_the_files_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for files, most in ((1024, 512), (1 << 20, limits.CONNECTIONS), (resource.RLIM_INFINITY, limits.CONNECTIONS)):
+    for files, most in ((1024, 512), (1 << 20, http.CONNECTIONS), (resource.RLIM_INFINITY, http.CONNECTIONS)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
-        assert limits.most_connections() == most
+        assert http.most_connections() == most
 
 
 async def test_a_taken_port_is_told_with_the_setting_of_another(listener: Listener) -> None:

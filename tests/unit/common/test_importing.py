@@ -125,7 +125,7 @@ def test_the_line_is_that_of_the_user_however_deep_it_fails(tmp_path: Path) -> N
 
 def test_an_import_of_our_inside_that_is_gone_is_told_with_the_new_package(tmp_path: Path) -> None:
     (tmp_path / "my_old.py").write_text("\nfrom services.inference.workflows.gone import Outcome\n")
-    (tmp_path / "my_older.py").write_text("from services.common.records.types import Gone\n")
+    (tmp_path / "my_older.py").write_text("from services.common.records import Gone\n")
     for name, line in (("my_old", 2), ("my_older", 1)):
         with pytest.raises(ConfigError, match=rf"{name}\.py:{line}: .*Import public names from `rollmill`"):
             load_object(f"{name}:exact")

@@ -11,7 +11,7 @@ import pytest
 
 from services.cli.check.recipe import launch_problems
 from services.common import installing
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

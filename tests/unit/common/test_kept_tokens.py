@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.records.kept_tokens import (
+from services.common.kept_tokens import (
     MOST_REPEATED,
     WHOLE,
     KeptRow,

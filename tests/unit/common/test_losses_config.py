@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved
-from services.common.config.training.losses import DEFAULT_LOSS, IMPORT_PATH, LOSS_CLASSES, Gspo, LossByPath, M2po
-from services.common.config.training.policy import PolicyConfig
+from services.common.config.algorithm import DEFAULT_LOSS, IMPORT_PATH, LOSS_CLASSES, Gspo, LossByPath, M2po
+from services.common.config.loading import load_recipe, load_resolved, save_resolved
+from services.common.config.training import PolicyConfig
 from services.common.errors import ConfigError
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart"

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.common.text.assert_tests import defined_by, names_of
+from services.common.text.programs import defined_by, names_of
 
 
 def _let_others_run(_phase: str, _facts: dict[str, int]) -> None:

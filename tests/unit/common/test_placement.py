@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from services.cli.plan import plan
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 
 TWO_POLICIES: dict[str, Any] = {

@@ -12,13 +12,13 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.common.config.processes.services import MetricsConfig
+from services.common.config.processes import MetricsConfig
 from services.common.errors import ConfigError
 from services.common.prometheus import OTHER, Metric, MetricsServer, Translation, metrics_server
 from services.common.security import identity
-from services.common.security.roles import Peer, Role
+from services.common.security.keys import Peer, Role
 from services.common.telemetry.accounts import TimeAccount
-from services.common.telemetry.status import ProcessStatus
+from services.common.telemetry.metrics import ProcessStatus
 from tests.keys import as_role, make_keys
 from tests.metrics_catalogue import CATALOGUE
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.common.security.roles import Role
+from services.common.security.keys import Role
 from services.common.telemetry import logs
 from services.common.telemetry.logs import HIDDEN, redacted, without_passwords
 from tests.keys import as_role, make_keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.seeds import derived_seed, slot_seed
+from services.common.errors import derived_seed, slot_seed
 
 PARTS = st.lists(st.one_of(st.integers(0, 10**9), st.text(max_size=8)), max_size=4)
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from services.common.codec import json_object
 from services.common.errors import InvalidRequestError
 from services.common.pb import account_pb2, pool_pb2, training_pb2, trajectory_pb2, weights_pb2
-from services.common.records.device_turn import DeviceTurn
-from services.common.records.types import (
+from services.common.records import (
+    DeviceTurn,
     FetchPlan,
     MinibatchTotals,
     Origin,
@@ -29,10 +29,10 @@ from services.common.records.types import (
     RolloutTiming,
     Sampling,
     Segment,
-    Sequence,
     StopReason,
     Task,
     TaskGroupOrder,
+    TokenSequence,
     TokenSource,
     TrainingSequence,
     Trajectory,
@@ -72,7 +72,7 @@ def policy_segments(draw: st.DrawFn) -> Segment:
 
 segments = st.one_of(policy_segments(), tokens.map(Segment.environment))
 made_sequences = st.builds(
-    Sequence,
+    TokenSequence,
     policy=text,
     segments=st.lists(segments, max_size=4).map(tuple),
     reward=number,
@@ -85,7 +85,7 @@ made_sequences = st.builds(
 
 
 @st.composite
-def with_parents(draw: st.DrawFn) -> Sequence:
+def with_parents(draw: st.DrawFn) -> TokenSequence:
     made = draw(made_sequences)
     parent = draw(st.none() | st.integers(0, 2**31 - 1))
     return made if parent is None else replace(made, parent=parent, origin=draw(st.sampled_from(Origin)))
@@ -337,13 +337,13 @@ def test_what_cannot_be_a_segment_is_refused(segment: trajectory_pb2.Segment, sa
 
 def test_a_sequence_without_a_stop_reason_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"Sequence\.stop_reason is missing"):
-        read(Sequence, trajectory_pb2.Sequence())
+        read(TokenSequence, trajectory_pb2.Sequence())
 
 
 def test_an_enum_value_from_a_newer_peer_is_refused_and_not_guessed() -> None:
     proto = trajectory_pb2.Sequence.FromString(b"\x28\x63")  # field 5, value 99
     with pytest.raises(InvalidRequestError, match="99"):
-        read(Sequence, proto)
+        read(TokenSequence, proto)
 
 
 def test_an_order_without_a_purpose_is_refused() -> None:
@@ -376,7 +376,7 @@ def test_the_bytes_of_a_trajectory_do_not_change_between_releases() -> None:
         task_group_id="g1",
         index=2,
         sequences=(
-            Sequence(
+            TokenSequence(
                 policy="p",
                 segments=(Segment.environment([1]), Segment.policy([2], [-0.5], 7, mixed_cache=True)),
                 reward=1.0,
@@ -406,7 +406,7 @@ def test_chunks_hold_every_sequence_once_in_order_and_keep_the_bound(lengths: li
     items = [
         TrainingSequence(
             sequence_id=f"g/{position}/0",
-            sequence=Sequence(
+            sequence=TokenSequence(
                 policy="model0", segments=(Segment.environment(list(range(length))),), reward=0.5,
                 stop_reason=StopReason.STOP,
             ),

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 
 from services.common.errors import ConfigError
-from services.common.text.chat import Chat
-from services.common.text.huggingface import check_model_matches, load_model, load_tokenizer
-from services.common.tiny.models import Kind, build, save_random_model
+from services.common.text.chat import Chat, check_model_matches, load_model, load_tokenizer
+from services.common.tiny import Kind, build, save_random_model
 from services.inference.engine.torch.decoder import check_supported
 
 TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object", "properties": {}}}}

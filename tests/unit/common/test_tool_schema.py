@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.text.tool_schema import check_schema, problem_with
+from services.common.text.tools import check_schema, problem_with
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from services.common.text.tool_schema import check_schema, problem_with
+from services.common.text.tools import check_schema, problem_with
 from services.common.tools import FunctionTool, ToolResult, schema_of, tool
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.config.reading.unread import unread_variables
 
 ROOT = Path(__file__).resolve().parents[3]

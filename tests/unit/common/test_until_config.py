@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.reading.loading import validate
+from services.common.config.loading import validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 

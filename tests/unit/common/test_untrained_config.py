@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.cli.plan import plan
-from services.common.config.reading.loading import validate
+from services.common.config.loading import validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 

@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 
 from services.common.system.threads import DaemonThreads, Watchdog
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 from tests.clock import Clock
 from tests.waiting import WAIT_S, wait_until
 

@@ -11,18 +11,18 @@ import pytest
 from services.cli.check.recipe import check_named
 from services.common import importing
 from services.common.config.data import DatasetConfig, WorkflowConfig
-from services.common.config.reading.loading import load_recipe, read_yaml
+from services.common.config.loading import load_recipe, read_yaml
 from services.common.errors import ConfigError, RollmillError
 from services.envgateway.envs.base import EnvironmentContext
-from services.envgateway.envs.registry import EnvironmentRegistry
+from services.envgateway.envs.episodes import EnvironmentRegistry
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.tools.registry import ToolBox, load_tools
 from services.inference.engine.streaming import check_engine
+from services.inference.workflows.base import build_grader
 from services.inference.workflows.registry import build_workflow
-from services.inference.workflows.rewards import build_grader
-from services.inference.workflows.tools.toolset import build_tools
+from services.inference.workflows.tools import build_tools
 from services.orchestrator.tasks.datasets import open_source
-from services.trainer.algorithms.by_path import loss_by_path
+from services.trainer.losses import loss_by_path
 
 MODULE = """\
 import rollmill
@@ -214,7 +214,7 @@ workflow:
     ("path", "told"),
     [
         ("services.inference.workflows.base:Outcome", "write rollmill:Outcome"),
-        ("services.envgateway.rewards.math.boxed:boxed_match", "write rollmill:last_boxed"),
+        ("services.envgateway.rewards.math:boxed_match", "write rollmill:last_boxed"),
         ("services.envgateway.rewards.registry:MathReward", "go by their plain names, such as tool_use"),
     ],
 )

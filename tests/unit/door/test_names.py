@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rollmill
-from services.common.public_names import PUBLIC
+from services.common.importing import PUBLIC
 from tests.waiting import PROCESS_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -62,7 +62,7 @@ def test_a_folder_services_of_the_user_neither_hides_ours_nor_is_hidden_without_
     (tmp_path / "services").mkdir()
     (tmp_path / "services" / "__init__.py").write_text("MINE = True\n")
     done = python("import rollmill; print(rollmill.Task.__module__)", tmp_path, tmp_path)
-    assert done.stdout == "services.common.records.types\n"
+    assert done.stdout == "services.common.records\n"
     assert f"{tmp_path}/services is hidden by Rollmill's own package `services`" in done.stderr
     done = python("import services; import rollmill", tmp_path, tmp_path)
     assert "another one is imported already" in done.stderr and str(tmp_path / "services") in done.stderr

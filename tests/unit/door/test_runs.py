@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import rollmill
 from rollmill.runs import Rows, settings_of
-from services.common.config.reading.loading import save_resolved, validate
+from services.common.config.loading import save_resolved, validate
 from tests.integration.inference.peers import scripted_recipe
 from tests.unit.orchestrator.trackers.rows import write_run
 

@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.config.processes.environments import AlfworldConfig
+from services.common.config.envgateway import AlfworldConfig
 from services.common.errors import ConfigError, InvalidRequestError
-from services.envgateway.envs.alfworld import prompts
-from services.envgateway.envs.alfworld.actions import bleu, choose
-from services.envgateway.envs.alfworld.episode import AlfworldEpisode
-from services.envgateway.envs.alfworld.games import GameList, game_of, list_games
-from services.envgateway.envs.base import EpisodeLostError
-from services.envgateway.envs.replies import offer, read_action
+from services.envgateway.envs import alfworld
+from services.envgateway.envs.alfworld import AlfworldEpisode, GameList, bleu, choose, game_of, list_games
+from services.envgateway.envs.base import EpisodeLostError, offer, read_action
 
 GAME = "json_2.1.1/train/pick_heat_then_place_in_recep-Mug-None-Shelf-1/trial_1/game.tw-pddl"
 LISTED = ["go to shelf 1", "look", "take mug 1 from shelf 1"]
@@ -104,8 +101,8 @@ async def test_the_opening_is_instruction_promise_example_of_the_type_and_task()
     _, first = await begin(ScriptedEngine())
     contents = [message["content"] for message in first.messages]
     assert [message["role"] for message in first.messages] == ["user", "assistant"] * (len(contents) // 2) + ["user"]
-    assert contents[0] == prompts.INSTRUCTION
-    assert contents[2] == prompts.EXAMPLE_LEAD + prompts.EXAMPLES["pick_heat_then_place"][0]
+    assert contents[0] == alfworld.INSTRUCTION
+    assert contents[2] == alfworld.EXAMPLE_LEAD + alfworld.EXAMPLES["pick_heat_then_place"][0]
     assert contents[-1] == (
         "Now your own task. You are in a room.\nYour task is to: heat the mug."
         " AVAILABLE ACTIONS: go to shelf 1\nlook\ntake mug 1 from shelf 1\n"
@@ -115,7 +112,7 @@ async def test_the_opening_is_instruction_promise_example_of_the_type_and_task()
 
 
 def test_every_example_is_a_conversation_in_the_form_that_the_instruction_asks_for() -> None:
-    for kind, example in prompts.EXAMPLES.items():
+    for kind, example in alfworld.EXAMPLES.items():
         assert len(example) % 2 == 0, kind
         assert all(read_action(reply) for reply in example[1::2]), kind
         assert "Your task is to: " in example[0]

@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.text.assert_tests import UnusableTestsError
 from services.common.text.asserted_calls import AssertedCall
+from services.common.text.programs import UnusableTestsError
 from services.envgateway.judge.checks import asserted_failure
 from services.envgateway.judge.records import AssertTests
 from services.envgateway.judge.test_code import _with_calls

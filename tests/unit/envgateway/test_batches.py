@@ -6,7 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 from services.common.errors import CapacityError
-from services.envgateway.rpc.batches import answered
+from services.envgateway.rpc import answered
 
 
 async def test_each_is_answered_as_it_ends_and_those_that_end_together_in_one_list() -> None:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.dataset_rows import last_boxed
 from services.common.errors import InvalidRequestError
-from services.common.records.dataset_rows import last_boxed
-from services.envgateway.rewards.math.boxed import as_integer, boxed_match
-from services.envgateway.rewards.result import RewardOutcome, RewardResult, truth_of
+from services.envgateway.calls import RewardOutcome, RewardResult, truth_of
+from services.envgateway.rewards.math import as_integer, boxed_match
 
 R = RewardOutcome
 

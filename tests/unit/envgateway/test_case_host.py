@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.envgateway.judge.frames import framed
-from services.envgateway.judge.together import CaseHost, HostedCase
+from services.envgateway.judge.judge import CaseHost, HostedCase
+from services.envgateway.judge.records import framed
 from services.envgateway.sandbox.bare.endings import NOT_STOPPED, CaseRecord
 
 _LIMITS: dict[str, float | int] = {

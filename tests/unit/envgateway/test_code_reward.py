@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.envgateway import SandboxConfig
+from services.common.config.envgateway import SandboxConfig
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError
-from services.common.telemetry.gateway_queue import Lane
+from services.common.telemetry.metrics import Lane
 from services.common.text.programs import program_of, with_preamble
+from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.records import AssertTests, CallCase, CallTests, CaseResult, JudgeRequest, JudgeResult
 from services.envgateway.queue.local import decode, encode, local_queue
-from services.envgateway.rewards.code import CodeReward, read_tests
-from services.envgateway.rewards.result import RewardOutcome
+from services.envgateway.rewards.registry import CodeReward, read_tests
 from services.envgateway.sandbox.bare.statuses import RunStatus
 
 STDIN = {"tests": {"kind": "stdin", "cases": [{"stdin": "1", "expected": "1"}]}}

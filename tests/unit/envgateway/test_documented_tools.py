@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.text.tool_calls import ToolStatus
-from services.envgateway.tools.registry import ToolBox, load_tools
-from services.envgateway.tools.session import ToolSession
+from services.common.config.envgateway import EnvGatewayConfig
+from services.common.text.tools import ToolStatus
+from services.envgateway.tools.registry import ToolBox, ToolSession, load_tools
 
 PAGE = Path(__file__).parents[3] / "docs" / "envgateway.md"
 

@@ -6,9 +6,9 @@ import json
 
 import yaml
 
-from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.envgateway.envs.settings import settings_of
-from services.envgateway.envs.textworld.games import TextworldSettings
+from services.common.config.envgateway import EnvGatewayConfig
+from services.envgateway.envs.base import settings_of
+from services.envgateway.envs.textworld import TextworldSettings
 from tests.documented import blocks
 
 PAGE = "environments.md"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import CapacityError, DeadlineError
-from services.common.telemetry.gateway_queue import Lane
+from services.common.telemetry.metrics import Lane
 from services.envgateway.judge.records import (
     CallCase,
     CallTests,

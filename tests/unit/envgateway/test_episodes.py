@@ -16,7 +16,7 @@ from services.common.errors import (
     StateError,
     UnknownEnvironmentError,
 )
-from services.envgateway.envs.base import Environment, Observation, StepResult
+from services.envgateway.envs.base import EnvironmentLike, Observation, StepResult
 from services.envgateway.envs.episodes import EpisodeManager
 from tests.clock import Clock
 
@@ -88,7 +88,7 @@ class Worlds:
     def __init__(self) -> None:
         self.built: list[Counter] = []
 
-    def build(self, name: str) -> Environment:
+    def build(self, name: str) -> EnvironmentLike:
         if name.startswith("leaves in "):
             return Leaving(name.removeprefix("leaves in "))
         if name not in ("counter", "plain"):
@@ -224,7 +224,7 @@ async def test_an_environment_that_cannot_be_built_is_an_infrastructure_failure_
 ) -> None:
     manager, worlds, _ = _manager(max_episodes=1)
 
-    def build(name: str) -> Environment:
+    def build(name: str) -> EnvironmentLike:
         raise OSError("no such world")
 
     with monkeypatch.context() as broken:

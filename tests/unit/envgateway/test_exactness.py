@@ -11,7 +11,7 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.envgateway.rewards.math.compare import is_merely_near
+from services.envgateway.rewards.math import is_merely_near
 
 
 def parsed(text: str) -> list[Any]:

@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.errors import InfrastructureError
-from services.common.records.types import Purpose, Task
-from services.common.seeds import derived_seed
+from services.common.config.envgateway import EnvGatewayConfig
+from services.common.errors import InfrastructureError, derived_seed
+from services.common.records import Purpose, Task
 from services.envgateway.envs.base import EnvironmentContext
-from services.envgateway.envs.episodes import EpisodeManager
-from services.envgateway.envs.registry import EnvironmentRegistry
+from services.envgateway.envs.episodes import EnvironmentRegistry, EpisodeManager
 from services.envgateway.tools.registry import ToolBox
-from services.inference.rollouts.player import RolloutPlayer
-from services.inference.workflows.agent_env import AgentEnv, AgentEnvSettings
+from services.inference.rollouts import RolloutPlayer
 from services.inference.workflows.base import Episode, Step
+from services.inference.workflows.single import AgentEnv, AgentEnvSettings
 from tests.documented import blocks
 from tests.unit.inference.fakes import FakeGateway, RecordingEngine, Records, make_order, served_policy
 
@@ -155,7 +153,7 @@ async def test_another_attempt_and_another_run_play_the_same_episode_with_the_sa
     secrets: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seeds do not depend on the name of the task group, which differs between runs."""
-    monkeypatch.setattr("services.inference.rollouts.attempts._RETRY_BASE_S", 0.001)
+    monkeypatch.setattr("services.inference.rollouts._RETRY_BASE_S", 0.001)
 
     async def played(group: str, lose: int) -> tuple[set[int], list[int | None]]:
         secrets.clear()

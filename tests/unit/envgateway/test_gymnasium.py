@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.config.processes.environments import GymnasiumConfig
+from services.common.config.envgateway import EnvGatewayConfig, GymnasiumConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.installing import install
 from services.envgateway.envs.base import StepResult
-from services.envgateway.envs.gymnasium.world import ActionReader, GymnasiumWorld, actions_of_copies, drawing, text_of
-from services.envgateway.envs.worlds import make_worlds
+from services.envgateway.envs.episodes import make_worlds
+from services.envgateway.envs.gymnasium import ActionReader, GymnasiumWorld, actions_of_copies, drawing, text_of
 
 LAKE: dict[str, Any] = {
     "id": "FrozenLake-v1",
@@ -141,7 +140,7 @@ def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], tol
 
 
 def test_a_missing_package_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.envgateway.envs import worlds
+    from services.envgateway.envs import episodes as worlds
 
     monkeypatch.setattr(worlds, "is_installed", lambda: False)
     made = make_worlds(EnvGatewayConfig(gymnasium={"lake": GymnasiumConfig(**LAKE)}))

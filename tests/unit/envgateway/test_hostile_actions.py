@@ -13,21 +13,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.config.processes.environments import WebshopConfig
-from services.envgateway.envs.alfworld.actions import choose
-from services.envgateway.envs.base import ActionFailedError, EndStatus, EpisodeLostError, Observation, StepResult
-from services.envgateway.envs.episodes import EpisodeManager
-from services.envgateway.envs.gymnasium.style import GymnasiumEnvironment
+from services.common.config.envgateway import WebshopConfig
+from services.envgateway.envs import webshop_pages
+from services.envgateway.envs.alfworld import choose
+from services.envgateway.envs.base import (
+    MOST_COMMAND_CHARS,
+    ActionFailedError,
+    EndStatus,
+    EpisodeLostError,
+    Observation,
+    StepResult,
+    read_action,
+)
+from services.envgateway.envs.episodes import EpisodeManager, GuardedEnvironment
+from services.envgateway.envs.gymnasium import GymnasiumEnvironment
 from services.envgateway.envs.household_toy import HouseholdToyEnvironment
-from services.envgateway.envs.registry import GuardedEnvironment
-from services.envgateway.envs.replies import MOST_COMMAND_CHARS, read_action
-from services.envgateway.envs.textworld.episode import REFUSED, TextworldEpisode, is_of_the_game
-from services.envgateway.envs.webshop import dialogue, visit
-from services.envgateway.envs.webshop.environment import WebshopWorld
-from services.envgateway.taskserver.conversations import cut, num_pieces
+from services.envgateway.envs.textworld import REFUSED, TextworldEpisode, is_of_the_game
+from services.envgateway.envs.webshop_pages import WebshopWorld
+from services.envgateway.taskserver import cut, num_pieces
 from tests.integration.envgateway.environments.serving import registry
-
-from .webshop.made import write_catalogue
+from tests.unit.envgateway.webshop.made import write_catalogue
 
 HUGE = 2_000_000  # what reads it again for each of its characters takes hours: its test does not end
 
@@ -94,13 +99,13 @@ _texts = st.lists(st.sampled_from(_PIECES), max_size=24).map("".join)
 @given(_texts)
 def test_a_shop_reply_is_read_as_the_plain_expression_reads_it(reply: str) -> None:
     found = _PLAIN_REPLY.search(reply)
-    assert dialogue.action_of(reply, "agentbench") == (found[1] if found else None)
+    assert webshop_pages.action_of(reply, "agentbench") == (found[1] if found else None)
 
 
 @given(_texts)
 def test_a_shop_action_is_read_as_the_plain_expression_reads_it(action: str) -> None:
     found = _PLAIN_ACTION.match(action)
-    assert visit._parts(action) == (found.groups() if found else None)
+    assert webshop_pages._parts(action) == (found.groups() if found else None)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.text.literals import to_tree
-from services.envgateway.judge.compare import difference
+from services.envgateway.judge.compare import ValueRule, difference, equal, key, shown, truth
 from services.envgateway.judge.records import (
     AssertTests,
     CallCase,
@@ -26,13 +26,12 @@ from services.envgateway.judge.records import (
     JudgeRequest,
     StdinCase,
     StdinTests,
+    whole_result,
 )
-from services.envgateway.judge.results import whole_result
-from services.envgateway.judge.values import ValueRule, equal, key, shown, truth
 from services.envgateway.queue.local import decode, encode
 from services.envgateway.sandbox.bare.harness import plain
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.jobs import profile_of
+from services.envgateway.sandbox.lease import profile_of
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
 
 M = ComparisonMode

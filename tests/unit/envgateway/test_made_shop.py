@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.common.config.processes.environments import WebshopConfig
-from services.envgateway.envs.webshop.environment import WebshopEnvironment, WebshopWorld
-from services.envgateway.envs.webshop.make import write_catalogue
+from services.common.config.envgateway import WebshopConfig
+from services.envgateway.envs.webshop import write_catalogue
+from services.envgateway.envs.webshop_pages import WebshopEnvironment, WebshopWorld
 
 
 async def test_the_first_hit_of_every_instruction_is_worth_buying(tmp_path: Path) -> None:

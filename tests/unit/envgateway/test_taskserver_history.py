@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.envgateway.taskserver.conversations import Message, cut, num_pieces
+from services.envgateway.taskserver import Message, cut, num_pieces
 
 
 def _messages(sizes: list[int]) -> list[Message]:

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from services.common.pb import account_pb2, trajectory_pb2
-from services.common.records.types import RolloutFailure, RolloutPhase, RolloutTiming
-from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
-from services.common.telemetry.activities import ActivityName
-from services.common.telemetry.components import GATEWAY
+from services.common.records import RolloutFailure, RolloutPhase, RolloutTiming
+from services.common.telemetry.accounts import GATEWAY, AccountState, ActivityName, ActivityTime, PeerState
 from services.common.wire import write
 from services.envgateway.judge.records import CaseResult, JudgeResult
-from services.envgateway.rpc.convert import execution_to_proto, judge_result_to_proto
+from services.envgateway.rpc import execution_to_proto, judge_result_to_proto
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionResult
 

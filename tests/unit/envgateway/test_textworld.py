@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import ConfigError, InvalidRequestError
-from services.envgateway.envs.textworld.episode import TextworldEpisode, opening, tidy
-from services.envgateway.envs.textworld.games import game_of, index_of, list_games
+from services.envgateway.envs.textworld import TextworldEpisode, game_of, index_of, list_games, opening, tidy
 
 
 class ScriptedGame:

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.envgateway import ToolConfig
+from services.common.config.envgateway import ToolConfig
 from services.common.errors import CapacityError, ConfigError, DeadlineError, InfrastructureError, InvalidRequestError
-from services.common.text.tool_calls import ToolStatus
+from services.common.text.tools import ToolStatus
 from services.common.tools import ToolError, ToolResult
-from services.envgateway.tools import session as session_module
-from services.envgateway.tools.base import StateLostError
-from services.envgateway.tools.registry import ToolBox, load_tools
-from services.envgateway.tools.session import ToolSession
+from services.envgateway.tools import registry as session_module
+from services.envgateway.tools.registry import ToolBox, ToolSession, load_tools
+from services.envgateway.tools.tools import StateLostError
 from tests.waiting import WAIT_S
 
 S = ToolStatus

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.config.reading.loading import load_recipe
+from services.common.config.envgateway import EnvGatewayConfig
+from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 from services.envgateway import variables
 from services.envgateway.variables import port_variables, with_variables, worker_settings

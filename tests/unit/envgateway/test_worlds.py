@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.processes.envgateway import EnvGatewayConfig
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.installing import install
-from services.envgateway.envs.worlds import make_worlds
+from services.envgateway.envs.episodes import make_worlds
 
 
 @pytest.mark.needs("alfworld", "textworld")

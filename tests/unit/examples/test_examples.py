@@ -12,22 +12,19 @@ import pytest
 import torch
 
 from services.cli.check.recipe import check_recipe
+from services.common.config.algorithm import LossByPath
 from services.common.config.data import DatasetConfig, WorkflowConfig
-from services.common.config.reading.loading import load_recipe
-from services.common.config.training.losses import LossByPath
+from services.common.config.loading import load_recipe
 from services.common.importing import load_object
-from services.common.records.types import Sampling, StopReason
+from services.common.records import Sampling, StopReason
 from services.envgateway.envs.base import EnvironmentContext
-from services.envgateway.envs.registry import EnvironmentRegistry
-from services.envgateway.tools.registry import ToolBox, load_tools
-from services.envgateway.tools.session import ToolSession
-from services.inference.engine.base import FinishReason, GenerationRequest
+from services.envgateway.envs.episodes import EnvironmentRegistry
+from services.envgateway.tools.registry import ToolBox, ToolSession, load_tools
+from services.inference.engine.base import FinishReason, GenerationRequest, WeightUpdate
 from services.inference.engine.streaming import EngineSetup
-from services.inference.engine.weight_update import WeightUpdate
 from services.inference.workflows.registry import build_workflow
 from services.orchestrator.tasks.datasets import open_source
-from services.trainer.algorithms.base import TokenBatch, check_shape
-from services.trainer.algorithms.by_path import loss_by_path
+from services.trainer.losses import TokenBatch, check_shape, loss_by_path
 from tests.unit.inference.fakes import FakeGateway, make_context, make_task, served_policy
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

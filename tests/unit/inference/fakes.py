@@ -8,12 +8,12 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from services.common.records.types import Purpose, RolloutFailure, Sampling, Task, TaskGroupOrder, Trajectory
+from services.common.records import Purpose, RolloutFailure, Sampling, Task, TaskGroupOrder, Trajectory
 from services.common.telemetry.accounts import TimeAccount
 from services.common.text.chat import Chat
 from services.inference.engine.base import Generation, GenerationRequest
 from services.inference.engine.scripted import ScriptedEngine
-from services.inference.rollouts.policies import RolloutPolicy, ServedPolicy
+from services.inference.rollouts import RolloutPolicy, ServedPolicy
 from services.inference.workflows.base import (
     CaseOutcome,
     Episode,

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from services.common.errors import InfrastructureError
-from services.common.records.types import Task
+from services.common.records import Task
 from services.common.telemetry.accounts import TimeAccount
 from services.common.text.chat import Chat
-from services.inference.rollouts.policies import RolloutPolicy
-from services.inference.workflows.actor_verifier import ActorVerifier, ActorVerifierSettings
-from services.inference.workflows.base import Outcome
-from services.inference.workflows.prompts import fill
-from services.inference.workflows.verdicts import ReviewVerdict, read_verdict
+from services.inference.rollouts import RolloutPolicy
+from services.inference.workflows.base import Outcome, ReviewVerdict, fill, read_verdict
+from services.inference.workflows.single import ActorVerifier, ActorVerifierSettings
 from tests.unit.inference.fakes import (
     FakeGateway,
     RecordingEngine,

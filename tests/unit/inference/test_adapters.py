@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.config.reading.loading import validate
-from services.common.config.training.adapter import AdapterConfig
+from services.common.config.loading import validate
+from services.common.config.training import AdapterConfig
 from services.common.errors import ConfigError, ModelMismatchError
 from services.common.lora import identity_of, initial_adapter, target_modules
-from services.common.rpc.client.run_client import RunSettings
+from services.common.rpc.run_client import RunSettings
 from services.common.weights.snapshot import PEFT_PREFIX, A, B
 from services.inference import loading
 from services.inference.bases import BaseModels
 from services.inference.config import replica_config
+from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch.blocks import Adapter
 from services.inference.engine.torch.engine import TorchEngine
-from services.inference.engine.weight_update import WeightUpdate
 from tests.conformance.subjects import until_tokens
 from tests.integration.inference.peers import scripted_recipe
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap
@@ -163,7 +163,7 @@ def recipe_of(path: Path, **adapters: Any) -> Any:
 @pytest.fixture
 def base_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     build_model("qwen3").save_pretrained(tmp_path)
-    monkeypatch.setattr("services.common.text.huggingface.load_tokenizer", lambda path: SmallTokenizer())
+    monkeypatch.setattr("services.common.text.chat.load_tokenizer", lambda path: SmallTokenizer())
     return tmp_path
 
 

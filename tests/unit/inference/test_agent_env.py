@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from services.common.errors import EpisodeNotFoundError
-from services.common.records.types import Purpose, StopReason, Task
-from services.inference.workflows.agent_env import AgentEnv, AgentEnvSettings
+from services.common.records import Purpose, StopReason, Task
 from services.inference.workflows.base import Episode, Outcome, Step
+from services.inference.workflows.single import AgentEnv, AgentEnvSettings
 from tests.unit.inference.fakes import FakeGateway, make_context, make_task, qwen_like_chat, served_policy
 
 

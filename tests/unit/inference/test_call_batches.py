@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from services.common.aio import TaskOwner
-from services.inference.rpc.call_batches import MOST_BYTES, MOST_CALLS, CallBatcher
+from services.inference.gateway import MOST_BYTES, MOST_CALLS, CallBatcher
 from tests.waiting import until
 
 

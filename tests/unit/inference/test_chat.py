@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import ConfigError, DatasetError, InvalidRequestError
-from services.common.text.chat import Chat
-from services.common.text.huggingface import load_tokenizer
-from services.common.tiny.models import build
-from services.inference.engine.byte_tokenizer import ByteTokenizer
+from services.common.text.chat import Chat, load_tokenizer
+from services.common.tiny import build
+from services.inference.engine.base import ByteTokenizer
 from tests.unit.inference.fakes import SPECIAL, TEMPLATE, qwen_like_chat, qwen_like_tokenizer, thinking_chat
 
 TOOLS = [{"type": "function", "function": {"name": "run", "description": "", "parameters": {}}}]

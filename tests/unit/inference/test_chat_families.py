@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.text.chat import Chat
-from services.inference.workflows.agents.stop_text import IncrementalText
+from services.inference.workflows.agents import IncrementalText
 
 MARKS = [
     *("<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<start_of_turn>", "<end_of_turn>", "<|eot_id|>"),

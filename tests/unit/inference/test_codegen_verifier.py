@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from services.common.errors import InfrastructureError
-from services.common.records.types import Purpose, Task
+from services.common.records import Purpose, Task
 from services.common.telemetry.accounts import TimeAccount
-from services.inference.rollouts.policies import RolloutPolicy
+from services.inference.rollouts import RolloutPolicy
 from services.inference.workflows.base import CaseOutcome, JudgeCase, Outcome, ProgramStatus
-from services.inference.workflows.codegen.codegen_verifier import CodegenVerifier, CodegenVerifierSettings
+from services.inference.workflows.codegen import CodegenVerifier, CodegenVerifierSettings
 from tests.unit.inference.fakes import FakeGateway, RecordingEngine, make_context, served_policy, thinking_chat
 
 RIGHT, WRONG = "```python\nright = 1\n```", "```python\nwrong = 1\n```"

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InfrastructureError, PromptTooLongError
-from services.common.records.types import Sampling, StopReason
+from services.common.records import Sampling, StopReason
 from services.common.telemetry.accounts import TimeAccount
 from services.inference.engine.base import GenerationRequest
-from services.inference.rollouts.policies import RolloutPolicy
-from services.inference.workflows.conversation import Conversation
+from services.inference.rollouts import RolloutPolicy
+from services.inference.workflows.base import Conversation
 from tests.unit.inference.fakes import RecordingEngine, qwen_like_chat, served_policy
 from tests.waiting import until
 

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError
-from services.common.records.device_turn import DeviceTurn
-from services.common.records.types import Purpose, Task
-from services.inference.device_turns import EngineTurns
+from services.common.records import DeviceTurn, Purpose, Task
 from services.inference.engine.base import sharing
-from services.inference.rollouts.attempts import Attempts
-from services.inference.rollouts.timing import RolloutClock
+from services.inference.replica import EngineTurns
+from services.inference.rollouts import Attempts, RolloutClock
 from tests.waiting import until
 
 

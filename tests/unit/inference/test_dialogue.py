@@ -6,10 +6,10 @@ import pytest
 
 from services.common.config.data import WorkflowConfig
 from services.common.errors import InfrastructureError
-from services.common.records.types import StopReason, Task
+from services.common.records import StopReason, Task
 from services.inference.workflows.base import Outcome, WorkflowContext
-from services.inference.workflows.custom import Dialogue, Workflow, WorkflowSettings
 from services.inference.workflows.registry import build_workflow
+from services.inference.workflows.single import Dialogue, Workflow, WorkflowSettings
 from tests.unit.inference.fakes import FakeGateway, make_context, make_task, qwen_like_chat, replies, served_policy
 
 

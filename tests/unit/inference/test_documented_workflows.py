@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.common.config.data import WorkflowConfig
-from services.common.records.types import StopReason
+from services.common.records import StopReason
 from services.inference.workflows.base import Outcome
 from services.inference.workflows.registry import build_workflow
 from tests.documented import blocks

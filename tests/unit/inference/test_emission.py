@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.inference.metrics.emission import EmissionLog
+from services.inference.replica import EmissionLog
 
 
 def intervals(log: EmissionLog, times: list[float]) -> list[tuple[float, float]]:

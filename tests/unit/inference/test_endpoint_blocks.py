@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequestError
-from services.inference.endpoint.dialects.base import ItemLimits
-from services.inference.endpoint.dialects.blocks import split_growing
-from services.inference.endpoint.dialects.chat import read_messages as read_chat
-from services.inference.endpoint.dialects.messages import read_messages
-from services.inference.endpoint.dialects.responses import read_input
-from services.inference.endpoint.dialects.tools import check_tools, function_tool
-from services.inference.workflows.agents.chat_messages import (
+from services.inference.endpoint.chat import ItemLimits, check_tools, function_tool, split_growing
+from services.inference.endpoint.chat import read_messages as read_chat
+from services.inference.endpoint.messages import read_messages
+from services.inference.endpoint.responses import read_input
+from services.inference.workflows.agents import (
     Call,
     apart_message,
     plain_arguments,

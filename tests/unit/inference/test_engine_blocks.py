@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.text.huggingface import named_weights
+from services.common.text.chat import named_weights
+from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch.decoder import Decoder
-from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import TOLERANCE, build_model, make_prompt, perturbed
 
 KINDS = ("qwen3", "qwen2", "llama", "llama with biases")

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from services.common.errors import DeadlineError, InfrastructureError
-from services.common.text.huggingface import named_weights
+from services.common.text.chat import named_weights
 from services.common.weights.codec import decode_tensor, encode_tensor
-from services.inference.engine.in_place import PreparedUpdate
+from services.inference.engine.base import WeightUpdate
+from services.inference.engine.streaming import PreparedUpdate
 from services.inference.engine.torch import engine as torch_engine
-from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
-
-from .conftest import Launch, StepGate
+from tests.unit.inference.conftest import Launch, StepGate
 
 
 def partly_perturbed(model: Any, seed: int = 1) -> Any:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.common.config.processes.kv_cache import BLOCK_TOKENS, RESERVED_BLOCKS, blocks_of, least_blocks
+from services.common.config.processes import BLOCK_TOKENS, RESERVED_BLOCKS, blocks_of, least_blocks
 from services.common.errors import ConfigError
 from services.inference.engine.torch.kv import EMPTY, KvCache, KvShape
 

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.inference.engine.torch.decoder import Decoder
-from services.inference.engine.torch.native import compiler, step
-from services.inference.engine.torch.sampler import sample_plain
+from services.inference.engine.torch.native import step
+from services.inference.engine.torch.native import step as compiler
+from services.inference.engine.torch.slots import sample_plain
 from tests.random_models import TOLERANCE, build_model, make_prompt
 
 MODEL = build_model("qwen3")
@@ -143,7 +144,7 @@ def test_a_compiler_that_fails_is_named_with_its_output(
 
 def test_a_library_is_compiled_once_by_several_processes_and_kept_where_only_the_user_writes(tmp_path: Path) -> None:
     code = (
-        "from services.inference.engine.torch.native.compiler import load_library\n"
+        "from services.inference.engine.torch.native.step import load_library\n"
         "from pathlib import Path; import sys\n"
         "assert load_library(Path(sys.argv[1])).panel_width() in (8, 16, 32)\n"
     )

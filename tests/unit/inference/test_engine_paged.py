@@ -14,19 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.config.processes.kv_cache import BLOCK_TOKENS, blocks_of, least_blocks
-from services.common.text.huggingface import named_weights
-from services.inference.engine.base import FinishReason, Generation, KvPolicy
+from services.common.config.processes import BLOCK_TOKENS, blocks_of, least_blocks
+from services.common.text.chat import named_weights
+from services.inference.engine.base import FinishReason, Generation, KvPolicy, WeightUpdate
 from services.inference.engine.torch import decoder as decoder_module
 from services.inference.engine.torch import kv
-from services.inference.engine.torch.core import Core, Entry
 from services.inference.engine.torch.decoder import Decoder
+from services.inference.engine.torch.engine import Core, Entry
 from services.inference.engine.torch.slots import SlotTable
-from services.inference.engine.weight_update import WeightUpdate
-from services.inference.metrics.gauges import METRICS, gauges
+from services.inference.replica import METRICS, gauges
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
-
-from .conftest import Launch, StepGate
+from tests.unit.inference.conftest import Launch, StepGate
 
 pytestmark = pytest.mark.usefixtures("each_decoder")
 

@@ -10,12 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.records.kept_tokens import pack, unpack
-from services.common.records.types import Sampling
+from services.common.kept_tokens import pack, unpack
+from services.common.records import Sampling
 from services.inference.engine.torch.decoder import bucket_bounds
 from services.inference.engine.torch.keeper import MAX_PASS_TOKENS, Span, plan_passes, plan_sharing
-from services.inference.engine.torch.sampler import SamplingRows, sample, sample_plain, uniform_noise
-from services.inference.engine.torch.slots import MIN_SHARED_HALF, SlotTable, worth_sharing
+from services.inference.engine.torch.slots import (
+    MIN_SHARED_HALF,
+    SamplingRows,
+    SlotTable,
+    sample,
+    sample_plain,
+    uniform_noise,
+    worth_sharing,
+)
 
 
 def row(*tokens: int) -> np.ndarray:

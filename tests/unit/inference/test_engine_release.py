@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from services.common.errors import ModelMismatchError
-from services.common.text.huggingface import named_weights
-from services.inference.engine.base import FinishReason, KvPolicy, ScoreRequest, SharesDevice
+from services.common.text.chat import named_weights
+from services.inference.engine.base import FinishReason, KvPolicy, ScoreRequest, SharesDevice, WeightUpdate
 from services.inference.engine.torch.engine import TorchEngine
-from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
+from tests.unit.inference.conftest import Launch, StepGate
 from tests.waiting import until
-
-from .conftest import Launch, StepGate
 
 pytestmark = pytest.mark.usefixtures("each_decoder")
 

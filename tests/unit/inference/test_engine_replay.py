@@ -21,8 +21,7 @@ from tests.random_models import (
     max_gap,
     reference_logprobs,
 )
-
-from .conftest import Launch
+from tests.unit.inference.conftest import Launch
 
 STOP = 300
 

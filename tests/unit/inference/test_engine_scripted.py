@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from services.common.errors import ConfigError, InvalidRequestError
-from services.inference.engine.base import FinishReason, GenerationRequest, KvPolicy
+from services.inference.engine.base import FinishReason, GenerationRequest, KvPolicy, WeightUpdate
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
-from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import make_prompt, make_request
 from tests.waiting import PROCESS_S, until
 
@@ -44,7 +43,7 @@ async def test_a_script_is_a_function_or_its_path(script: object) -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["nowhere.at.all", "services.common.records.types:nothing", "plain", "services.common.records.types:__doc__"],
+    ["nowhere.at.all", "services.common.records:nothing", "plain", "services.common.records:__doc__"],
 )
 def test_a_script_that_cannot_be_imported_is_named(script: str) -> None:
     with pytest.raises(ConfigError, match=script):

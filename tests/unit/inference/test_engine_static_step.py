@@ -12,13 +12,12 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from services.common.text.huggingface import named_weights
+from services.common.text.chat import named_weights
+from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch import decoder as decoder_module
 from services.inference.engine.torch.decoder import CudaCapture, Decoder, Replay
-from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import TOLERANCE, build_model, make_prompt, max_gap
-
-from .test_engine_paged import CONTEXT, MODELS, Played, pool_bytes
+from tests.unit.inference.test_engine_paged import CONTEXT, MODELS, Played, pool_bytes
 
 
 class EagerCapture:

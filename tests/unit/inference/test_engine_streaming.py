@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError, PromptTooLongError
-from services.common.records.types import Sampling
-from services.inference.engine.base import FinishReason, GenerationRequest
+from services.common.records import Sampling
+from services.inference.engine.base import FinishReason, GenerationRequest, WeightUpdate
 from services.inference.engine.streaming import ENGINE_METHODS, EngineSetup, StreamingEngine
-from services.inference.engine.weight_update import WeightUpdate
 from tests.waiting import until
 
 STOP = 9

@@ -7,11 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from services.inference.engine.base import FinishReason
-from services.inference.engine.weight_update import WeightUpdate
+from services.inference.engine.base import FinishReason, WeightUpdate
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
-
-from .conftest import Launch, StepGate
+from tests.unit.inference.conftest import Launch, StepGate
 
 pytestmark = pytest.mark.usefixtures("each_decoder")
 
@@ -97,7 +95,7 @@ async def test_many_requests_of_all_lengths_through_few_slots_stay_exact(launch:
                 assert max_gap(models[segment.weight_version], prompt, generation, segment) <= TOLERANCE
             prompt = prompt + generation.token_ids + make_prompt(1 + turn + index % 7, index)
 
-    from services.common.text.huggingface import named_weights
+    from services.common.text.chat import named_weights
 
     async def updates() -> None:
         for version in (1, 2, 3):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from services.common.errors import ModelMismatchError
-from services.common.text.huggingface import named_weights
-from services.inference.engine.weight_update import WeightUpdate
+from services.common.text.chat import named_weights
+from services.inference.engine.base import WeightUpdate
 from tests.random_models import (
     TOLERANCE,
     build_model,
@@ -21,8 +21,7 @@ from tests.random_models import (
     perturbed,
     reference_logprobs,
 )
-
-from .conftest import Launch
+from tests.unit.inference.conftest import Launch
 
 pytestmark = pytest.mark.usefixtures("each_decoder")
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import CorruptDataError
 from services.common.weights.snapshot import ALIGNMENT, Encoding, Manifest, Payload
-from services.inference.weights.relay import Incoming
-from services.inference.weights.transports import ByteRange, receive_buffer
+from services.inference.weights.fetch import ByteRange, Incoming, receive_buffer
 
 
 @given(st.binary(min_size=1, max_size=200), st.integers(0, 100), st.lists(st.integers(1, 50), max_size=20))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.common import errors
-from services.common.rpc.statuses import MESSAGE_BYTES, to_status
-from services.inference.rpc.gateway_client import MOST_TEXT_BYTES, _encodable
+from services.common.rpc.client import MESSAGE_BYTES, to_status
+from services.inference.gateway import MOST_TEXT_BYTES, _encodable
 
 
 @pytest.mark.parametrize(

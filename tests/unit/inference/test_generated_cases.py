@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.common.text.thoughts import after_thoughts
 from services.inference.workflows.base import CaseOutcome, JudgeCase, ProgramStatus
-from services.inference.workflows.codegen.generated_cases import (
+from services.inference.workflows.codegen import (
     VerifierReward,
     entry_point_of,
     needs_retry,

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.common.records.types import Origin
+from services.common.records import Origin
 from services.common.text.chat import Message
-from services.inference.workflows.agents.chat_messages import Answer, Call, tool_message
-from services.inference.workflows.agents.lineage import TurnMark, lineage_of
+from services.inference.workflows.agents import Answer, Call, TurnMark, lineage_of, tool_message
 
 SYSTEM: Message = {"role": "system", "content": "You lead."}
 GO: Message = {"role": "user", "content": "Write the report."}

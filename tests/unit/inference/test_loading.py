@@ -10,13 +10,12 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from services.common.config.reading.loading import validate
+from services.common.config.loading import validate
 from services.common.errors import ConfigError, ModelMismatchError
-from services.common.rpc.client.run_client import RunSettings
+from services.common.rpc.run_client import RunSettings
 from services.inference import loading
 from services.inference.config import replica_config
-from services.inference.engine.base import GenerationRequest
-from services.inference.engine.byte_tokenizer import ByteTokenizer
+from services.inference.engine.base import ByteTokenizer, GenerationRequest
 from services.inference.engine.streaming import StreamingEngine
 from tests.integration.inference.peers import scripted_recipe
 from tests.random_models import build_model
@@ -36,7 +35,7 @@ def test_the_engine_starts_with_the_published_values(
 ) -> None:
     model = build_model("qwen3")
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr("services.common.text.huggingface.load_tokenizer", lambda path: SmallTokenizer())
+    monkeypatch.setattr("services.common.text.chat.load_tokenizer", lambda path: SmallTokenizer())
     recipe: dict[str, Any] = scripted_recipe(
         policies={
             "model0": {
@@ -148,7 +147,7 @@ def test_an_engine_by_import_path_gets_the_published_weights_and_its_settings(
 ) -> None:
     model = build_model("qwen3")
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr("services.common.text.huggingface.load_tokenizer", lambda path: SmallTokenizer())
+    monkeypatch.setattr("services.common.text.chat.load_tokenizer", lambda path: SmallTokenizer())
     engine = {"engine": f"{__name__}:OfTheUser", "engine_settings": {"url": "here"}, "num_slots": 3, "port": 0}
     recipe: dict[str, Any] = scripted_recipe(
         policies={

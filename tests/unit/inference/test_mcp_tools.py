@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from services.common.config.reading.loading import validate
+from services.common.config.loading import validate
 from services.common.errors import ConfigError, InfrastructureError
-from services.common.records.types import Task
+from services.common.records import Task
 from services.inference.workflows.base import Episode, Step
-from services.inference.workflows.tools.tool_use import ToolUse, ToolUseSettings
-from services.inference.workflows.tools.toolset import check_servers
+from services.inference.workflows.tools import ToolUse, ToolUseSettings, check_servers
 from tests.unit.inference.fakes import FakeGateway, make_context, make_task, qwen_like_chat, served_policy
 
 ADD = {

@@ -11,10 +11,10 @@ import pytest
 
 from services.common.errors import CorruptDataError, ModelMismatchError, VersionUnavailableError
 from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, encode_tensor
-from services.common.weights.elements import Bits
 from services.common.weights.snapshot import (
     AdapterIdentity,
     BaseVersion,
+    Bits,
     DigestAlgorithm,
     Encoding,
     Manifest,
@@ -23,8 +23,8 @@ from services.common.weights.snapshot import (
     lay_out,
     tensor_digest,
 )
+from services.inference.weights.fetch import receive_buffer
 from services.inference.weights.mirror import Mirror
-from services.inference.weights.transports import receive_buffer
 
 Version = dict[str, Bits]
 

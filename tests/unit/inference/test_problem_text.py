@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.inference.workflows.codegen.problem_text import without_examples
+from services.inference.workflows.codegen import without_examples
 
 
 @pytest.mark.parametrize(

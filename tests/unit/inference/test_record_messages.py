@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.pb import pool_pb2, trajectory_pb2
-from services.inference.rpc.trajectory_sender import take_message
+from services.inference.records_out import take_message
 
 MOST_BYTES = 1000
 

@@ -10,11 +10,10 @@ import pytest
 
 from services.common.aio import deadline
 from services.common.errors import ConfigError, DeadlineError
-from services.common.records.types import Task
+from services.common.records import Task
 from services.common.system.threads import DaemonThreads
-from services.inference.workflows import rewards
-from services.inference.workflows.base import Gateway
-from services.inference.workflows.rewards import build_grader
+from services.inference.workflows import base
+from services.inference.workflows.base import Gateway, build_grader
 from tests.waiting import WAIT_S, until
 
 HERE = "tests.unit.inference.test_rewards"
@@ -89,7 +88,7 @@ async def test_what_a_function_raises_reaches_the_rollout() -> None:
 
 
 async def test_a_function_that_runs_for_ever_ends_its_rollout_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewards, "REWARD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(base, "REWARD_TIMEOUT_S", 0.1)
     stuck, fine = build_grader(f"{HERE}:runs_for_ever"), build_grader(f"{HERE}:exact")
     running = [asyncio.ensure_future(stuck(NOWHERE, TASK, "42")) for _ in range(6)]
     for call in running:
@@ -136,8 +135,8 @@ async def test_the_clock_of_a_function_starts_when_a_thread_begins_it(monkeypatc
             begun.append(seconds)
             super().begin_again(seconds, name)
 
-    monkeypatch.setattr(rewards, "deadline", Recorded)
-    monkeypatch.setattr(rewards, "REWARD_THREADS", DaemonThreads(2))
+    monkeypatch.setattr(base, "deadline", Recorded)
+    monkeypatch.setattr(base, "REWARD_THREADS", DaemonThreads(2))
     gate = threading.Semaphore(0)
 
     def waits(task: Any, completion: str) -> float:
@@ -152,13 +151,13 @@ async def test_the_clock_of_a_function_starts_when_a_thread_begins_it(monkeypatc
         await until(lambda wanted=2 + num_ended: len(begun) == wanted, "the next function has begun")  # type: ignore[misc]
     gate.release(2)
     assert [(await call).value for call in calls] == [1.0] * 12
-    assert begun == [rewards.REWARD_TIMEOUT_S] * 12
+    assert begun == [base.REWARD_TIMEOUT_S] * 12
 
 
 async def test_as_many_functions_run_at_once_as_the_service_has_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = DaemonThreads(4)
     threads.allow(64)
-    monkeypatch.setattr(rewards, "REWARD_THREADS", threads)
+    monkeypatch.setattr(base, "REWARD_THREADS", threads)
     together = threading.Barrier(64)
 
     def meets(task: Any, completion: str) -> float:

@@ -19,12 +19,11 @@ from services.common.errors import (
     RolloutTimeoutError,
     WeightsStaleError,
 )
-from services.common.records.types import PlayedBy, Purpose, Task
-from services.inference.engine.weight_update import WeightUpdate
-from services.inference.rollouts.player import RolloutPlayer
-from services.inference.rollouts.policies import ServedPolicy
+from services.common.records import PlayedBy, Purpose, Task
+from services.inference.engine.base import WeightUpdate
+from services.inference.rollouts import RolloutPlayer, ServedPolicy
 from services.inference.workflows.base import Outcome, Reward, Workflow, WorkflowContext
-from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
+from services.inference.workflows.single import SingleTurn, SingleTurnSettings
 from tests.unit.inference.fakes import FakeGateway, RecordingEngine, Records, make_order, served_policy
 from tests.waiting import until
 
@@ -88,7 +87,7 @@ async def forever(context: WorkflowContext) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_pauses_between_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.inference.rollouts.attempts._RETRY_BASE_S", 0.001)
+    monkeypatch.setattr("services.inference.rollouts._RETRY_BASE_S", 0.001)
 
 
 async def test_every_slot_of_an_order_becomes_a_trajectory() -> None:

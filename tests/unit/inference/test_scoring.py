@@ -9,17 +9,13 @@ import numpy as np
 import pytest
 
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError
-from services.common.records.types import Logprobs, Purpose, Sampling, Segment, Sequence, StopReason
+from services.common.records import Logprobs, Purpose, Sampling, Segment, StopReason, TokenSequence
 from services.common.telemetry.accounts import TimeAccount
 from services.inference.engine.base import ScoreRequest
 from services.inference.engine.scripted import ScriptedEngine
-from services.inference.rollouts.attempts import Attempts
-from services.inference.rollouts.player import RolloutPlayer
-from services.inference.rollouts.policies import ServedPolicy
-from services.inference.rollouts.scoring import Teachers, score_request
-from services.inference.rollouts.timing import RolloutClock
+from services.inference.rollouts import Attempts, RolloutClock, RolloutPlayer, ServedPolicy, Teachers, score_request
 from services.inference.workflows.base import Outcome, WorkflowContext
-from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
+from services.inference.workflows.single import SingleTurn, SingleTurnSettings
 from tests.unit.inference.fakes import FakeGateway, Records, make_order, qwen_like_chat, served_policy
 
 
@@ -62,7 +58,7 @@ async def make_player(teacher: Teacher, infra_retries: int = 2) -> tuple[Rollout
 
 @pytest.fixture(autouse=True)
 def _no_pauses_between_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.inference.rollouts.attempts._RETRY_BASE_S", 0.001)
+    monkeypatch.setattr("services.inference.rollouts._RETRY_BASE_S", 0.001)
 
 
 async def test_each_sampled_token_carries_what_the_teacher_says_of_it() -> None:
@@ -128,12 +124,12 @@ async def test_time_that_runs_out_while_a_teacher_scores_is_no_doing_of_the_poli
     assert failure.reason == DeadlineError.reason and "score" in failure.detail
 
 
-def conversation(**changes: object) -> Sequence:
+def conversation(**changes: object) -> TokenSequence:
     """Two turns, the second at a temperature of its own, with a tool result between them."""
     first = Segment.policy([10, 11], [-0.1, -0.2], 3)
     second = replace(Segment.policy([12, 13, 14], [-0.3] * 3, 4), temperature=0.5)
     segments = (Segment.environment([1, 2]), first, Segment.environment([7]), replace(second, **changes))
-    return Sequence(policy="student", segments=segments, reward=1.0, stop_reason=StopReason.STOP)
+    return TokenSequence(policy="student", segments=segments, reward=1.0, stop_reason=StopReason.STOP)
 
 
 async def test_scores_come_back_to_the_segments_that_they_are_of() -> None:

@@ -16,25 +16,43 @@ import yaml
 
 import rollmill
 from services.common.config.data import WorkflowConfig
-from services.common.config.processes.services import ForcedEngineConfig
-from services.common.config.reading.loading import validate
+from services.common.config.loading import validate
+from services.common.config.processes import ForcedEngineConfig
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, DatasetError
-from services.common.records.types import Purpose, Sampling, Segment, Task
+from services.common.records import Purpose, Sampling, Segment, Task
 from services.common.telemetry.accounts import TimeAccount
-from services.common.text.tool_calls import find_call, parse_json_call
+from services.common.text.tools import find_call, parse_json_call
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest
-from services.inference.rollouts.policies import RolloutPolicy, ServedPolicy
-from services.inference.scripts.answers import speak
-from services.inference.scripts.base import Cue, EarlierTurn, Scene
-from services.inference.scripts.checkers import solve_and_verify, write_and_test
-from services.inference.scripts.episodes import act
-from services.inference.scripts.programs import broken_program, cases_of, falsified, fenced, right_program
-from services.inference.scripts.registry import SCRIPTS, load_scripts
-from services.inference.workflows.base import Episode, Execution, Outcome, ProgramStatus, Step, WorkflowContext
+from services.inference.rollouts import RolloutPolicy, ServedPolicy
+from services.inference.workflows.base import (
+    Episode,
+    Execution,
+    Outcome,
+    ProgramStatus,
+    ReviewVerdict,
+    Step,
+    WorkflowContext,
+    boxed_integer,
+    read_verdict,
+)
 from services.inference.workflows.registry import WORKFLOWS, build_workflow
-from services.inference.workflows.rewards import boxed_integer
-from services.inference.workflows.verdicts import ReviewVerdict, read_verdict
+from services.inference.workflows.scripts import (
+    SCRIPTS,
+    Cue,
+    EarlierTurn,
+    Scene,
+    act,
+    broken_program,
+    cases_of,
+    falsified,
+    fenced,
+    load_scripts,
+    right_program,
+    solve_and_verify,
+    speak,
+    write_and_test,
+)
 from tests.unit.inference.fakes import FakeGateway, qwen_like_chat
 
 MATH = {"problem": "What is 6 times 7?", "answer": "42"}
@@ -172,7 +190,7 @@ async def test_a_rollout_that_is_played_again_says_the_same() -> None:
 
 
 async def test_nothing_stands_beside_the_answer_for_a_reward_of_the_recipes_own() -> None:
-    reward = "services.inference.workflows.rewards:boxed_integer"
+    reward = "services.inference.workflows.base:boxed_integer"
     played = await play("single_turn", MATH, count=20, policy="model0", reward=reward)
     assert all(texts[0].startswith(r"\boxed{") and texts[0].endswith("}") for texts in played.texts)
 
@@ -346,14 +364,14 @@ def test_a_row_without_a_reference_is_told() -> None:
         speak(cue({"prompt": "Say something."}))
 
 
-@pytest.mark.parametrize("config", [{"script": "nothing"}, {"script": "services.inference.scripts.base:SCRIPT"}])
+@pytest.mark.parametrize("config", [{"script": "nothing"}, {"script": "services.inference.workflows.scripts:SCRIPT"}])
 def test_scripts_that_do_not_exist_are_told(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"script|SCRIPT"):
         load_scripts(ForcedEngineConfig(**config), recipe(WorkflowConfig()))
 
 
 def test_a_workflow_without_a_script_of_its_own_needs_one_by_name() -> None:
-    workflow = WorkflowConfig(name="services.inference.workflows.single_turn:SingleTurn")
+    workflow = WorkflowConfig(name="services.inference.workflows.single:SingleTurn")
     with pytest.raises(ConfigError, match=r"forced\.script"):
         load_scripts(ForcedEngineConfig(), recipe(workflow))
     book = load_scripts(ForcedEngineConfig(script="single_turn"), recipe(workflow))

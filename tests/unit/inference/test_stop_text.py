@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.records.kept_tokens import left_out_row, pack, unpack
-from services.common.records.types import Segment
+from services.common.kept_tokens import left_out_row, pack, unpack
+from services.common.records import Segment
 from services.inference.engine.base import FinishReason, Generation
-from services.inference.workflows.agents.stop_text import IncrementalText, StopWatch, settled
+from services.inference.workflows.agents import IncrementalText, StopWatch, settled
 from tests.unit.inference.fakes import qwen_like_chat
 
 

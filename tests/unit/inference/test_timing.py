@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import InfrastructureError
-from services.common.records.types import NO_TIMING, Segment, Task
-from services.inference.rollouts.timing import MAX_PHASES, RolloutClock, TimedGateway
+from services.common.records import NO_TIMING, Segment, Task
+from services.inference.rollouts import MAX_PHASES, RolloutClock, TimedGateway
 from services.inference.workflows.base import JudgeCase
 from tests.unit.inference.fakes import FakeGateway, make_order
 from tests.unit.inference.test_rollout import make_player, raises
@@ -32,7 +32,7 @@ async def test_a_trajectory_says_what_its_rollout_did_and_when() -> None:
 
 
 async def test_a_failure_says_it_too_with_every_retry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.inference.rollouts.attempts._RETRY_BASE_S", 0.001)
+    monkeypatch.setattr("services.inference.rollouts._RETRY_BASE_S", 0.001)
     player, records, _, _ = await make_player(raises(InfrastructureError("down")), infra_retries=2)
     player.play(make_order(indices=(0,)))
     await player.wait_until_idle()

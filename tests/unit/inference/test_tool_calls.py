@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.text.tool_calls import (
-    MalformedCall,
-    ToolCall,
-    cut_text,
-    find_call,
-    parse_json_call,
-    split_calls,
-)
+from services.common.text.tools import MalformedCall, ToolCall, cut_text, find_call, parse_json_call, split_calls
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from services.common.errors import PromptTooLongError
-from services.common.records.types import Purpose, Sequence, StopReason
+from services.common.records import Purpose, StopReason, TokenSequence
 from services.inference.workflows.base import Execution, ProgramStatus
-from services.inference.workflows.tools.tool_math import ToolMath, ToolMathSettings, format_term, tool_error_share
+from services.inference.workflows.tools import ToolMath, ToolMathSettings, format_term, tool_error_share
 from tests.unit.inference.fakes import (
     FakeGateway,
     RecordingEngine,
@@ -34,7 +34,7 @@ def call(code: str) -> str:
     return f"<tool_call>{json.dumps({'name': 'python_code_with_standard_io', 'arguments': arguments})}</tool_call>"
 
 
-async def play(texts: list[str], purpose: Purpose = Purpose.TRAIN, **settings: Any) -> Sequence:
+async def play(texts: list[str], purpose: Purpose = Purpose.TRAIN, **settings: Any) -> TokenSequence:
     policy = await served_policy(texts, context_length=8192)
     context = dataclasses.replace(make_context(policy, FakeGateway(PROGRAMS)), purpose=purpose)
     outcome = await ToolMath(ToolMathSettings(**settings)).run(make_task(), context)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from services.common.errors import ConfigError, InfrastructureError, UnknownPolicyError
-from services.common.records.types import Sequence, StopReason
+from services.common.records import StopReason, TokenSequence
 from services.inference.workflows.base import Execution, Outcome, ProgramStatus
-from services.inference.workflows.tools.tool_use import ToolUse, ToolUseSettings
+from services.inference.workflows.tools import ToolUse, ToolUseSettings
 from tests.unit.inference.fakes import (
     FakeGateway,
     RecordingEngine,
@@ -35,7 +35,7 @@ PROGRAMS = {
 
 async def play(
     texts: list[str], gateway: FakeGateway | None = None, sampling: dict[str, Any] | None = None, **settings: Any
-) -> tuple[Outcome, Sequence, list[str], FakeGateway]:
+) -> tuple[Outcome, TokenSequence, list[str], FakeGateway]:
     """Returns outcome, its sequence, the tool responses as text, and the gateway."""
     gateway = gateway or FakeGateway(PROGRAMS)
     policy = await served_policy(texts)
@@ -130,7 +130,7 @@ async def test_a_json_call_runs_with_its_standard_input() -> None:
 @pytest.mark.parametrize("lists_tools", [True, False])
 async def test_the_schemas_of_the_tools_stand_in_the_system_turn(lists_tools: bool) -> None:
     from services.common.text.chat import Chat
-    from services.inference.engine.byte_tokenizer import ByteTokenizer
+    from services.inference.engine.base import ByteTokenizer
 
     chat = qwen_like_chat() if lists_tools else Chat(ByteTokenizer())
     policy = await served_policy([ANSWER], chat=chat)

@@ -18,9 +18,9 @@ from services.common.errors import (
     SupersededError,
     VersionUnavailableError,
 )
-from services.common.records.types import FetchPlan, WeightVersion
+from services.common.records import FetchPlan, WeightVersion
 from services.common.weights.snapshot import BaseVersion
-from services.inference.engine.weight_update import WeightUpdate
+from services.inference.engine.base import WeightUpdate
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import Fetched, WeightUpdater
 from tests.unit.inference.test_mirror import Version, changed, delta, full, make_version, manifest_of

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from services.common.config.data import WorkflowConfig
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
+from services.common.dataset_rows import BuiltInWorkflow
 from services.common.errors import ConfigError, DatasetError
-from services.common.records.dataset_rows import BuiltInWorkflow
-from services.common.records.types import StopReason, Task
-from services.inference.workflows.prompts import PromptSettings, build_messages
+from services.common.records import StopReason, Task
+from services.inference.workflows.base import PromptSettings, boxed_integer, build_grader, build_messages
 from services.inference.workflows.registry import WORKFLOWS, build_workflow, build_workflows
-from services.inference.workflows.rewards import boxed_integer, build_grader
-from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
+from services.inference.workflows.single import SingleTurn, SingleTurnSettings
 from tests.unit.inference.fakes import FakeGateway, make_context, make_task, served_policy
 
 
@@ -50,7 +49,7 @@ def test_every_built_in_workflow_is_built_from_its_defaults(name: str) -> None:
             "write one of actor_verifier, agent_env, codegen_verifier, external_agent, single_turn, tool_",
         ),
         ("no.such.module:Workflow", {}, "no module"),
-        ("services.inference.workflows.tools.toolset:PythonWithStandardIo", {}, "is no workflow"),
+        ("services.inference.workflows.tools:PythonWithStandardIo", {}, "is no workflow"),
         ("tool_use", {"max_turn": 3}, r"workflow\.settings\.max_turn: unknown key; did you mean 'max_turns'"),
         ("tool_use", {"max_turns": 0}, r"workflow\.settings\.max_turns"),
         ("tool_use", {"format": "xml"}, r"workflow\.settings\.format"),

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.common.records.types import (
+from services.common.records import (
     Purpose,
     RolloutFailure,
     Sampling,
     Segment,
-    Sequence,
     StopReason,
     Task,
     TaskGroupOrder,
+    TokenSequence,
     Trajectory,
 )
-from services.orchestrator.state.groups import TaskGroup
+from services.orchestrator.groups import TaskGroup
 
 
 def sequence(
@@ -29,8 +29,8 @@ def sequence(
     attempt: int = 0,
     thread: int = 0,
     stop_reason: StopReason = StopReason.STOP,
-) -> Sequence:
-    return Sequence(
+) -> TokenSequence:
+    return TokenSequence(
         policy=policy,
         role=role,
         attempt=attempt,
@@ -44,14 +44,14 @@ def sequence(
     )
 
 
-def with_tokens(found: Sequence, token_ids: list[int], logprob: float = -0.5) -> Sequence:
+def with_tokens(found: TokenSequence, token_ids: list[int], logprob: float = -0.5) -> TokenSequence:
     """The sequence with these tokens in place of the policy's."""
     said = Segment.policy(token_ids, [logprob] * len(token_ids), 0)
     return replace(found, segments=(*found.segments[:-1], said))
 
 
 def trajectory(
-    group: str = "g", index: int = 0, *sequences: Sequence, reward: float = 0.0, version: int = 0
+    group: str = "g", index: int = 0, *sequences: TokenSequence, reward: float = 0.0, version: int = 0
 ) -> Trajectory:
     found = sequences or (sequence(reward, version),)
     return Trajectory(task_group_id=group, index=index, sequences=found, reward=reward)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.config.training.policy import BatchConfig
+from services.common.config.training import BatchConfig
+from services.orchestrator.admission import UNFINISHED_SHARE
 from services.orchestrator.buffer.batches import ExperiencePipeline
-from services.orchestrator.state.admission import UNFINISHED_SHARE
-from services.orchestrator.state.groups import TaskGroup
+from services.orchestrator.groups import TaskGroup
 from tests.unit.orchestrator.builders import failure, group, sequence, trajectory
 
 

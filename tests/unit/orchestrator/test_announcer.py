@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from services.orchestrator.dispatch.published_versions import AT_ONCE, NEXT, NEXT_S
-from services.orchestrator.members.commands import AnnounceVersion
-from services.orchestrator.members.replica import Replica
+from services.orchestrator.members import AnnounceVersion, Replica
+from services.orchestrator.versions import AT_ONCE, NEXT, NEXT_S
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from benchmarks._journal_audit import Findings, Rule, audit
-from services.common.records import fates
-from services.common.records.types import MinibatchTotals, WeightVersion
-from services.orchestrator.journal import records, rollouts
+from services.common import records as fates
+from services.common.records import MinibatchTotals, WeightVersion
+from services.orchestrator.journal import entries as records
+from services.orchestrator.journal import entries as rollouts
+from services.orchestrator.journal.entries import BatchEntry, BatchRecord, GroupRecord, GroupVerdict
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict
 from tests.unit.orchestrator.builders import failure, order, trajectory
 
 SIZE, STEPS = 2, 3

@@ -16,21 +16,22 @@ import structlog
 
 from services.cli.watch import refusal_warning
 from services.common.errors import InvalidRequestError
-from services.common.records.kept_tokens import KeptRow, RowKind, left_out_row, pack
-from services.common.records.refusals import Refusal, counter_of
-from services.common.records.refusals import RefusalReason as Reason
-from services.common.records.types import (
+from services.common.kept_tokens import KeptRow, RowKind, left_out_row, pack
+from services.common.records import (
     Purpose,
+    Refusal,
     RolloutFailure,
     RolloutPhase,
     RolloutTiming,
     Sampling,
     Segment,
-    Sequence,
     StopReason,
+    TokenSequence,
     Trajectory,
     WeightVersion,
+    counter_of,
 )
+from services.common.records import RefusalReason as Reason
 from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
 from services.orchestrator.ingest import (
     MOST_SENDERS,
@@ -44,9 +45,9 @@ from services.orchestrator.ingest import (
     Refusals,
     bounded_failure,
 )
-from services.orchestrator.members.replica import Held
+from services.orchestrator.members import Held
 from services.orchestrator.services import bounds as report_bounds
-from services.orchestrator.tasks.vocabulary import vocab_size
+from services.orchestrator.tasks.prompts import vocab_size
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 from tests.unit.orchestrator.world import World
 
@@ -403,7 +404,7 @@ def test_a_model_that_is_not_here_has_no_known_vocabulary(tmp_path: Path) -> Non
 
 
 def test_a_sequence_of_an_unknown_policy_and_a_foreign_one_are_told_apart() -> None:
-    foreign: Sequence = sequence(policy="other")
+    foreign: TokenSequence = sequence(policy="other")
     assert reason_of(trajectory("g", 0, foreign)) is Reason.POLICY
     assert reason_of(trajectory("g", 0, sequence()), policies=("model1",)) is Reason.POLICY
     assert reason_of(trajectory("g", 0, sequence(stop_reason=StopReason.ABORTED))) is None

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.config.training.policy import BatchConfig
-from services.common.records.types import Segment
+from services.common.config.training import BatchConfig
+from services.common.records import Segment
 from services.orchestrator.buffer.buffer import (
     AdvantageGroup,
     ExperienceBuffer,

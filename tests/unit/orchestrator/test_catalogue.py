@@ -9,8 +9,8 @@ import pytest
 
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
-from services.orchestrator.tasks.catalogue import KNOWN, how_to_get
 from services.orchestrator.tasks.datasets import open_source
+from services.orchestrator.tasks.rows import KNOWN, how_to_get
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.common.config.data import DataConfig
-from services.orchestrator.tasks.curation import FilterSolved, Greso, PassRate
-from services.orchestrator.tasks.orders import AcceptAll
+from services.orchestrator.tasks.orders import AcceptAll, FilterSolved, Greso, PassRate
 
 
 def test_accept_all_skips_nothing() -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from services.common.errors import DeadlineError
-from services.common.records.device_turn import DeviceTurn
-from services.common.records.types import TaskGroupOrder
-from services.orchestrator.members.commands import PlayGroup
-from services.orchestrator.members.device_turns import REPLICAS
+from services.common.records import DeviceTurn, TaskGroupOrder
+from services.orchestrator.members import PlayGroup
+from services.orchestrator.trainers import REPLICAS
 from tests.unit.orchestrator.world import World
 
 

@@ -9,13 +9,17 @@ from dataclasses import replace
 import pytest
 
 from services.common.errors import ConfigError
-from services.common.records.types import Purpose, Sampling, WeightVersion
+from services.common.records import Purpose, Sampling, WeightVersion
 from services.common.telemetry.metrics import RolloutKey
-from services.orchestrator.dispatch.evaluation_pass import EvaluationPass
-from services.orchestrator.journal.records import EvaluationResult, evaluation_from_json, evaluation_to_json
-from services.orchestrator.members.commands import AnnounceVersion, CancelGroup
-from services.orchestrator.members.replica import Held, Hello, Replica
-from services.orchestrator.state.scores import difference, score
+from services.orchestrator.evaluation import EvaluationPass
+from services.orchestrator.journal.entries import (
+    EvaluationResult,
+    difference,
+    evaluation_from_json,
+    evaluation_to_json,
+    score,
+)
+from services.orchestrator.members import AnnounceVersion, CancelGroup, Held, Hello, Replica
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World, living
 from tests.waiting import WAIT_S
@@ -347,7 +351,7 @@ def test_a_pass_counts_rewards_that_programs_can_forge() -> None:
 
 def test_a_pass_tells_how_far_it_is_and_the_time_left_at_its_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("services.orchestrator.dispatch.evaluation_pass.time.monotonic", lambda: now)
+    monkeypatch.setattr("services.orchestrator.evaluation.time.monotonic", lambda: now)
     current = EvaluationPass(
         name="start/greedy", evaluation_id="start", wanted={}, sampling=Sampling(), samples=(1,) * 50
     )

@@ -10,17 +10,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from services.common import records
 from services.common.config.data import SourceConfig
-from services.common.config.processes.services import RolloutConfig
-from services.common.config.training.policy import BatchConfig
+from services.common.config.processes import RolloutConfig
+from services.common.config.training import BatchConfig
 from services.common.errors import RolloutTimeoutError
-from services.common.records import fates
-from services.common.records.types import Segment, Sequence, StopReason, Trajectory
+from services.common.records import Segment, StopReason, TokenSequence, Trajectory
 from services.orchestrator.buffer.assembly import assemble
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.buffer.buffer import AdvantageGroup, RewardRules, RewardTransform
-from services.orchestrator.journal.records import BatchRecord, GroupVerdict
-from services.orchestrator.state.groups import Outcome, TaskGroup
+from services.orchestrator.groups import Outcome, TaskGroup
+from services.orchestrator.journal.entries import BatchRecord, GroupVerdict
 from tests.unit.orchestrator.builders import failure, order, trajectory
 
 NUM_STEPS = 6
@@ -28,7 +28,7 @@ POLICIES = ("a", "b")
 SOURCES = {
     name: SourceConfig(path="rows.jsonl", source=name, weight=weight) for name, weight in {"x": 1, "y": 2}.items()
 }
-REASONS = ("INFRASTRUCTURE", RolloutTimeoutError.reason, fates.TOO_OLD)
+REASONS = ("INFRASTRUCTURE", RolloutTimeoutError.reason, records.TOO_OLD)
 
 
 @st.composite
@@ -84,11 +84,11 @@ class Events(RuleBasedStateMachine):
             self.publish(policy, 0)
 
     def new(self, closed: Counter[str]) -> ExperiencePipeline:
-        def on_closed(name: str, reason: fates.ClosedReason) -> None:
+        def on_closed(name: str, reason: records.ClosedReason) -> None:
             closed[name] += 1
 
         def on_judged(name: str, verdicts: list[GroupVerdict]) -> None:
-            found = [v for v in verdicts if v.outcome is fates.GroupFate.SURPLUS]
+            found = [v for v in verdicts if v.outcome is records.GroupFate.SURPLUS]
             self.surplus[name] = {(v.policy, v.role, v.attempt) for v in found}
 
         return ExperiencePipeline(
@@ -147,13 +147,13 @@ class Events(RuleBasedStateMachine):
             self.log.append(("outcome", outcome))
             self.apply(self.experience, self.groups, outcome)
 
-    def sequences(self, group: TaskGroup) -> st.SearchStrategy[Sequence]:
+    def sequences(self, group: TaskGroup) -> st.SearchStrategy[TokenSequence]:
         @st.composite
-        def made(draw: st.DrawFn) -> Sequence:
+        def made(draw: st.DrawFn) -> TokenSequence:
             policy = draw(st.sampled_from(group.order.policies or POLICIES))
             versions = sorted(draw(st.lists(st.integers(group.born[policy], self.version(policy)), max_size=2)))
             segments = (Segment.environment([1]), *(Segment.policy([3, 4], [-0.5, -0.5], v) for v in versions))
-            return Sequence(
+            return TokenSequence(
                 policy=policy, segments=segments, reward=draw(st.sampled_from([-1.0, 0.0, 1.0])),
                 stop_reason=draw(st.sampled_from([StopReason.STOP, StopReason.LENGTH])),
                 role=draw(st.sampled_from(["agent", "critic"])), attempt=draw(st.integers(0, 1)),

@@ -12,8 +12,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from services.common.config.training.policy import BatchConfig, OverlongPenaltyConfig, ResampleConfig
-from services.common.records.types import StopReason
+from services.common.config.training import BatchConfig, OverlongPenaltyConfig, ResampleConfig
+from services.common.records import StopReason
 from services.orchestrator.buffer.assembly import assemble
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.buffer.buffer import (
@@ -25,8 +25,8 @@ from services.orchestrator.buffer.buffer import (
     shape_group,
     statistics,
 )
-from services.orchestrator.state.scores import Estimate, compared, mean_difference, overall, score
-from services.orchestrator.tasks.curation import FilterSolved, Greso
+from services.orchestrator.journal.entries import Estimate, compared, mean_difference, overall, score
+from services.orchestrator.tasks.orders import FilterSolved, Greso
 from tests.unit.orchestrator.builders import complete_group
 
 MOST = sys.float_info.max

@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequestError
 from services.common.pb import pool_pb2
-from services.common.records.types import (
-    FetchPlan,
-    WeightVersion,
-)
+from services.common.records import FetchPlan, WeightVersion
 from services.common.wire import read, write
-from services.orchestrator.dispatch.published_versions import MAX_HOLDERS, FanOut, Receiver
+from services.orchestrator.versions import MAX_HOLDERS, FanOut, Receiver
 
 BASE = (3, "d3")
 VERSION = WeightVersion(policy="p", number=4, digest="d4", sources=("publisher:1",))

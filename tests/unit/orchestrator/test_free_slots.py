@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.common.records.types import WeightVersion
-from services.orchestrator.members.commands import AnnounceVersion, CancelGroup
-from services.orchestrator.members.pool import REJOIN_S, ReplicaPool
-from services.orchestrator.members.replica import Held, Hello, Replica
-from services.orchestrator.state.groups import OrphanedGroups, TaskGroup
+from services.common.records import WeightVersion
+from services.orchestrator.groups import OrphanedGroups, TaskGroup
+from services.orchestrator.members import REJOIN_S, AnnounceVersion, CancelGroup, Held, Hello, Replica, ReplicaPool
 from tests.unit.orchestrator.builders import failure, order
 
 NAMES = ("a", "b", "c", "d", "e")

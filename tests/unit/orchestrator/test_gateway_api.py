@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from services.common.errors import InvalidRequestError
-from services.orchestrator.members.commands import UseGateway
+from services.orchestrator.members import UseGateway
 from services.orchestrator.services.pool import GatewayApi
 from tests.unit.orchestrator.world import World
 

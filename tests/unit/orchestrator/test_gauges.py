@@ -6,8 +6,8 @@ from pathlib import Path
 
 from services.common.prometheus import OTHER, Translation
 from services.orchestrator.progress import METRICS, gauges
-from services.orchestrator.tasks.prompt_length import ShortPrompts
-from services.orchestrator.tasks.task_rows import ListRows, UsableRows
+from services.orchestrator.tasks.prompts import ShortPrompts
+from services.orchestrator.tasks.rows import ListRows, UsableRows
 from tests.unit.orchestrator.world import World
 
 COUNTERS = {

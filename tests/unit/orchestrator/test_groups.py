@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
-from services.common.config.training.policy import BatchConfig
+from services.common.config.training import BatchConfig
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.buffer.buffer import advantage_groups, statistics
-from services.orchestrator.state.groups import TaskGroup, sequence_id, split_sequence_id
+from services.orchestrator.groups import TaskGroup, sequence_id, split_sequence_id
 from tests.unit.orchestrator.builders import complete_group, failure, group, sequence, trajectory
 
 

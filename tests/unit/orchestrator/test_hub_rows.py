@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from services.common.config.data import DatasetConfig
-from services.orchestrator.tasks.catalogue import KNOWN
 from services.orchestrator.tasks.datasets import TaskSource, open_source
+from services.orchestrator.tasks.rows import KNOWN
 from tests.hub_rows import COLUMNS, RIGHT, ROWS, rows_of
 
 PROGRAMS = ("deepcoder-primeintellect", "deepcoder-codeforces", "humaneval", "livecodebench-v5")

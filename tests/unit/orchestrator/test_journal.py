@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import CorruptDataError, InfrastructureError
-from services.common.records.kept_tokens import left_out_row, pack
-from services.common.records.types import NO_TIMING, RolloutPhase, RolloutTiming
+from services.common.kept_tokens import left_out_row, pack
+from services.common.records import NO_TIMING, RolloutPhase, RolloutTiming
+from services.orchestrator.journal import entries
 from services.orchestrator.journal import journal as journal_module
-from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import COLLECTED, DamageReason, Files, SegmentWriter, segment_path
@@ -248,16 +248,16 @@ async def test_another_failure_of_the_disk_stops_the_process(
 def test_packed_arrays_come_back_bit_by_bit(bits: list[int]) -> None:
     """NaN with its payload, infinities, negative zeros and token ids that no vocabulary has, too."""
     words = np.array(bits, dtype=np.uint32)
-    assert rollouts.unpack_floats(rollouts.pack_floats(words.view(np.float32))).tobytes() == words.tobytes()
+    assert entries.unpack_floats(entries.pack_floats(words.view(np.float32))).tobytes() == words.tobytes()
     for ids in (words.view(np.int32), words.view(np.int32) & 0xFFFFFF):
-        text = rollouts.pack_tokens(ids)
-        assert rollouts.unpack_tokens(text, len(ids)).tolist() == ids.tolist()
+        text = entries.pack_tokens(ids)
+        assert entries.unpack_tokens(text, len(ids)).tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize(("text", "count"), [("AAAA", 2), ("", 1), ("AAAAAAAA", 1), ("A", 1), ("\u00e9", 1)])
 def test_an_array_of_another_length_is_refused(text: str, count: int) -> None:
     with pytest.raises(CorruptDataError, match="an array of a record"):
-        rollouts.unpack_tokens(text, count)
+        entries.unpack_tokens(text, count)
 
 
 def through_json(value: dict[str, Any]) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def test_trajectories_and_failures_come_back_as_they_were() -> None:
     scored = np.linspace(-7.0, -1e-7, 40, dtype=np.float32)
     cut = replace(cut, segments=(*cut.segments[:-1], replace(cut.segments[-1], teacher_logprobs=scored)))
     whole = trajectory("g", 3, cut, sequence(1.0, 8, policy="b", role="checker"), reward=0.25)
-    back = rollouts.trajectory_from_json(through_json(rollouts.trajectory_to_json(whole)))
+    back = entries.trajectory_from_json(through_json(entries.trajectory_to_json(whole)))
     for before, after in zip(whole.sequences, back.sequences, strict=True):
         assert (before.policy, before.role, before.reward) == (after.policy, after.role, after.reward)
         for left, right in zip(before.segments, after.segments, strict=True):
@@ -282,14 +282,14 @@ def test_trajectories_and_failures_come_back_as_they_were() -> None:
             assert left.weight_version == right.weight_version
             assert (left.kept, left.temperature) == (right.kept, right.temperature)
     failed = replace(failure("g", 1), started_at=1.0, finished_at=2.0, timing=TIMING)
-    assert rollouts.failure_from_json(through_json(rollouts.failure_to_json(failed))) == failed
-    timed = rollouts.trajectory_from_json(through_json(rollouts.trajectory_to_json(replace(whole, timing=TIMING))))
+    assert entries.failure_from_json(through_json(entries.failure_to_json(failed))) == failed
+    timed = entries.trajectory_from_json(through_json(entries.trajectory_to_json(replace(whole, timing=TIMING))))
     assert timed.timing == TIMING
 
 
 def test_a_plain_line_has_lists_of_numbers() -> None:
     whole = trajectory("g", 3, sequence(0.5, 7, 40))
-    plain = through_json(rollouts.plain_trajectory(through_json(rollouts.trajectory_to_json(whole))))
+    plain = through_json(entries.plain_trajectory(through_json(entries.trajectory_to_json(whole))))
     for before, after in zip(whole.sequences[0].segments, plain["sequences"][0]["segments"], strict=True):
         assert after["token_ids"] == before.token_ids.tolist()
         assert np.array(after["logprobs"], np.float32).tobytes() == before.logprobs.tobytes()
@@ -313,8 +313,8 @@ async def test_segments_can_be_opened_as_datasets(open_journal: Open, tmp_path: 
     journal = open_journal()
     for index in range(3):
         made = replace(trajectory("g", index, reward=float(index)), timing=TIMING if index else NO_TIMING)
-        await journal.append(records.TRAJECTORY, f"g/{index}", lambda made=made: rollouts.trajectory_to_json(made))
-    path = str(segment_path(tmp_path, records.TRAJECTORY, 1))
+        await journal.append(entries.TRAJECTORY, f"g/{index}", lambda made=made: entries.trajectory_to_json(made))
+    path = str(segment_path(tmp_path, entries.TRAJECTORY, 1))
     loaded = datasets.load_dataset("json", data_files=path, split="train", cache_dir=str(tmp_path / "cache"))
     assert loaded["reward"][:] == [0.0, 1.0, 2.0]
 

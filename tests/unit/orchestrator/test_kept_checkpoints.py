@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from services.common.checkpoints import CheckpointGauge
-from services.orchestrator.members.trainers import TrainerLeases
 from services.orchestrator.progress import progress
+from services.orchestrator.trainers import TrainerLeases
 from tests.unit.orchestrator.world import World
 
 

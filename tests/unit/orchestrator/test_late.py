@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.common.config.training.policy import BatchConfig
+from services.common.config.training import BatchConfig
 from services.common.errors import DeadlineError
-from services.common.records.fates import TOO_OLD, StepFact
-from services.common.records.types import RankBatch, Segment, Sequence, StopReason, TaskGroupOrder
+from services.common.records import TOO_OLD, RankBatch, Segment, StepFact, StopReason, TaskGroupOrder, TokenSequence
 from services.orchestrator.buffer.assembly import Batch
 from services.orchestrator.ingest import RecordOutcome
-from services.orchestrator.journal import records
+from services.orchestrator.journal import entries as records
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.members.commands import CancelGroup
-from services.orchestrator.members.replica import Held, Replica
+from services.orchestrator.members import CancelGroup, Held, Replica
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
@@ -26,10 +24,10 @@ from tests.waiting import WAIT_S
 MODES = ["keep", "mask", "wait", "drop"]
 
 
-def spanning(reward: float, *versions: int) -> Sequence:
+def spanning(reward: float, *versions: int) -> TokenSequence:
     """Two tokens of each version."""
     segments = (Segment.environment([1, 2]), *(Segment.policy([3, 4], [-0.5, -0.25], v) for v in versions))
-    return Sequence(policy="model0", segments=segments, reward=reward, stop_reason=StopReason.STOP)
+    return TokenSequence(policy="model0", segments=segments, reward=reward, stop_reason=StopReason.STOP)
 
 
 async def finish(world: World, order: TaskGroupOrder, index: int, *versions: int) -> None:

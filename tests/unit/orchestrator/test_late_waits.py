@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import pytest
 
-from services.common.config.training.policy import BatchConfig
+from services.common.config.training import BatchConfig
 from services.orchestrator.buffer.assembly import Batch
 from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
-from services.orchestrator.state.groups import TaskGroup
+from services.orchestrator.groups import TaskGroup
 from tests.unit.orchestrator.builders import order
 from tests.unit.orchestrator.test_late import straggling
 from tests.unit.orchestrator.test_until import result

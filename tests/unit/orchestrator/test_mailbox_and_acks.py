@@ -6,7 +6,7 @@ import pytest
 
 from services.common.errors import LeaseLostError
 from services.orchestrator.ingest import RecordOutcome
-from services.orchestrator.members.commands import Mailbox
+from services.orchestrator.members import Mailbox
 from services.orchestrator.services.pool import MAX_ACKS, MAX_OPEN, AckQueue
 from tests.waiting import WAIT_S
 

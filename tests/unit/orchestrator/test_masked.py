@@ -10,11 +10,10 @@ import pytest
 from rich.console import Console
 
 from services.cli.watch import render
+from services.common.kept_tokens import MaskedCause, cause_of
 from services.common.pb import run_pb2
-from services.common.records.fates import TOO_OLD
-from services.common.records.masked import MaskedCause, cause_of
-from services.common.records.types import RolloutPhase, RolloutTiming
-from services.common.rpc.statuses import CLASS_OF_REASON
+from services.common.records import TOO_OLD, RolloutPhase, RolloutTiming
+from services.common.rpc.client import CLASS_OF_REASON
 from services.orchestrator.ingest import MaskedSamples
 from tests.unit.orchestrator.builders import failure, trajectory
 from tests.unit.orchestrator.world import World

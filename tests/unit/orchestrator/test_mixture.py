@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.config.data import SourceConfig
-from services.common.config.training.policy import BatchConfig
+from services.common.config.training import BatchConfig
 from services.common.telemetry.metrics import StepKey, source_key, sources_in
+from services.orchestrator.admission import Mixture
 from services.orchestrator.buffer.assembly import assemble
 from services.orchestrator.buffer.batches import ExperiencePipeline
-from services.orchestrator.journal.records import BatchRecord
-from services.orchestrator.state.admission import Mixture
-from services.orchestrator.state.groups import TaskGroup
+from services.orchestrator.groups import TaskGroup
+from services.orchestrator.journal.entries import BatchRecord
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 
 POLICY = "model0"

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.errors import DeadlineError
 from services.orchestrator.ingest import RecordOutcome
-from services.orchestrator.members.replica import Held, Replica
+from services.orchestrator.members import Held, Replica
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S

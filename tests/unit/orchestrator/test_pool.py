@@ -3,9 +3,16 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import CapacityError, LeaseLostError
-from services.orchestrator.members.commands import CancelGroup
-from services.orchestrator.members.pool import MOST_REPORT_S, MOST_REPORTS_PER_S, REJOIN_S, REPORT_S, ReplicaPool
-from services.orchestrator.members.replica import Held, Hello
+from services.orchestrator.members import (
+    MOST_REPORT_S,
+    MOST_REPORTS_PER_S,
+    REJOIN_S,
+    REPORT_S,
+    CancelGroup,
+    Held,
+    Hello,
+    ReplicaPool,
+)
 from tests.clock import Clock
 
 

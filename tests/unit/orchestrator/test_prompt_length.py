@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from services.cli.check.data import Tried, try_rows
 from services.common.config.recipe import Recipe
 from services.common.errors import DatasetError
-from services.orchestrator.tasks.prompt_length import ShortPrompts, open_tokenizer, short_prompts
-from services.orchestrator.tasks.task_rows import ListRows, UsableRows
+from services.orchestrator.tasks.prompts import ShortPrompts, open_tokenizer, short_prompts
+from services.orchestrator.tasks.rows import ListRows, UsableRows
 
 
 def words(texts: list[str]) -> list[int]:
@@ -118,7 +118,7 @@ def test_a_missing_tokenizer_names_the_setting(tmp_path: Path) -> None:
 
 def test_neither_torch_nor_transformers_is_imported(model: Path) -> None:
     code = (
-        "import sys; from services.orchestrator.tasks.prompt_length import open_tokenizer; "
+        "import sys; from services.orchestrator.tasks.prompts import open_tokenizer; "
         f"open_tokenizer({str(model)!r}, ''); sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

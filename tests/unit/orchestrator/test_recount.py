@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.common.records import fates
+from services.common import records
 from tests.unit.orchestrator.builders import failure, trajectory
 from tests.unit.orchestrator.world import World
 
@@ -21,7 +21,7 @@ async def test_what_was_recorded_behind_the_newest_state_is_counted_again_once(w
     world.core.write_state()
     await world.send(trajectory(first.task_group_id, 1))
     await world.send(failure(second.task_group_id, 0))
-    await world.send(failure(second.task_group_id, 1, fates.TOO_OLD))
+    await world.send(failure(second.task_group_id, 1, records.TOO_OLD))
     before = {name: world.core.counters[name] for name in TOLD}
     assert all(before.values()), before
     for _ in range(2):

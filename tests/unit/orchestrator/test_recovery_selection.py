@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from services.orchestrator import recovery
-from services.orchestrator.core import OrchestratorCore
-from services.orchestrator.journal import records
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import Row
+from services.orchestrator.orchestrator import OrchestratorCore
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
@@ -24,8 +24,8 @@ class Plain:
 
     @staticmethod
     def open_groups(reader: JournalReader) -> list[Row]:
-        closed = {row.key for row in reader.rows() if row.kind == records.CLOSED}
-        return [row for row in reader.rows() if row.kind == records.GROUP and row.key not in closed]
+        closed = {row.key for row in reader.rows() if row.kind == entries.CLOSED}
+        return [row for row in reader.rows() if row.kind == entries.GROUP and row.key not in closed]
 
     @staticmethod
     def find_all_rows(reader: JournalReader, kind: str, keys: Iterable[str]) -> Iterator[Row]:
@@ -34,10 +34,10 @@ class Plain:
 
     @staticmethod
     def rows_that_matter(found: recovery.Recovery) -> Iterator[Row]:
-        dead = {records.CLOSED, records.STATE, records.RUN, records.VERDICT, records.SET_ASIDE, "marks"}
+        dead = {entries.CLOSED, entries.STATE, entries.RUN, entries.VERDICT, entries.SET_ASIDE, "marks"}
         for row in found.reader.rows():
-            name = row.key.rpartition("/")[0] if row.kind in (records.TRAJECTORY, records.FAILURE) else row.key
-            of_group = row.kind in (records.GROUP, records.ASSIGNMENT, records.TRAJECTORY, records.FAILURE)
+            name = row.key.rpartition("/")[0] if row.kind in (entries.TRAJECTORY, entries.FAILURE) else row.key
+            of_group = row.kind in (entries.GROUP, entries.ASSIGNMENT, entries.TRAJECTORY, entries.FAILURE)
             if row.kind not in dead and not (of_group and name not in found.groups):
                 yield row
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.common.config.training.policy import BatchConfig, ReplayConfig
-from services.common.records.types import RankBatch
+from services.common.config.training import BatchConfig, ReplayConfig
+from services.common.records import RankBatch
 from services.orchestrator.buffer.assembly import Batch
 from services.orchestrator.buffer.buffer import AdvantageGroup, ReplayStore, advantage_groups
 from services.orchestrator.journal.reader import collect

@@ -9,13 +9,11 @@ import orjson
 import pytest
 
 from services.common.config.data import DatasetConfig, WorkflowConfig
-from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.config.processes.environments import HarborConfig
+from services.common.config.envgateway import EnvGatewayConfig, HarborConfig
 from services.common.config.recipe import Recipe
-from services.common.records.dataset_rows import BuiltInWorkflow
+from services.common.dataset_rows import BuiltInWorkflow
 from services.inference.workflows.registry import load_workflow
-from services.orchestrator.tasks.datasets import open_source
-from services.orchestrator.tasks.requirements import requirement
+from services.orchestrator.tasks.datasets import open_source, requirement
 
 MESSAGES = [{"role": "user", "content": "q"}]
 TESTS = {"kind": "stdin", "cases": [{"stdin": "1", "expected": "1"}]}

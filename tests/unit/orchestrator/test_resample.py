@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.config.training.policy import BatchConfig, ResampleConfig
+from services.common.config.training import BatchConfig, ResampleConfig
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.buffer.buffer import (
     AdvantageGroup,
@@ -19,7 +19,7 @@ from services.orchestrator.buffer.buffer import (
     resample_group,
     resample_on_correct,
 )
-from services.orchestrator.state.groups import TaskGroup, split_sequence_id
+from services.orchestrator.groups import TaskGroup, split_sequence_id
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 
 

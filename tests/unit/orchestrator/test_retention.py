@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import BatchLostError, InfrastructureError
-from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal import entries as records
+from services.orchestrator.journal import entries as rollouts
 from services.orchestrator.journal.index import INDEX_FILE, remove_index
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader, collect

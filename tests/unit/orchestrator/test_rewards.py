@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.common.config.processes.services import RolloutConfig
-from services.common.config.training.algorithm import AlgorithmConfig
-from services.common.config.training.policy import BatchConfig
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.processes import RolloutConfig
+from services.common.config.training import BatchConfig
 from services.common.errors import RolloutTimeoutError
-from services.common.records.types import Purpose, RolloutFailure, StopReason, TaskGroupOrder, Trajectory
-from services.inference.rollouts.player import RolloutPlayer
+from services.common.records import Purpose, RolloutFailure, StopReason, TaskGroupOrder, Trajectory
+from services.inference.rollouts import RolloutPlayer
 from services.inference.workflows.base import Outcome as WorkflowOutcome
-from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
+from services.inference.workflows.single import SingleTurn, SingleTurnSettings
 from services.orchestrator.buffer.assembly import Batch
 from services.orchestrator.buffer.buffer import (
     AdvantageGroup,
@@ -31,8 +31,8 @@ from services.orchestrator.buffer.buffer import (
     statistics,
     without_masked,
 )
-from services.orchestrator.state.groups import Outcome, TaskGroup
-from services.trainer.algorithms.advantages.sequences import sequence_advantages
+from services.orchestrator.groups import Outcome, TaskGroup
+from services.trainer.advantages import sequence_advantages
 from tests.unit.inference.fakes import FakeGateway, Records, make_task, served_policy
 from tests.unit.inference.test_agent_env import Corridor, play
 from tests.unit.orchestrator.builders import failure, order, sequence, trajectory

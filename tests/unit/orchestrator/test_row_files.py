@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.config.data import DatasetConfig
+from services.common.dataset_rows import prompt_in
 from services.common.errors import DatasetError
-from services.common.records.dataset_rows import prompt_in
 from services.orchestrator.tasks.datasets import open_source
 
 ROWS = [{"question": "1+1?", "solution": "2"}, {"question": 'say "a,b"\nand stop', "solution": "é"}]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.common.text.asserted_calls import asserted_calls
-from services.orchestrator.tasks.rows.code import code_row
+from services.orchestrator.tasks.code_rows import code_row
 
 
 def test_a_row_whose_solution_defines_sum_is_judged() -> None:

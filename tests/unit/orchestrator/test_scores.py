@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.state.scores import (
+from services.orchestrator.journal.entries import (
     DatasetScore,
     compared,
     difference,

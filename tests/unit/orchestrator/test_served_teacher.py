@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.common.records.types import Sequence
+from services.common.records import TokenSequence
 from services.orchestrator.buffer.buffer import mask_sequence
 from services.orchestrator.ingest import RecordOutcome
-from services.orchestrator.members.replica import Held, Hello, Replica
+from services.orchestrator.members import Held, Hello, Replica
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
@@ -29,7 +29,7 @@ def taught(worlds: Callable[..., World], **settings: object) -> World:
     )
 
 
-def scored(made: Sequence, scores: np.ndarray = SCORES) -> Sequence:
+def scored(made: TokenSequence, scores: np.ndarray = SCORES) -> TokenSequence:
     prompt, said = made.segments
     return replace(made, segments=(prompt, replace(said, teacher_logprobs=scores.astype(np.float32))))
 
@@ -64,7 +64,7 @@ async def test_scores_are_in_the_batch_and_the_same_after_a_restart(worlds: Call
     ],
 )
 async def test_a_record_without_usable_scores_is_a_failure_and_no_reward(
-    worlds: Callable[..., World], made: Sequence
+    worlds: Callable[..., World], made: TokenSequence
 ) -> None:
     world = taught(worlds)
     issued = (await world.orders(await begin(world)))[0]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.common.config.training.policy import BatchConfig, OverlongPenaltyConfig, ResampleConfig
+from services.common.config.training import BatchConfig, OverlongPenaltyConfig, ResampleConfig
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.buffer.buffer import (
     AdvantageGroup,
@@ -20,7 +20,7 @@ from services.orchestrator.buffer.buffer import (
     shape_group,
     statistics,
 )
-from services.orchestrator.state.groups import TaskGroup
+from services.orchestrator.groups import TaskGroup
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S

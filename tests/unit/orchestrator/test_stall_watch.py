@@ -8,7 +8,7 @@ import orjson
 import structlog
 
 from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 from services.orchestrator.progress import progress
 from services.orchestrator.stalls import Hold
 from services.orchestrator.watch import StallWatch, facts, own_activity

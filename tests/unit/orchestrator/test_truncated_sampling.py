@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.common.records.kept_tokens import KeptRow, kept_rows, left_out_row, pack
-from services.common.records.types import Sampling, Sequence, TaskGroupOrder, Trajectory
+from services.common.kept_tokens import KeptRow, kept_rows, left_out_row, pack
+from services.common.records import Sampling, TaskGroupOrder, TokenSequence, Trajectory
 from services.orchestrator.ingest import PolicyBounds, RecordBounds, RecordOutcome, RecordRefusedError
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 from tests.unit.orchestrator.world import World
@@ -33,7 +33,7 @@ def rows_for(token_ids: np.ndarray) -> list[KeptRow]:
     return kept_rows(token_ids[:, None] + 1, np.ones(len(token_ids), np.int64), token_ids.astype(np.int64))
 
 
-def cut(made: Sequence, kept: bytes | None = None, temperature: float | None = None) -> Sequence:
+def cut(made: TokenSequence, kept: bytes | None = None, temperature: float | None = None) -> TokenSequence:
     prompt, said = made.segments
     told = pack(rows_for(said.token_ids), said.num_tokens) if kept is None else kept
     return replace(made, segments=(prompt, replace(said, kept=told, temperature=temperature)))

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
-from services.common.config.training.until import UntilConfig
+from services.common.config.training import UntilConfig
 from services.common.errors import DeadlineError
-from services.common.records.types import Purpose, TaskGroupOrder
-from services.orchestrator.dispatch.threshold import Threshold
-from services.orchestrator.journal.records import EvaluationResult
-from services.orchestrator.members.commands import AnnounceVersion, SaveCheckpoint, StopTraining
-from services.orchestrator.members.replica import Held, Replica
+from services.common.records import Purpose, TaskGroupOrder
+from services.orchestrator.evaluation import Threshold
+from services.orchestrator.groups import RunState
+from services.orchestrator.journal.entries import EvaluationResult, score
+from services.orchestrator.members import AnnounceVersion, Held, Replica, SaveCheckpoint, StopTraining
 from services.orchestrator.progress import progress
-from services.orchestrator.state.run_control import RunState
-from services.orchestrator.state.scores import score
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World, living
 from tests.waiting import WAIT_S, until

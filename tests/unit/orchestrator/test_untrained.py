@@ -9,10 +9,10 @@ import pytest
 
 from services.cli.inspect.fate import read_fates
 from services.common.errors import ConfigError, UnknownPolicyError
+from services.orchestrator.groups import RunState
 from services.orchestrator.ingest import RecordOutcome
-from services.orchestrator.members.replica import Held, Replica
+from services.orchestrator.members import Held, Replica
 from services.orchestrator.progress import progress, summary, waits
-from services.orchestrator.state.run_control import RunState
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World, living
 from tests.waiting import WAIT_S

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import InvalidRequestError, VersionConflictError
-from services.common.records.types import WeightVersion
-from services.orchestrator.state.versions import VersionLedger
+from services.common.records import WeightVersion
+from services.orchestrator.versions import VersionLedger
 
 
 def version(number: int, digest: str = "", *sources: str) -> WeightVersion:

@@ -9,21 +9,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from services.common.config.reading.loading import validate
+from services.common.config.loading import validate
 from services.common.config.recipe import Recipe
-from services.common.records.types import TaskGroupOrder, WeightVersion
+from services.common.records import TaskGroupOrder, WeightVersion
 from services.orchestrator import lifecycle
-from services.orchestrator.core import OrchestratorCore
+from services.orchestrator.groups import Outcome
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader, Quarantine
-from services.orchestrator.members.commands import PlayGroup
-from services.orchestrator.members.replica import Held, Hello, Replica
+from services.orchestrator.members import Held, Hello, PlayGroup, Replica
+from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.recovery import recovered
 from services.orchestrator.services.pool import ReplicaApi
 from services.orchestrator.services.training import TrainerApi
-from services.orchestrator.state.groups import Outcome
-from services.orchestrator.tasks.task_rows import ListRows, UsableRows
+from services.orchestrator.tasks.rows import ListRows, UsableRows
 from services.orchestrator.watch import StallWatch, Watch
 from tests.unit.orchestrator.builders import sequence, trajectory
 

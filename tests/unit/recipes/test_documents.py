@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from services.orchestrator.tasks.catalogue import KNOWN
+from services.orchestrator.tasks.rows import KNOWN
 from tests.unit.recipes.golden import FAMILIES, REPOSITORY, recipes
 
 PAGES = sorted([*(REPOSITORY / "recipes").rglob("README.md"), REPOSITORY / "deploy" / "README.md"])

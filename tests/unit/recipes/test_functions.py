@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from recipes.functions import coins, steps
-from services.common.records.types import Task
+from services.common.records import Task
 from services.inference.workflows.base import Execution, Gateway, ProgramStatus
 
 

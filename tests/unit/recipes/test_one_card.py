@@ -8,8 +8,8 @@ import pytest
 
 from services.cli.check.memory import CONTEXT_BYTES, GIB, KEPT_BY_OTHERS, ModelShape, alone, estimates, misfits
 from services.cli.plan import plan
-from services.common.config.processes.placement import Placement
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
+from services.common.config.processes import Placement
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.system.devices import inside

@@ -16,8 +16,8 @@ from rich.console import Console
 from services.cli.check import recipe as check
 from services.cli.check.memory import GIB, estimates, misfits
 from services.cli.check.recipe import check_launch
-from services.common.config.processes.placement import engine_numbers, gpu_claims
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
+from services.common.config.processes import engine_numbers, gpu_claims
 from services.common.errors import ConfigError
 from services.envgateway.sandbox.records import ExecutionLimits
 from tests.unit.recipes.golden import (

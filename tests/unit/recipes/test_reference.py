@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from tests import needs
 from tests.unit.recipes.golden import REPOSITORY, load, recipes, resolved

@@ -11,19 +11,16 @@ import torch
 from pydantic import TypeAdapter
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from services.common.config.training.algorithm import AlgorithmConfig
-from services.common.config.training.losses import DEFAULT_LOSS, LossConfig
-from services.common.config.training.optimizer import OptimizerConfig
+from services.common.config.algorithm import DEFAULT_LOSS, AlgorithmConfig, LossConfig
+from services.common.config.training import OptimizerConfig
+from services.common.kept_tokens import kept_rows, pack
 from services.common.lora import identity_of
-from services.common.records.kept_tokens import kept_rows, pack
-from services.common.records.types import MinibatchTotals, RankBatch, Segment, Sequence, StopReason, TrainingSequence
-from services.trainer.data.packing import Branch
-from services.trainer.model.adapter import AdapterSetup, WithoutAdapter, digest_base
+from services.common.records import MinibatchTotals, RankBatch, Segment, StopReason, TokenSequence, TrainingSequence
 from services.trainer.model.optimizer import PolicyOptimizer
-from services.trainer.model.policy_model import build_policy_model
-from services.trainer.model.value_head import own_rates
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.train_step import TrainStep
+from services.trainer.model.policy_model import AdapterSetup, WithoutAdapter, build_policy_model, digest_base, own_rates
+from services.trainer.packing import Branch
+from services.trainer.ranks import Ranks
+from services.trainer.step import TrainStep
 
 VOCAB = 31
 
@@ -92,7 +89,7 @@ def training_sequences(count: int, *, seed: int = 0, minibatches: int = 1, cut: 
         result.append(
             TrainingSequence(
                 sequence_id=f"g{i // 4}/{i % 4}/0",
-                sequence=Sequence(
+                sequence=TokenSequence(
                     policy="actor", segments=segments, reward=float(rewards[i]), stop_reason=StopReason.STOP
                 ),
                 group_mean=float(group.mean()),

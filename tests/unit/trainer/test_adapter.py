@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.config.training.adapter import AdapterConfig
-from services.common.config.training.optimizer import OptimizerConfig
+from services.common.config.training import AdapterConfig, OptimizerConfig
 from services.common.errors import ConfigError, ModelMismatchError
 from services.common.lora import (
     adapter_off,
@@ -21,13 +20,13 @@ from services.common.lora import (
     initial_adapter,
     tensor_entry,
 )
-from services.common.text.huggingface import named_weights
+from services.common.text.chat import named_weights
 from services.common.weights.snapshot import PEFT_PREFIX, Snapshot, version_digest
 from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
-from services.trainer.model.adapter import AdapterSetup
+from services.trainer.model.policy_model import AdapterSetup
 from services.trainer.publish import Snapshots
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.train_step import TrainStep
+from services.trainer.ranks import Ranks
+from services.trainer.step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 RANK, ALPHA = 4, 8.0

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.common.config.training.algorithm import AlgorithmConfig
-from services.common.records.types import Segment, Sequence, StopReason, TrainingSequence
-from services.trainer.algorithms.advantages.sequences import (
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.records import Segment, StopReason, TokenSequence, TrainingSequence
+from services.trainer.advantages import (
     Moments,
     normalize,
     over_batch_deviation,
@@ -23,7 +23,7 @@ def group(rewards: list[float]) -> list[TrainingSequence]:
     return [
         TrainingSequence(
             sequence_id=f"g/{i}/0",
-            sequence=Sequence(
+            sequence=TokenSequence(
                 policy="actor",
                 segments=(Segment.environment([1]), Segment.policy([2], [-1.0], 0)),
                 reward=reward,

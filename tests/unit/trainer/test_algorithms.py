@@ -9,14 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.algorithms import ALGORITHMS
-from services.trainer.algorithms.base import TokenBatch, kl_per_token
-from services.trainer.algorithms.losses.m2po import (
+from services.trainer.losses import (
+    ALGORITHMS,
+    TokenBatch,
     binding_second_moments,
     gap_second_moments,
     in_force,
     keep_limit,
     kept_tokens,
+    kl_per_token,
     m2po,
     trust_region,
 )

@@ -14,9 +14,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.common.errors import ConfigError
-from services.trainer.data.packing import Branch
 from services.trainer.model import attention
 from services.trainer.model.attention import KERNELS, Documents, register_attention, why_unusable
+from services.trainer.packing import Branch
 
 # The signature of flash_attn 2.8, and that of 2.2, which has no window.
 TODAY = """(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,

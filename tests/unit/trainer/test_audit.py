@@ -10,15 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.config.training.algorithm import AlgorithmConfig
-from services.common.config.training.optimizer import OptimizerConfig
-from services.common.records.types import MinibatchTotals, Segment, TrainingSequence
-from services.trainer.algorithms import ALGORITHMS
-from services.trainer.algorithms.base import LossFunction, PolicyLoss, TokenBatch
-from services.trainer.data.packing import Document
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.metrics import Cause, GradientAudit, Sign, Sums, add_ratios, shares
-from services.trainer.step.micro_batches import MicroTensors, pack_for_ranks
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.training import OptimizerConfig
+from services.common.records import MinibatchTotals, Segment, TrainingSequence
+from services.trainer.losses import ALGORITHMS, LossFunction, PolicyLoss, TokenBatch
+from services.trainer.metrics import Cause, GradientAudit, Sign, Sums, add_ratios, shares
+from services.trainer.micro_batches import MicroTensors, pack_for_ranks
+from services.trainer.packing import Document
+from services.trainer.ranks import Ranks
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 from tests.unit.trainer.test_step import far_off, on_policy
 

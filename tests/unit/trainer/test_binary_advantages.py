@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequestError
-from services.trainer.algorithms.advantages.sequences import max_rl_advantages, pass_at_k_advantages
+from services.trainer.advantages import max_rl_advantages, pass_at_k_advantages
 
 REWARDS = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=9)
 

@@ -10,12 +10,15 @@ from typing import get_args
 import pytest
 import torch
 
-from services.common.config.training.algorithm import AlgorithmConfig, RejectionConfig
-from services.common.config.training.credit import AdvantageName, DistillationConfig
-from services.common.config.training.losses import LOSS_CLASSES
-from services.trainer.algorithms.advantages.sequences import sequence_advantages
-from services.trainer.algorithms.base import kl_per_token
-from services.trainer.algorithms.losses.m2po import gap_second_moments, keep_limit, kept_tokens
+from services.common.config.algorithm import (
+    LOSS_CLASSES,
+    AdvantageName,
+    AlgorithmConfig,
+    DistillationConfig,
+    RejectionConfig,
+)
+from services.trainer.advantages import sequence_advantages
+from services.trainer.losses import gap_second_moments, keep_limit, kept_tokens, kl_per_token
 from tests.unit.trainer.test_advantages import group
 
 PAGE = (Path(__file__).parents[3] / "docs" / "conventions.md").read_text()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithms.advantages.tokens import distillation_advantages
+from services.trainer.advantages import distillation_advantages
 
 
 def test_a_token_is_paid_by_how_much_likelier_the_teacher_finds_it() -> None:

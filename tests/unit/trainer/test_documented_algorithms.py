@@ -11,25 +11,25 @@ import pytest
 import torch
 import yaml
 
-from services.common.config.base import Section
-from services.common.config.training.algorithm import (
+from services.common.config.algorithm import (
+    IMPORT_PATH,
+    LOSS_CLASSES,
+    AdvantageName,
+    DistillationConfig,
+    ImportanceLevel,
     KlEstimator,
     LossAggregation,
+    M2poRule,
+    M2poScope,
     RejectionCriterion,
     RejectionDenominator,
     RejectionLevel,
     RejectionReduce,
-)
-from services.common.config.training.credit import AdvantageName, DistillationConfig, ValueHeadConfig
-from services.common.config.training.losses import (
-    IMPORT_PATH,
-    LOSS_CLASSES,
-    ImportanceLevel,
-    M2poRule,
-    M2poScope,
     SapoLevel,
+    ValueHeadConfig,
 )
-from services.common.config.training.policy import (
+from services.common.config.base import Section
+from services.common.config.training import (
     BatchConfig,
     OverlongPenaltyConfig,
     PolicyConfig,
@@ -37,8 +37,7 @@ from services.common.config.training.policy import (
     ResampleConfig,
 )
 from services.orchestrator.buffer.buffer import quotas
-from services.trainer.algorithms import ALGORITHMS, algorithm_of
-from services.trainer.algorithms.base import TokenBatch
+from services.trainer.losses import ALGORITHMS, TokenBatch, algorithm_of
 from tests.unit.trainer.building import algorithm, rank_batch, train_step, training_sequences
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()

@@ -12,18 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from services.common.config.training.algorithm import AlgorithmConfig
-from services.common.errors import InvalidRequestError
-from services.common.finite import mean_and_deviation
-from services.common.records.kept_tokens import left_out_row, pack
-from services.common.records.types import Segment
-from services.trainer.algorithms.advantages.sequences import (
-    Moments,
-    normalize,
-    over_batch_deviation,
-    reward_moments,
-    sequence_advantages,
-)
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.errors import InvalidRequestError, mean_and_deviation
+from services.common.kept_tokens import left_out_row, pack
+from services.common.records import Segment
+from services.trainer.advantages import Moments, normalize, over_batch_deviation, reward_moments, sequence_advantages
 from tests.unit.trainer.building import VOCAB, algorithm, rank_batch, train_step, training_sequences
 
 MOST = sys.float_info.max

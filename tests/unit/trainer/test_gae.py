@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.algorithms.advantages.tokens import at_last_token, discounted_sums, gae
+from services.trainer.advantages import at_last_token, discounted_sums, gae
 
 
 def plain_gae(

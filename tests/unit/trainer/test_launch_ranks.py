@@ -11,7 +11,7 @@ from torch.distributed import DistNetworkError
 
 from services.common.system.child import START_AGAIN
 from services.trainer.launch_ranks import _cause
-from services.trainer.ranks.sharding import PeerLostError, peer_loss
+from services.trainer.ranks import PeerLostError, peer_loss
 
 
 def failed(*exit_codes: int) -> Any:

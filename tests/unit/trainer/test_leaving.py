@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from services.common.system.child import START_AGAIN
-from services.common.telemetry.accounts import AccountState, TimeAccount
-from services.common.telemetry.components import trainer
-from services.trainer.ranks.leaving import SIGNALS, LeaveOnSignal
+from services.common.telemetry.accounts import AccountState, TimeAccount, trainer_component
+from services.trainer.ranks import SIGNALS, LeaveOnSignal
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -25,9 +24,9 @@ TIMEOUT_S = 120.0
 IN_C = """
 import ctypes, sys
 from services.common.telemetry.accounts import TimeAccount
-from services.common.telemetry.activities import ActivityName
-from services.common.telemetry.components import trainer
-from services.trainer.ranks.leaving import LeaveOnSignal
+from services.common.telemetry.accounts import ActivityName
+from services.common.telemetry.accounts import trainer
+from services.trainer.ranks import LeaveOnSignal
 account = TimeAccount(trainer("model0"))
 account.enter(ActivityName.TRAINING)
 LeaveOnSignal(lambda: print("leave", flush=True), account, stuck_s=float(sys.argv[1])).install()
@@ -42,9 +41,9 @@ IN_A_COLLECTIVE = """
 import os, signal, sys
 import torch, torch.distributed as dist
 from services.common.telemetry.accounts import TimeAccount
-from services.common.telemetry.activities import ActivityName
-from services.common.telemetry.components import trainer
-from services.trainer.ranks.leaving import LeaveOnSignal
+from services.common.telemetry.accounts import ActivityName
+from services.common.telemetry.accounts import trainer
+from services.trainer.ranks import LeaveOnSignal
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[3], 2), rank=rank, world_size=2)
 dist.all_reduce(torch.ones(1))
@@ -116,7 +115,7 @@ class Busy(TimeAccount):
 
 
 def test_a_rank_that_makes_progress_is_not_ended(handlers: None) -> None:
-    account, ended = Busy(trainer("model0")), threading.Event()
+    account, ended = Busy(trainer_component("model0")), threading.Event()
     looks = []
 
     def end(code: int) -> None:
@@ -132,7 +131,7 @@ def test_a_rank_that_makes_progress_is_not_ended(handlers: None) -> None:
 def test_other_signals_are_no_reason_to_leave(handlers: None) -> None:
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     left = threading.Event()
-    leaving = LeaveOnSignal(left.set, TimeAccount(trainer("model0")), end=lambda code: None)
+    leaving = LeaveOnSignal(left.set, TimeAccount(trainer_component("model0")), end=lambda code: None)
     leaving.install()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert not left.is_set()

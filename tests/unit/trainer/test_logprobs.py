@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.common.records.kept_tokens import KeptSets
+from services.common.kept_tokens import KeptSets
 from services.trainer.model import logprobs as logprobs_module
 from services.trainer.model.logprobs import Drawn, KeptBlocks, _on_tensor_cores, _TokenLogprobs, token_logprobs
 

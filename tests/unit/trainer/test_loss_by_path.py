@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from services.common.errors import ConfigError
-from services.trainer.algorithms import algorithm_of
-from services.trainer.algorithms.base import LossError, PolicyLoss, TokenBatch
-from services.trainer.step.micro_batches import MicroTensors
+from services.trainer.losses import LossError, PolicyLoss, TokenBatch, algorithm_of
+from services.trainer.micro_batches import MicroTensors
 from tests.unit.trainer.building import algorithm, rank_batch, train_step, training_sequences
 
 not_a_function = 3
@@ -112,7 +111,7 @@ def test_a_model_that_gives_nan_is_not_blamed_on_the_loss(monkeypatch: pytest.Mo
         logprobs, entropy = model(batch.token_ids, batch.position_ids, batch.documents, batch.targets, temperature)
         return logprobs * torch.nan, entropy, None
 
-    monkeypatch.setattr("services.trainer.step.train_step.forward_with_values", broken)
+    monkeypatch.setattr("services.trainer.step.forward_with_values", broken)
     assert step.run(rank_batch(training_sequences(8))).updates_skipped == 1
 
 

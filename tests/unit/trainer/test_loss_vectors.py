@@ -15,7 +15,7 @@ import torch
 
 from benchmarks._oracle_run import Tokens, run_loss  # type: ignore[import-not-found]
 from benchmarks._oracle_vectors import Case  # type: ignore[import-not-found]
-from services.trainer.algorithms.base import kl_per_token
+from services.trainer.losses import kl_per_token
 from tests.unit.trainer import reference_losses as reference
 from tests.unit.trainer.building import algorithm
 

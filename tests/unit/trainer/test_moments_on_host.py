@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.config.training.optimizer import OptimizerConfig
+from services.common.config.training import OptimizerConfig
 from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
-from services.trainer.model.moments_on_host import MOMENTS, MomentsOnHost
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.model.optimizer import MOMENTS, MomentsOnHost
+from services.trainer.ranks import Ranks
 from tests.unit.trainer.building import algorithm, rank_batch, train_step, training_sequences
 
 

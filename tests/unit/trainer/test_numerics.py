@@ -13,17 +13,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.common.config.training.adapter import AdapterConfig
+from services.common.config.training import AdapterConfig
+from services.common.kept_tokens import kept_rows, pack
 from services.common.lora import LoraLinear
-from services.common.records.kept_tokens import kept_rows, pack
-from services.common.records.types import RankBatch, Segment, StopReason, TrainingSequence
-from services.common.records.types import Sequence as Row
-from services.common.tiny.models import build
-from services.trainer.data.packing import Branch
-from services.trainer.model.adapter import AdapterSetup
-from services.trainer.step import micro_batches, probes
-from services.trainer.step.numerics import MismatchError, NumericsGate
-from services.trainer.step.prompts import prompt_changes
+from services.common.records import RankBatch, Segment, StopReason, TrainingSequence
+from services.common.records import TokenSequence as Row
+from services.common.tiny import build
+from services.trainer import micro_batches, probes
+from services.trainer.model.policy_model import AdapterSetup
+from services.trainer.numerics import MismatchError, NumericsGate
+from services.trainer.packing import Branch
+from services.trainer.probes import prompt_changes
 from tests.unit.trainer.building import algorithm, rank_batch, train_step
 
 BOUND = 1e-3

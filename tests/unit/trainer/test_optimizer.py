@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.common.config.training.algorithm import AlgorithmConfig
-from services.common.config.training.losses import PpoClip
-from services.common.config.training.optimizer import OptimizerConfig
+from services.common.config.algorithm import AlgorithmConfig, PpoClip
+from services.common.config.training import OptimizerConfig
 from services.common.errors import ConfigError
 from services.trainer.model.optimizer import PolicyOptimizer, learning_rate
 

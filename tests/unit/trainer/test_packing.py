@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequestError
-from services.common.records.types import Segment
-from services.trainer.data.packing import NO_VERSION, Document, dummy_micro_batch, first_fit_decreasing, pack
+from services.common.records import Segment
+from services.trainer.packing import NO_VERSION, Document, dummy_micro_batch, first_fit_decreasing, pack
 from tests.unit.trainer.building import path_of, training_sequences
 
 lengths_lists = st.lists(st.integers(0, 30), max_size=40)

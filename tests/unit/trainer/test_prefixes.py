@@ -15,13 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.trainer.data.packing import WORTHWHILE, Document, families, num_distinct, pack
+from services.trainer.micro_batches import MicroTensors, forward_with_values, pack_for_ranks
 from services.trainer.model import attention as attention_module
 from services.trainer.model.attention import Documents, documents_attention
-from services.trainer.model.policy_model import PolicyModel, rms_norm
-from services.trainer.model.value_head import value_head_for
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.micro_batches import MicroTensors, forward_with_values, pack_for_ranks
+from services.trainer.model.policy_model import PolicyModel, rms_norm, value_head_for
+from services.trainer.packing import WORTHWHILE, Document, families, num_distinct, pack
+from services.trainer.ranks import Ranks
 from tests.unit.trainer.building import (
     VOCAB,
     algorithm,
@@ -225,7 +224,7 @@ def test_a_step_does_not_depend_on_common_beginnings(cut: bool, monkeypatch: pyt
     config = algorithm("m2po", entropy_coefficient=0.02, kl_coefficient=0.1)
     found = []
     for least in (WORTHWHILE, 2.0):
-        monkeypatch.setattr("services.trainer.data.packing.WORTHWHILE", least)
+        monkeypatch.setattr("services.trainer.packing.WORTHWHILE", least)
         step = train_step(
             config, causal_lm=exact_causal_lm(torch.float64), reference=exact_causal_lm(torch.float64, seed=1)
         )

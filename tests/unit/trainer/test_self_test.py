@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.models import BOUND, LONG, SHORT, difference, survey
 from services.common.errors import ModelMismatchError
 from services.trainer.model.policy_model import PolicyModel, load_policy_model
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.ranks import Ranks
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

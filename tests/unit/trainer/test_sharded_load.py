@@ -12,11 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from services.common.errors import ConfigError, ModelMismatchError
-from services.common.text.huggingface import load_model, named_weights
-from services.trainer.model import sharded_load
-from services.trainer.model.policy_model import load_policy_model
-from services.trainer.model.sharded_load import open_by_shards
-from services.trainer.ranks.sharding import Ranks
+from services.common.text.chat import load_model, named_weights
+from services.trainer.model import policy_model
+from services.trainer.model.policy_model import load_policy_model, open_by_shards
+from services.trainer.ranks import Ranks
 from tests.unit.trainer.building import tiny_causal_lm, tiny_experts
 
 WEIGHTS = "model.safetensors"
@@ -106,7 +105,7 @@ def test_a_rank_reads_its_own_experts_and_no_others(experts: Path, monkeypatch: 
         first = len(weight) // 2
         return weight[first:], first
 
-    monkeypatch.setattr(sharded_load, "local_rows", second_half)
+    monkeypatch.setattr(policy_model, "local_rows", second_half)
     opened = open_by_shards(experts, torch.float32)
     assert opened is not None
     with torch.no_grad():
@@ -145,10 +144,10 @@ def test_copies_that_do_not_fit_a_host_are_refused_with_the_figure(
     rewrite(experts, lambda t: t.update({"extra": torch.zeros(1)}))  # now it takes more than reading
     size = sum(weight.numel() * 4 for weight in named_weights(tiny_experts()).values())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(sharded_load, "available_bytes", lambda: 8 * size - 1)
+    monkeypatch.setattr(policy_model, "available_bytes", lambda: 8 * size - 1)
     with pytest.raises(ConfigError, match=r"1 names differ .*: 8 ranks on this host need 0\.0 GiB .* Use fewer ranks"):
         open_by_shards(experts, torch.float32)
-    monkeypatch.setattr(sharded_load, "available_bytes", lambda: 8 * size)
+    monkeypatch.setattr(policy_model, "available_bytes", lambda: 8 * size)
     assert open_by_shards(experts, torch.float32) is None
 
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from services.common.text.huggingface import named_weights
+from services.common.text.chat import named_weights
 from services.trainer.model.policy_model import build_policy_model, load_policy_model
-from services.trainer.ranks.sharding import Ranks, full_weights, init_ranks
+from services.trainer.ranks import Ranks, full_weights, init_ranks
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 

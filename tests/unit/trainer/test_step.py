@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-import services.trainer.step.train_step as step_module
-from services.common.config.training.optimizer import OptimizerConfig
+import services.trainer.step as step_module
+from services.common.config.training import OptimizerConfig
 from services.common.errors import ConfigError, InvalidRequestError
-from services.common.records.types import RankBatch, Segment, TrainingSequence
-from services.trainer.algorithms.advantages.sequences import sequence_advantages
-from services.trainer.data.packing import Document
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.metrics import Sums
-from services.trainer.step.supervised import SupervisedStep
-from services.trainer.step.train_step import TrainStep
+from services.common.records import RankBatch, Segment, TrainingSequence
+from services.trainer.advantages import sequence_advantages
+from services.trainer.metrics import Sums
+from services.trainer.packing import Document
+from services.trainer.ranks import Ranks
+from services.trainer.step import TrainStep
+from services.trainer.supervised import SupervisedStep
 from tests.metrics_catalogue import is_documented
 from tests.unit.trainer.building import VOCAB, algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 

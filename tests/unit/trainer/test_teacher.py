@@ -10,14 +10,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from services.common.config.training.optimizer import OptimizerConfig
-from services.common.config.training.policy import PolicyConfig
+from services.common.config.training import OptimizerConfig, PolicyConfig
 from services.common.errors import ConfigError, ModelMismatchError
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.setup import build_step
-from services.trainer.step.metrics import Sums
-from services.trainer.step.micro_batches import MicroTensors, forward
-from services.trainer.step.train_step import TrainStep
+from services.trainer.app import build_step
+from services.trainer.metrics import Sums
+from services.trainer.micro_batches import MicroTensors, forward
+from services.trainer.ranks import Ranks
+from services.trainer.step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 from tests.unit.trainer_service.building import recipe, save_model
 

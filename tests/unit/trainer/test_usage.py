@@ -8,9 +8,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from services.trainer.metrics import PEAK_TFLOPS, ForwardCost, peak_flops
 from services.trainer.model.attention import Documents
 from services.trainer.model.policy_model import PolicyModel
-from services.trainer.step.metrics import PEAK_TFLOPS, ForwardCost, peak_flops
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 LENGTH = 12

@@ -10,15 +10,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from services.common.config.training.optimizer import OptimizerConfig
+from services.common.config.training import OptimizerConfig
 from services.common.errors import ConfigError, ModelMismatchError
-from services.common.text.huggingface import load_tokenizer
+from services.common.text.chat import load_tokenizer
 from services.trainer.checkpoints import CheckpointIdentity, Checkpoints, export
-from services.trainer.model.policy_model import build_policy_model, load_policy_model
-from services.trainer.model.value_head import NAME
+from services.trainer.model.policy_model import NAME, build_policy_model, load_policy_model
 from services.trainer.publish import Snapshots
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.train_step import TrainStep
+from services.trainer.ranks import Ranks
+from services.trainer.step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 from tests.unit.trainer_service.building import save_model
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithms.losses.value_loss import value_loss
+from services.trainer.losses import value_loss
 
 
 def test_value_loss_and_gradient_are_those_of_a_plain_loop() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from services.common.config.reading.loading import validate
+from services.common.config.loading import validate
 from services.common.config.recipe import Recipe
-from services.common.records.types import RankBatch, WeightVersion
+from services.common.records import RankBatch, WeightVersion
 from services.common.weights.snapshot import tensor_digest
-from services.trainer.loop.training_loop import Published
-from services.trainer.step.train_step import TrainStep
+from services.trainer.loop import Published
+from services.trainer.step import TrainStep
 from tests.unit.trainer.building import VOCAB, rank_batch, tiny_causal_lm, training_sequences
 
 POLICY = "model0"

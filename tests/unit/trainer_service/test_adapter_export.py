@@ -12,12 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.common.config.training.adapter import AdapterConfig
-from services.common.config.training.optimizer import OptimizerConfig
+from services.common.config.training import AdapterConfig, OptimizerConfig
 from services.common.errors import ConfigError, CorruptDataError
 from services.common.export import ExportForm, export_checkpoint
 from services.common.lora import adapter_weights, identity_of
-from services.common.text.huggingface import load_tokenizer
+from services.common.text.chat import load_tokenizer
 from services.trainer.checkpoints import (
     CheckpointIdentity,
     Checkpoints,
@@ -25,10 +24,9 @@ from services.trainer.checkpoints import (
     checkpoint_files,
     export_last,
 )
-from services.trainer.model.adapter import AdapterSetup, digest_base
 from services.trainer.model.optimizer import PolicyOptimizer
-from services.trainer.model.policy_model import PolicyModel, load_policy_model
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.model.policy_model import AdapterSetup, PolicyModel, digest_base, load_policy_model
+from services.trainer.ranks import Ranks
 from tests.unit.trainer_service.building import save_model
 
 RANKS = Ranks.single()

@@ -15,10 +15,10 @@ import pytest
 from services.cli.run.processes import ForkServer
 from services.common.errors import DeadlineError
 from services.common.system.child import run_and_leave
-from services.common.system.memory import available_bytes
+from services.common.system.machine import available_bytes
 from services.trainer import checkpoints as checkpoints_module
 from services.trainer.checkpoints import BackgroundWrite, CheckpointFailedError, Checkpoints
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.ranks import Ranks
 from tests.unit.trainer_service.building import batch_of
 from tests.unit.trainer_service.test_checkpoint import IDENTITY, assert_same, make_step, open_in, weights
 from tests.unit.trainer_service.test_interrupted_checkpoints import cut_at, cut_everywhere, steps_of_cuts

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.config.training.optimizer import OptimizerConfig
+from services.common.config.training import OptimizerConfig
 from services.common.errors import ModelMismatchError
 from services.trainer.checkpoints import CheckpointFailedError, CheckpointIdentity, Checkpoints
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.train_step import TrainStep
+from services.trainer.ranks import Ranks
+from services.trainer.step import TrainStep
 from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step
 from tests.unit.trainer_service.building import batch_of
 

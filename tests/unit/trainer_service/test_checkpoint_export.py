@@ -13,14 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.checkpoints import MANIFEST, digest_of
-from services.common.config.training.optimizer import OptimizerConfig
+from services.common.config.training import OptimizerConfig
 from services.common.errors import ConfigError, CorruptDataError
 from services.common.export import NOTE, export_checkpoint
-from services.common.text.huggingface import load_tokenizer
+from services.common.text.chat import load_tokenizer
 from services.trainer.checkpoints import Checkpoints, export_last, model_files
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import load_policy_model
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.ranks import Ranks
 from tests.unit.trainer_service.building import save_model
 from tests.unit.trainer_service.test_checkpoint import IDENTITY
 from tests.waiting import PROCESS_S

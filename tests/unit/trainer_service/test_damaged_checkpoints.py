@@ -14,11 +14,11 @@ import pytest
 
 from services.common.checkpoints import MANIFEST, REASON, CheckpointGauge, _digest, set_aside_before
 from services.common.errors import BatchLostError, ConfigError, InfrastructureError, ModelMismatchError
-from services.common.records.types import RankBatch
+from services.common.records import RankBatch
 from services.trainer.checkpoints import CheckpointIdentity, Checkpoints, DamagedCheckpointError
-from services.trainer.loop.training_loop import CannotReplayError
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.train_step import TrainStep
+from services.trainer.loop import CannotReplayError
+from services.trainer.ranks import Ranks
+from services.trainer.step import TrainStep
 from tests.unit.trainer_service.building import batch_of
 from tests.unit.trainer_service.test_checkpoint import IDENTITY, assert_same, make_step, open_in, weights
 from tests.unit.trainer_service.test_loop import STEPS, FakeLink, Trainer

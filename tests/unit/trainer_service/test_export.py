@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.common.text.huggingface import load_tokenizer
+from services.common.text.chat import load_tokenizer
 from services.trainer.checkpoints import ExportFailedError, export
 from services.trainer.model.policy_model import load_policy_model
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.ranks import Ranks
 from tests.unit.trainer_service.building import save_model
 
 

@@ -17,8 +17,8 @@ import pytest
 from services.cli.run.processes import ForkServer
 from services.common.system.child import module_command, run_and_leave
 from services.trainer.checkpoints import CheckpointFailedError, Checkpoints
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.train_step import TrainStep
+from services.trainer.ranks import Ranks
+from services.trainer.step import TrainStep
 from tests.unit.trainer_service.test_checkpoint import IDENTITY, assert_same, make_step, weights
 from tests.unit.trainer_service.test_damaged_checkpoints import checkpoints_in
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from services.trainer.loop.grpc_link import GrpcLink
+from services.trainer.link import GrpcLink
 
 
 class Arriving:

@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import BatchLostError, ModelMismatchError, VersionConflictError
-from services.common.records.device_turn import NO_TURN, DeviceTurn
-from services.common.records.types import RankBatch, WeightVersion
+from services.common.records import NO_TURN, DeviceTurn, RankBatch, WeightVersion
+from services.trainer import loop as loop_module
 from services.trainer.checkpoints import CheckpointFailedError, CheckpointIdentity, Checkpoints
-from services.trainer.loop import training_loop as loop_module
-from services.trainer.loop.device_turns import DeviceTurns
-from services.trainer.loop.training_loop import TrainingLoop
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.numerics import MismatchError
-from services.trainer.step.train_step import BeforeUpdate
+from services.trainer.loop import DeviceTurns, TrainingLoop
+from services.trainer.numerics import MismatchError
+from services.trainer.ranks import Ranks
+from services.trainer.step import BeforeUpdate
 from tests.unit.trainer.building import algorithm, train_step
 from tests.unit.trainer_service.building import DigestPublisher, batch_of
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.config.training.policy import WeightsConfig
+from services.common.config.training import WeightsConfig
 from services.common.errors import (
     InfrastructureError,
     NotFoundError,
@@ -24,9 +24,9 @@ from services.common.errors import (
     VersionUnavailableError,
 )
 from services.common.weights.codec import decode_tensor
-from services.common.weights.elements import Bits
 from services.common.weights.snapshot import (
     BaseVersion,
+    Bits,
     Encoding,
     Manifest,
     Payload,

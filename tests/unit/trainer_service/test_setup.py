@@ -13,13 +13,13 @@ import torch.distributed as dist
 from structlog.testing import capture_logs
 
 from services.common.errors import ConfigError
+from services.trainer.app import build_step, join_ranks, open_checkpoints
 from services.trainer.model.attention import Documents, register_attention
 from services.trainer.model.logprobs import Targets
-from services.trainer.model.moments_on_host import MomentsOnHost
+from services.trainer.model.optimizer import MomentsOnHost
 from services.trainer.model.policy_model import PolicyModel, build_policy_model
-from services.trainer.ranks.sharding import Ranks
-from services.trainer.setup import build_step, join_ranks, open_checkpoints
-from services.trainer.step.train_step import TrainStep
+from services.trainer.ranks import Ranks
+from services.trainer.step import TrainStep
 from tests.unit.trainer.building import rank_batch, tiny_causal_lm, training_sequences
 from tests.unit.trainer_service.building import POLICY, recipe, save_model
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.training.policy import WeightsConfig
+from services.common.config.training import WeightsConfig
 from services.common.weights import snapshot
 from services.common.weights.snapshot import (
     DEFAULT_DIRECTORIES,
@@ -21,7 +21,7 @@ from services.common.weights.snapshot import (
 from services.trainer import publish
 from services.trainer.model.policy_model import build_policy_model
 from services.trainer.publish import SnapshotPublisher, Snapshots, snapshot_directories, sweep
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.ranks import Ranks
 from tests.unit.trainer.building import tiny_causal_lm
 
 

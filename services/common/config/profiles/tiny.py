@@ -16,14 +16,14 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.common.records.dataset_rows import BuiltInWorkflow
+from services.common.dataset_rows import BuiltInWorkflow
 
 Tree = dict[str, Any]
 FindRows = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 World = tuple[Mapping[str, Mapping[str, Any]], Mapping[str, Any]]  # sections of the gateway by name, and the dataset
 FindWorld = Callable[[str, Mapping[str, Any]], World | None]
 
-BUILDER = "services.common.tiny.models:build"
+BUILDER = "services.common.tiny:build"
 STEPS = 3
 TRAIN_ROWS, EVALUATION_ROWS = 64, 2
 EVALUATION_SAMPLES = 2

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
-from services.common.config.reading.loading import port_variables
+from services.common.config.loading import port_variables
 from services.common.config.recipe import Recipe
 
 # Read by a process, a launch script or a test, whatever the recipe; a test compares them with the sources.

@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from services.common.aio import TaskOwner
-from services.common.config.processes.environments import EnginePoolConfig
+from services.common.config.envgateway import EnginePoolConfig
 from services.common.errors import CapacityError, InfrastructureError, InvalidRequestError
 from services.envgateway.calls import take_place
 from services.envgateway.child import Child, ChildFailed

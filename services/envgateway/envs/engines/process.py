@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from services.common.system.child import die_with_parent_if_asked, limit_memory
-from services.envgateway.envs.failures import DATA_ERRORS, short_text
+from services.envgateway.envs.base import DATA_ERRORS, short_text
 from services.envgateway.sandbox.bare import wire
 
 Answer = Mapping[str, Any]

@@ -20,13 +20,21 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.common.config.processes.envgateway import LiveConfig
-from services.common.config.processes.environments import HarborConfig
+from services.common.config.envgateway import HarborConfig, LiveConfig
 from services.common.errors import CapacityError, DatasetError, InfrastructureError, InvalidRequestError
-from services.common.harbor.files import TaskFile, environment_files, verifier_files
-from services.common.harbor.places import LOGS, TESTS, WRITABLE
-from services.common.harbor.task import COLUMN, HarborTask, needs_programs, read_task
-from services.common.text.tool_calls import MalformedCall, cut_text, find_call, parse_json_call
+from services.common.harbor import (
+    COLUMN,
+    LOGS,
+    TESTS,
+    WRITABLE,
+    HarborTask,
+    TaskFile,
+    environment_files,
+    needs_programs,
+    read_task,
+    verifier_files,
+)
+from services.common.text.tools import MalformedCall, cut_text, find_call, parse_json_call
 from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
 from services.envgateway.sandbox.bare.messages import SHELL
 from services.envgateway.sandbox.bare.statuses import RunStatus

@@ -14,8 +14,8 @@ import orjson
 
 from services.common.aio import deadline
 from services.common.errors import DeadlineError, InfrastructureError
-from services.common.records.kept_tokens import KeptRow, kept_rows, left_out_row
-from services.common.records.types import Sampling
+from services.common.kept_tokens import KeptRow, kept_rows, left_out_row
+from services.common.records import Sampling
 
 PauseMode = Literal["retract", "in_place"]
 

@@ -11,18 +11,26 @@ Seeds are not passed on: requests that run together change a server's arithmetic
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import structlog
 
 from services.common.aio import backoff
-from services.common.config.processes.servers import MASK_TOKENS
+from services.common.config.processes import MASK_TOKENS, InferenceConfig
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
-from services.common.records.types import Logprobs
-from services.common.telemetry.log_events import LogEvent
+from services.common.kept_tokens import KeptRow, pack
+from services.common.records import Logprobs, Segment
+from services.common.telemetry.logs import LogEvent
+from services.common.weights.snapshot import AdapterIdentity
 from services.inference.engine.base import (
     EngineHealth,
     FinishReason,
@@ -30,26 +38,281 @@ from services.inference.engine.base import (
     GenerationRequest,
     KvPolicy,
     ScoreRequest,
+    WeightUpdate,
+    check_request,
+    check_update,
 )
-from services.inference.engine.requests import check_request
-from services.inference.engine.served.admission import AdmissionQueue
-from services.inference.engine.served.client import Chunk, Finish, Refused, TokenStream
-from services.inference.engine.served.fleet import Fleet
-from services.inference.engine.served.request_state import (
-    CallOutput,
-    CertainTokens,
-    Interrupted,
-    NotFinite,
-    RequestState,
-    judge,
-)
-from services.inference.engine.served.server import Server
-from services.inference.engine.served.stage import Stage
-from services.inference.engine.served.transfer import Transfer
-from services.inference.engine.weight_update import WeightUpdate, check_update
+from services.inference.engine.served.client import CallRequest, Chunk, Finish, Refused, TokenStream, VersionSpan
+from services.inference.engine.served.fleet import Fleet, PrefixMap, Server, Transfer, choose
+from services.inference.engine.served.process import ServerCommand, ServerProcess
+from services.inference.engine.served.stage import Stage, place_stage, size_of
+
+# --------
+# State of one request: its tokens so far by weight version, and its remaining budget.
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tokens of one version, up to ``end``."""
+
+    end: int
+    version: int
+    mixed: bool
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """The state of one request. ``room``: the tokens that the context has left after the prompt."""
+
+    request: GenerationRequest
+    room: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    kept: list[KeptRow] = field(default_factory=list)  # of the first tokens only
+    aborted: bool = False
+    abort_requested: asyncio.Event = field(default_factory=asyncio.Event)
+    _parts: list[_Part] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still come."""
+        return min(self.request.sampling.max_new_tokens, self.room) - len(self.tokens)
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """The prompt and the tokens so far."""
+        return (*self.request.prompt_ids, *self.tokens)
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.abort_requested.set()
+
+    def ended(self) -> FinishReason | None:
+        """The reason if the request is complete, else None."""
+        if self.aborted:
+            return FinishReason.ABORTED
+        if self.tokens and self.tokens[-1] in self.request.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.remaining <= 0 else None
+
+    def next_call(self, chunk_tokens: int, adapter: str = "") -> CallRequest:
+        """The next call of a server, with the adapter of this name. No id is a prefix of another: SGLang aborts all requests whose ids have the prefix."""
+        num_suppressed = self.request.sampling.min_new_tokens - len(self.tokens)
+        suppress = num_suppressed > 0 and bool(self.request.stop_token_ids)
+        return CallRequest(
+            rid=uuid.uuid4().hex,
+            input_ids=self.sequence,
+            max_new_tokens=min(self.remaining, num_suppressed) if suppress else self.remaining,
+            sampling=self.request.sampling,
+            stop_token_ids=self.request.stop_token_ids,
+            suppress_stop=suppress,
+            chunk_tokens=1 if self.request.watch is not None else chunk_tokens,
+            adapter=adapter,
+        )
+
+    def take(self, output: CallOutput, spans: tuple[VersionSpan, ...], *, mixed_from: int | None) -> None:
+        """Add a call's tokens. ``mixed_from``: the first span that was computed on an older version's cache.
+
+        Raises ``InfrastructureError`` if the spans do not name the version of each token.
+        """
+        start = 0
+        offset = len(self.tokens)
+        num_tokens = len(output.tokens)
+        parts = []
+        for number, span in enumerate(spans):
+            end = min(span.end, num_tokens)
+            if span.start != start or span.end < span.start:
+                break
+            if end > start:
+                mixed = mixed_from is not None and number >= mixed_from
+                parts.append(_Part(offset + end, span.version, mixed))
+            start = span.end
+        if start < num_tokens:
+            raise InfrastructureError(f"the server does not say which weights computed {num_tokens} tokens: {spans}")
+        self.tokens += output.tokens
+        self.logprobs += output.logprobs
+        self.kept += output.kept
+        self._parts += parts
+
+    def generation(self, reason: FinishReason) -> Generation:
+        return Generation(segments=self._segments(), finish_reason=reason)
+
+    def _segments(self) -> tuple[Segment, ...]:
+        segments = []
+        start = 0
+        for number, part in enumerate(self._parts):
+            following = self._parts[number + 1] if number + 1 < len(self._parts) else None
+            if following is not None and (following.version, following.mixed) == (part.version, part.mixed):
+                continue
+            of = slice(start, part.end)
+            kept = pack(self.kept[of], part.end - start) if self.request.record_kept else b""
+            segments.append(Segment.policy(self.tokens[of], self.logprobs[of], part.version, part.mixed, kept))
+            start = part.end
+        return tuple(segments)
+
+
+@dataclass(slots=True)
+class CallOutput:
+    """The tokens so far of one server call."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    kept: list[KeptRow] = field(default_factory=list)  # empty where the sampling is not cut
+    cut: int | None = None  # tokens after which ``watch`` has ended the call
+    abort_sent: bool = False  # whether the server has an abort
+
+    def cut_off(self) -> None:
+        """Drop the tokens after the cut."""
+        if self.cut is not None:
+            self.keep_first(self.cut)
+
+    def keep_first(self, num_tokens: int) -> None:
+        """Drop the tokens after the first ``num_tokens``."""
+        for column in (self.tokens, self.logprobs, self.kept):
+            del column[num_tokens:]
+
+
+class Interrupted(Exception):
+    """A server call that broke without a fault of the request."""
+
+
+class NotFinite(InfrastructureError):
+    """A failure that a retry under the same weights would repeat."""
+
+
+class CertainTokens:
+    """The tokens to keep of a broken call, whose server did not report the versions of the tokens.
+
+    All tokens that came before the server's next switch were computed with its settled version.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._switches = server.switches
+        # A call with an adapter has its version to the end.
+        self._is_fixed = bool(server.adapter)
+        self._version = server.version if self._is_fixed else server.settled_version
+        self._certain: int | None = None if self._version is not None else 0
+
+    @property
+    def of_adapter(self) -> int | None:
+        """The version of all tokens of a call with an adapter; None for another call."""
+        return self._version if self._is_fixed else None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the server has switched since the call's begin."""
+        return self._server.switches != self._switches
+
+    def note(self, num_tokens: int) -> None:
+        """Note the number of tokens before the current chunk."""
+        if self._certain is None and not self._is_fixed and self.is_outdated:
+            self._certain = num_tokens
+
+    def take(self, output: CallOutput, state: RequestState, *, mixed: bool) -> None:
+        """Keep these tokens. ``InfrastructureError`` if a watch has seen tokens beyond them."""
+        output.cut_off()
+        if self._certain is not None:
+            if output.cut is not None and self._certain < output.cut:
+                raise InfrastructureError(
+                    "the server did not report the weight version of tokens that were already watched"
+                )
+            output.keep_first(self._certain)
+        if output.tokens:
+            assert self._version is not None
+            span = VersionSpan(version=self._version, start=0, end=len(output.tokens))
+            state.take(output, (span,), mixed_from=0 if mixed else None)
+
+
+def judge(finish: Finish, output: CallOutput, state: RequestState) -> None:
+    """Judge a completed call: returns if the tokens count, else raises ``Interrupted`` (another call is needed) or an error."""
+    if finish.kind == "abort":
+        if finish.status is not None and 400 <= finish.status < 500:
+            raise InvalidRequestError(
+                f"request {state.request.request_id!r}: the server refuses the request: {finish.message}"
+            )
+        raise Interrupted(finish.message or "the server ended the call")
+    if not output.tokens:
+        raise InfrastructureError(
+            f"request {state.request.request_id!r}: no room for another token after {len(state.sequence)}: the KV cache "
+            "of the server is smaller than policies.<name>.model.context_length; give the server more memory"
+        )
+
+
+# --------
+# A queue of requests that wait for a server, and the choice of the server. One event loop, no HTTP.
+
+
+class AdmissionQueue:
+    """Admits requests to servers: ``enter`` waits for a server with room, ``leave`` frees the place."""
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        self._servers = servers
+        self._prefixes = PrefixMap()
+        self._queue: deque[tuple[RequestState, asyncio.Future[Server | None]]] = deque()
+        self._closed: str | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    async def enter(self, state: RequestState) -> Server | None:
+        """A server with room for a request, counted as in flight there; None when the request was aborted.
+
+        No deadline of its own: the queue moves as long as a server serves, and ``close`` ends it when none will.
+        """
+        if self._closed is not None:
+            raise InfrastructureError(self._closed)
+        turn: asyncio.Future[Server | None] = asyncio.get_running_loop().create_future()
+        waiting = (state, turn)
+        self._queue.append(waiting)
+        self.dispatch()
+        ended = asyncio.ensure_future(state.abort_requested.wait())
+        either: set[asyncio.Future[Any]] = {turn, ended}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return turn.result() if turn.done() else None
+        except asyncio.CancelledError:
+            if turn.done() and not turn.exception() and (server := turn.result()):
+                self.leave(server)
+            raise
+        finally:
+            ended.cancel()
+            if waiting in self._queue:
+                self._queue.remove(waiting)
+
+    def leave(self, server: Server) -> None:
+        server.in_flight -= 1
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Admit requests while a server has room. Called when a server may have room."""
+        while self._queue:
+            free = {s.index: (s.in_flight, s.window.size) for s in self._servers if s.has_room}
+            if not free:
+                return
+            state, turn = self._queue.popleft()
+            sequence = state.sequence
+            server = self._servers[choose(free, self._prefixes.find(sequence))]
+            server.in_flight += 1
+            self._prefixes.note(sequence, server.index)
+            turn.set_result(server)
+
+    def forget(self, server: Server) -> None:
+        """Note that a server has lost its cache."""
+        self._prefixes.forget(server.index)
+
+    def close(self, reason: str) -> None:
+        """Fail all waiting and future requests with ``reason``."""
+        self._closed = reason
+        while self._queue:
+            self._queue.popleft()[1].set_exception(InfrastructureError(reason))
+
+
+# --------
+
 
 log = structlog.get_logger(__name__)
-
 ABORT_TIMEOUT_S = 3.0  # for a server to end an aborted call; then the tokens so far are taken
 SETTLE_S = 0.02  # of silence, after which tokens that were on their way have arrived
 SETTLE_TIMEOUT_S = 2.0
@@ -334,3 +597,88 @@ class ServedEngine:
         while seen != self._generated and time.monotonic() < end:
             seen = self._generated
             await asyncio.sleep(SETTLE_S)
+
+
+# --------
+# Builds an engine over servers: stage, processes, fleet. A program's ``build`` gives the commands and the transfer.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedSetup:
+    """The input of every engine over servers, the same for SGLang and vLLM."""
+
+    config: InferenceConfig
+    name: str
+    """In the names of logs and of the stage."""
+    model_path: str
+    """The base model where there is an ``adapter``."""
+    context_length: int
+    tensors: Mapping[str, Any]
+    """Host tensors of version 0 by Hugging Face name, in the published type; those of the adapter if there is one."""
+    directory: Path
+    """Logs are in its folder ``logs``."""
+    number: int = 1
+    """Servers that share the load."""
+    gpus: Sequence[str] = ()
+    """GPUs of these servers alone; empty for all visible GPUs."""
+    on_tokens: Callable[[int, float], None] | None = None
+    adapter: AdapterIdentity | None = None
+
+
+def engine_of(
+    setup: ServedSetup, commands: Sequence[ServerCommand], transfer: Callable[[Stage], Transfer]
+) -> ServedEngine:
+    """An engine over the servers of ``commands``. Starts no process.
+
+    Raises ``ConfigError`` if no place has room for the stage.
+    """
+    config, directory = setup.config, setup.directory
+    settings = config.servers
+    assert settings is not None
+    size_bytes = size_of(setup.tensors)
+    place = place_stage(settings.stage_directory, directory / "stage", setup.name, size_bytes)
+    stage = Stage(place, setup.tensors, 0)
+    kv_policy = KvPolicy(config.kv_policy)
+    slots = config.engine_slots or config.num_slots
+    ceiling = min(settings.max_running_requests or slots, slots)
+    servers = [
+        Server(
+            index,
+            ServerProcess(command, directory / "logs" / f"{command.name}.log", settings.loading_timeout_s(size_bytes)),
+            kv_policy,
+            ceiling,
+        )
+        for index, command in enumerate(commands)
+    ]
+    return ServedEngine(
+        servers,
+        stage,
+        transfer(stage),
+        context_length=setup.context_length,
+        vocab_size=_vocab_size(setup.model_path),
+        kv_policy=kv_policy,
+        restarts=settings.restarts,
+        stall_timeout_s=settings.stall_timeout_s,
+        chunk_tokens=settings.chunk_tokens,
+        on_tokens=setup.on_tokens,
+    )
+
+
+def read_model_config(model_path: str) -> Mapping[str, Any]:
+    """The part of a model's ``config.json`` that describes its text; empty if the file is not on this disk.
+
+    ``ConfigError`` for a directory without a readable file.
+    """
+    path = Path(model_path)
+    if not path.is_absolute() and not path.is_dir():
+        return {}
+    try:
+        read = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model_path}: no model that can be read there: {error}") from error
+    return {**read.get("text_config", {}), **read}
+
+
+def _vocab_size(model_path: str) -> int | None:
+    found = read_model_config(model_path).get("vocab_size")
+    return found if isinstance(found, int) else None

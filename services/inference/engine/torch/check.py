@@ -16,7 +16,7 @@ def main() -> int:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from services.common.config.training.adapter import AdapterConfig
+    from services.common.config.training import AdapterConfig
     from services.common.lora import adapter_shapes
     from services.inference.engine.torch.blocks import Adapter, check_targets
     from services.inference.engine.torch.decoder import check_supported

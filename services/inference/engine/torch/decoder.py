@@ -21,16 +21,16 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from services.common.config.processes.kv_cache import BLOCK_TOKENS, blocks_of
+from services.common.config.processes import BLOCK_TOKENS, blocks_of
 from services.common.errors import ModelMismatchError
 from services.common.system.parking import Released
-from services.common.text.huggingface import named_weights
-from services.inference.engine.in_place import PreparedUpdate, prepare
+from services.common.text.chat import named_weights
+from services.inference.engine.base import WeightUpdate
+from services.inference.engine.streaming import PreparedUpdate, prepare
 from services.inference.engine.torch.blocks import Adapter, Blocks, Sizes
 from services.inference.engine.torch.kv import DUMP, EMPTY, Bucket, Ints, KvCache, KvShape, Reach, attend_to_trunk
 from services.inference.engine.torch.native.step import NativeStep, build_native_step
-from services.inference.engine.torch.sampler import Drawn, sample_plain
-from services.inference.engine.weight_update import WeightUpdate
+from services.inference.engine.torch.slots import Drawn, sample_plain
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE

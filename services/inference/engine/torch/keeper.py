@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.common.config.processes.kv_cache import BLOCK_TOKENS, blocks_of
+from services.common.config.processes import BLOCK_TOKENS, blocks_of
 from services.inference.engine.base import KvUse
 from services.inference.engine.torch.decoder import Decoder
 from services.inference.engine.torch.kv import EMPTY, Ints

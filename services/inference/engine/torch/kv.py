@@ -26,13 +26,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from services.common.config.processes.kv_cache import (
-    BLOCK_TOKENS,
-    RESERVED_BLOCKS,
-    blocks_of,
-    least_blocks,
-    too_small,
-)
+from services.common.config.processes import BLOCK_TOKENS, RESERVED_BLOCKS, blocks_of, least_blocks, too_small
 from services.common.errors import ConfigError
 
 EMPTY = 0  # the block of zeros

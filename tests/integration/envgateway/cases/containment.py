@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from services.envgateway.judge.records import AssertTests, CallCase, CallTests, StdinCase, StdinTests
 from services.envgateway.sandbox.bare.statuses import RunStatus
-
-from .model import ML, OK, RE, WA, Bad, bad, first
+from tests.integration.envgateway.cases.model import ML, OK, RE, WA, Bad, bad, first
 
 ABOUT_THE_PROGRAM = tuple(verdict for verdict in RunStatus if verdict.is_about_the_program)
 _NOT_RIGHT = tuple(v for v in ABOUT_THE_PROGRAM if v not in (OK, RunStatus.INVALID_REQUEST))

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from services.envgateway.judge.records import AssertTests, Comparison, ComparisonMode
 from services.envgateway.sandbox.bare.statuses import RunStatus
-
-from .model import RE, TL, WA, Bad, bad
+from tests.integration.envgateway.cases.model import RE, TL, WA, Bad, bad
 
 IT = RunStatus.INVALID_TESTS
 SECRET = 73_918_264

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .model import OK, Bad, bad
+from tests.integration.envgateway.cases.model import OK, Bad, bad
 
 _ATTEMPTS = """
 import os, socket

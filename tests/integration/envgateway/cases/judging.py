@@ -13,8 +13,7 @@ from services.envgateway.judge.records import (
     StdinTests,
 )
 from services.envgateway.sandbox.bare.statuses import RunStatus
-
-from .model import CE, IR, OK, RE, WA, Bad, bad, first
+from tests.integration.envgateway.cases.model import CE, IR, OK, RE, WA, Bad, bad, first
 
 SECRET = 73_918_264  # an expected value; it must be found nowhere
 _CALL = CallTests(entry_point="f", cases=(CallCase(args=(3,), expected=SECRET),))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from services.envgateway.judge.records import StdinCase, StdinTests
 from services.envgateway.sandbox.bare.statuses import RunStatus
-
-from .model import CE, ML, OK, OL, RE, TL, WA, Bad, bad, first
+from tests.integration.envgateway.cases.model import CE, ML, OK, OL, RE, TL, WA, Bad, bad, first
 
 _SUM = StdinTests(cases=tuple(StdinCase(stdin=f"{n} 1\n", expected=f"{n + 1}\n") for n in range(3)))
 _ADD = '#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b << "\\n"; }'

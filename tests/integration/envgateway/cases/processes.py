@@ -6,7 +6,7 @@ import signal
 import sys
 from typing import Any
 
-from .model import ML, OK, RE, TL, WA, Bad, bad, first
+from tests.integration.envgateway.cases.model import ML, OK, RE, TL, WA, Bad, bad, first
 
 # Six doublings are 64 processes at most, which end after five seconds.
 _FORK_BOMB = """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from services.envgateway.judge.records import Comparison, ComparisonMode
 from services.envgateway.sandbox.bare.statuses import RunStatus
-
-from .model import IR, ML, OK, OL, OUTPUT_CAP, RE, WA, Bad, bad, first
+from tests.integration.envgateway.cases.model import IR, ML, OK, OL, OUTPUT_CAP, RE, WA, Bad, bad, first
 
 _PER_CHILD = 60 << 20
 _FLOOD = "import os\ndata = b'x' * 65536\nfor _ in range(800):\n    "  # 50 MB at most

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 
 from services.envgateway.judge.records import CallCase, CallTests, JudgeResult, StdinCase, StdinTests
 from services.envgateway.sandbox.bare.statuses import RunStatus
-
-from .model import ML, OK, OL, RE, TL, WA, Bad, bad
+from tests.integration.envgateway.cases.model import ML, OK, OL, RE, TL, WA, Bad, bad
 
 _NUMBERS = range(3)
 _SUMS = StdinTests(cases=tuple(StdinCase(stdin=f"{n} {n}", expected=f"{2 * n}") for n in _NUMBERS))

@@ -10,12 +10,11 @@ import orjson
 
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
-from services.common.rpc.client.channel import channel, translated_errors
+from services.common.rpc.client import channel, translated_errors
 from services.common.rpc.server import Server
-from services.envgateway.envs.base import Environment, EnvironmentContext, World
-from services.envgateway.envs.episodes import EpisodeManager
-from services.envgateway.envs.registry import EnvironmentRegistry
-from services.envgateway.rpc.servicer import EnvironmentServicer
+from services.envgateway.envs.base import EnvironmentContext, EnvironmentLike, World
+from services.envgateway.envs.episodes import EnvironmentRegistry, EpisodeManager
+from services.envgateway.rpc import EnvironmentServicer
 from services.envgateway.tools.registry import ToolBox
 
 TIMEOUT_S = 120.0  # longer than any engine may take
@@ -67,7 +66,7 @@ async def serving(episodes: EpisodeManager, environments: EnvironmentRegistry) -
 
 
 def registry(
-    worlds: Mapping[str, World | str] | None = None, factories: Mapping[str, type[Environment]] | None = None
+    worlds: Mapping[str, World | str] | None = None, factories: Mapping[str, type[EnvironmentLike]] | None = None
 ) -> EnvironmentRegistry:
     context = EnvironmentContext(NoRewards(), ToolBox([]))  # type: ignore[arg-type]
     paths = {name: f"{factory.__module__}:{factory.__qualname__}" for name, factory in (factories or {}).items()}

@@ -11,20 +11,18 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.environments import AlfworldConfig, EnginePoolConfig
+from services.common.config.envgateway import AlfworldConfig, EnginePoolConfig
 from services.common.errors import (
     EpisodeNotFoundError,
     InfrastructureError,
     InvalidRequestError,
 )
-from services.envgateway.envs.alfworld import prompts
-from services.envgateway.envs.alfworld.episode import AlfworldWorld
-from services.envgateway.envs.alfworld.unpack import unpack
+from services.envgateway.envs import alfworld
+from services.envgateway.envs.alfworld import AlfworldWorld, unpack
+from services.envgateway.envs.base import offer
 from services.envgateway.envs.engines import pool as engine_pool
-from services.envgateway.envs.replies import offer
 from tests import needs
-
-from .serving import TIMEOUT_S, Client, served_world
+from tests.integration.envgateway.environments.serving import TIMEOUT_S, Client, served_world
 
 pytestmark = pytest.mark.needs("alfworld")
 
@@ -72,11 +70,11 @@ def is_possible(trace: dict[str, Any]) -> bool:
 async def replay(client: Client, trace: dict[str, Any]) -> None:
     episode = await client.create("alfworld", {"game": trace["game"]})
     room = "\n".join(trace["intro"].split("\n\n")[1:])
-    assert episode.observation.endswith(prompts.TASK_LEAD + room + offer(trace["admissible"]))
+    assert episode.observation.endswith(alfworld.TASK_LEAD + room + offer(trace["admissible"]))
     assert list(episode.admissible_actions) == trace["admissible"]
     roles = [message.role for message in episode.messages]
     assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"] and len(roles) >= 5
-    assert episode.messages[-1].content == prompts.TASK_LEAD + room + offer(trace["admissible"])
+    assert episode.messages[-1].content == alfworld.TASK_LEAD + room + offer(trace["admissible"])
     for turn, step in enumerate(trace["steps"], start=1):
         result = await client.step(episode.episode_id, turn, f"THOUGHT: as recorded\nACTION: {step['action']}")
         assert result.observation == step["observation"].strip() + offer(step["admissible"])

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.common.config.processes.envgateway import EnvGatewayConfig
+from services.common.config.envgateway import EnvGatewayConfig
 from services.envgateway.envs.base import EnvironmentContext
-from services.envgateway.envs.episodes import EpisodeManager
-from services.envgateway.envs.registry import EnvironmentRegistry
+from services.envgateway.envs.episodes import EnvironmentRegistry, EpisodeManager
 from services.envgateway.tools.registry import ToolBox
 from tests.documented import blocks
-
-from .serving import Client, NoRewards, serving
+from tests.integration.envgateway.environments.serving import Client, NoRewards, serving
 
 PAGE = "environments.md"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.processes.environments import EnginePoolConfig
+from services.common.config.envgateway import EnginePoolConfig
 from services.common.errors import CapacityError, InvalidRequestError
 from services.envgateway.envs.base import EpisodeLostError
 from services.envgateway.envs.engines.pool import EnginePool
@@ -167,7 +167,7 @@ async def test_an_engine_that_cannot_start_raises_an_error_about_the_start() -> 
 
 _OWNER = f"""
 import asyncio, sys
-from services.common.config.processes.environments import EnginePoolConfig
+from services.common.config.envgateway import EnginePoolConfig
 from services.envgateway.envs.engines.pool import EnginePool
 from tests.running import is_running
 

@@ -26,9 +26,8 @@ from services.envgateway.envs.base import Observation, StepResult
 from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.envs.household_toy import House, HouseholdToyEnvironment
 from tests.clock import Clock
+from tests.integration.envgateway.environments.serving import TIMEOUT_S, Client, registry, serving
 from tests.waiting import until
-
-from .serving import TIMEOUT_S, Client, registry, serving
 
 RELEASE = threading.Event()
 

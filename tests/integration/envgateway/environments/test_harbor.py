@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.environments import HarborConfig
+from services.common.config.envgateway import HarborConfig
 from services.common.errors import InvalidRequestError
-from services.common.harbor.task import read_task
+from services.common.harbor import read_task
 from services.envgateway.envs.base import EpisodeLostError, StepResult
 from services.envgateway.envs.harbor.episode import HarborEpisode
 from services.envgateway.sandbox.pool import SandboxPool

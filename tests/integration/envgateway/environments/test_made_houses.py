@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.processes.environments import AlfworldConfig
-from services.envgateway.envs.alfworld.episode import AlfworldWorld
-from services.envgateway.envs.alfworld.make import houses, package_data
-from services.envgateway.envs.alfworld.unpack import write_games
+from services.common.config.envgateway import AlfworldConfig
+from services.envgateway.envs.alfworld import AlfworldWorld, houses, package_data, write_games
 
 pytestmark = pytest.mark.needs("alfworld")
 

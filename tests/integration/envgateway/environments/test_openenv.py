@@ -14,8 +14,7 @@ import pytest
 from aiohttp import web
 from pydantic import ValidationError
 
-from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.config.processes.environments import PORT_MARK, OpenEnvConfig
+from services.common.config.envgateway import PORT_MARK, EnvGatewayConfig, OpenEnvConfig
 from services.common.errors import (
     CapacityError,
     ConfigError,
@@ -23,13 +22,12 @@ from services.common.errors import (
     InfrastructureError,
     InvalidRequestError,
 )
-from services.common.system.free_ports import free_ports
+from services.common.system.machine import free_ports
 from services.envgateway.envs.base import EpisodeLostError
-from services.envgateway.envs.openenv.world import OpenEnvWorld
-from services.envgateway.envs.worlds import make_worlds
+from services.envgateway.envs.episodes import make_worlds
+from services.envgateway.envs.openenv import OpenEnvWorld
+from tests.integration.envgateway.environments.serving import served_world
 from tests.waiting import WAIT_S
-
-from .serving import served_world
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "openenv_server.py"
 SCHEMA = {"action": {"properties": {"text": {"type": "string"}}, "required": ["text"]}}

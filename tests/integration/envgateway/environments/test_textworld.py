@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.processes.environments import EnginePoolConfig, TextworldConfig
+from services.common.config.envgateway import EnginePoolConfig, TextworldConfig
 from services.common.errors import InfrastructureError, InvalidRequestError
-from services.envgateway.envs.textworld.episode import TextworldWorld
-from services.envgateway.envs.textworld.games import CookingGame
-from services.envgateway.envs.textworld.maker import GameMaker
-
-from .serving import Client, served_world
+from services.envgateway.envs.textworld import CookingGame, GameMaker, TextworldWorld
+from tests.integration.envgateway.environments.serving import Client, served_world
 
 pytestmark = pytest.mark.needs("textworld")
 

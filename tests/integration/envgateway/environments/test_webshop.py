@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.config.processes.environments import WebshopConfig
+from services.common.config.envgateway import EnvGatewayConfig, WebshopConfig
 from services.common.errors import (
     CapacityError,
     ConfigError,
@@ -19,14 +18,13 @@ from services.common.errors import (
     InvalidRequestError,
     UnknownEnvironmentError,
 )
+from services.envgateway.envs import webshop_pages as world_module
 from services.envgateway.envs.base import EndStatus
-from services.envgateway.envs.webshop import environment as world_module
-from services.envgateway.envs.webshop.environment import WebshopWorld
-from services.envgateway.envs.worlds import make_worlds
+from services.envgateway.envs.episodes import make_worlds
+from services.envgateway.envs.webshop_pages import WebshopWorld
+from tests.integration.envgateway.environments.serving import Client, registry, served_world
 from tests.unit.envgateway.webshop.made import GOAL, write_catalogue
 from tests.waiting import accepted
-
-from .serving import Client, registry, served_world
 
 
 @pytest.fixture
@@ -163,7 +161,7 @@ def test_spacy_tags_nouns_when_it_is_asked_to(folder: Path, tmp_path: Path) -> N
     ruler.add([[{"LOWER": "acme"}]], {"POS": "PROPN"})
     ruler.add([[{"LOWER": "stone"}]], {"POS": "ADJ"})
     parser.to_disk(tmp_path / "model")
-    from services.envgateway.envs.webshop.reward import tagger_of
+    from services.envgateway.envs.webshop_pages import tagger_of
 
     config = WebshopConfig(data=folder, tagger="spacy", spacy_model=str(tmp_path / "model"))
     assert tagger_of(config)("Acme Stone Mug") == ("acme", "mug")

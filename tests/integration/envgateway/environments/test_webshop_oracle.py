@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.environments import WebshopConfig
+from services.common.config.envgateway import WebshopConfig
 from services.common.errors import InvalidRequestError
 from services.common.pb import environment_pb2 as pb
-from services.envgateway.envs.webshop.environment import WebshopWorld
+from services.envgateway.envs.webshop_pages import WebshopWorld
 from tests import needs
-
-from .serving import Client, served_world
+from tests.integration.envgateway.environments.serving import Client, served_world
 
 FREE = {"style": "bare", "max_turns": 100}
 

@@ -12,13 +12,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.common.config.processes.mcp import McpServerConfig
+from services.common.config.envgateway import McpServerConfig
 from services.common.errors import InfrastructureError
-from services.common.text.tool_calls import ToolStatus
-from services.envgateway.tools.base import StateLostError
-from services.envgateway.tools.mcp.server import McpServer
-from services.envgateway.tools.registry import ToolBox
-from services.envgateway.tools.session import ToolSession
+from services.common.text.tools import ToolStatus
+from services.envgateway.tools.mcp import McpServer
+from services.envgateway.tools.registry import ToolBox, ToolSession
+from services.envgateway.tools.tools import StateLostError
 from tests.ports import free_port
 from tests.waiting import WAIT_S
 

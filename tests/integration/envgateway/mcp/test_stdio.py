@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.mcp import McpServerConfig
+from services.common.config.envgateway import McpServerConfig
 from services.common.errors import CapacityError, InfrastructureError, InvalidRequestError
-from services.common.text.tool_calls import ToolStatus
-from services.envgateway.tools.base import StateLostError
-from services.envgateway.tools.mcp import server as server_module
-from services.envgateway.tools.mcp.server import McpServer
-from services.envgateway.tools.registry import ToolBox
-from services.envgateway.tools.session import ToolSession
+from services.common.text.tools import ToolStatus
+from services.envgateway.tools import mcp as server_module
+from services.envgateway.tools.mcp import McpServer
+from services.envgateway.tools.registry import ToolBox, ToolSession
+from services.envgateway.tools.tools import StateLostError
 from tests.waiting import until
 
 pytestmark = [pytest.mark.needs("mcp"), pytest.mark.slow]
@@ -39,7 +38,7 @@ async def serving(**configs: McpServerConfig) -> AsyncIterator[ToolBox]:
     try:
         yield box
     finally:
-        pids = [pid for server in box.servers.values() for connection in server._live if (pid := connection.pid)]
+        pids = [pid for server in box.servers.values() for mcp_client in server._live if (pid := mcp_client.pid)]
         await box.close()
         assert all(box.gauges[f"mcp_{name}_sessions"] == 0 for name in configs)
         assert not [pid for pid in pids if _lives(pid)]
@@ -92,7 +91,7 @@ async def test_a_result_of_ten_megabytes_is_cut_and_says_so() -> None:
 
 
 async def test_a_message_beyond_the_bound_is_a_failure_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.envgateway.tools.mcp.stdio.MAX_MESSAGE_BYTES", 1 << 16)
+    monkeypatch.setattr("services.envgateway.tools.mcp_client.MAX_MESSAGE_BYTES", 1 << 16)
     async with serving(a=raw(timeout_s=20.0)) as box:
         session = await ToolSession.open(box, ["mcp:a"])
         with pytest.raises(InfrastructureError):
@@ -131,9 +130,9 @@ async def test_a_place_is_waited_for_and_given_back(monkeypatch: pytest.MonkeyPa
 async def test_a_server_that_ends_or_hangs_is_started_again_and_the_call_is_no_result(
     ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.envgateway.tools.mcp import connection
+    from services.envgateway.tools import mcp_client
 
-    monkeypatch.setattr(connection, "_PING_S", 0.2)
+    monkeypatch.setattr(mcp_client, "_PING_S", 0.2)
     async with serving(a=raw(sessions="shared", timeout_s=0.3)) as box:
         session = await ToolSession.open(box, ["mcp:a"])
         with pytest.raises(InfrastructureError, match=r"envgateway\.mcp\.a"):
@@ -159,16 +158,16 @@ async def test_a_lost_state_loses_the_episode() -> None:
 async def test_a_server_that_was_killed_between_calls_is_started_again_where_there_is_no_state() -> None:
     async with serving(a=raw()) as box:
         session = await ToolSession.open(box, ["mcp:a"])
-        (connection,) = box.servers["a"]._live
-        assert connection.pid is not None
-        os.kill(connection.pid, 9)
+        (mcp_client,) = box.servers["a"]._live
+        assert mcp_client.pid is not None
+        os.kill(mcp_client.pid, 9)
         assert (await session.answer(call("echo", text="here"))).text == "here"
 
 
 async def test_a_slow_tool_of_a_server_that_answers_is_told_to_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.envgateway.tools.mcp import connection
+    from services.envgateway.tools import mcp_client
 
-    monkeypatch.setattr(connection, "_PING_S", 30.0)
+    monkeypatch.setattr(mcp_client, "_PING_S", 30.0)
     async with serving(a=raw(timeout_s=0.2)) as box:
         session = await ToolSession.open(box, ["mcp:a"])
         result = await session.answer(call("slow", number=30))
@@ -290,8 +289,8 @@ def test_a_killed_gateway_leaves_no_server(tmp_path: Path) -> None:
     log = tmp_path / "pids"
     program = (
         "import asyncio, sys\n"
-        "from services.common.config.processes.mcp import McpServerConfig\n"
-        "from services.envgateway.tools.mcp.server import McpServer\n"
+        "from services.common.config.envgateway import McpServerConfig\n"
+        "from services.envgateway.tools.mcp import McpServer\n"
         "async def main():\n"
         f"    config = McpServerConfig(command=[sys.executable, '-S', {RAW!r}, '--log', {str(log)!r}])\n"
         "    session = await McpServer('a', config).open_session()\n"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.envgateway import QueueConfig
-from services.common.telemetry.gateway_queue import Lane
+from services.common.config.envgateway import QueueConfig
+from services.common.telemetry.metrics import Lane
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
 from services.envgateway.queue.local import Job, JobResult
 from services.envgateway.queue.redis import Keys, RedisQueue, connect
@@ -18,8 +18,7 @@ from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 from services.envgateway.worker.worker import Worker
 from tests import needs
-
-from .redis_server import RedisServer
+from tests.integration.envgateway.queue.redis_server import RedisServer
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.rpc.client.channel import channel
+from services.common.rpc.client import channel
 from tests.ports import free_port
 from tests.waiting import WAIT_S
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
+from tests.integration.envgateway.judge_clients import GradingClient, RolloutClient, Status
+from tests.integration.envgateway.queue.processes import ROOT, Process, World, children, serves_connection
+from tests.integration.envgateway.queue.redis_server import RedisServer
 from tests.ports import free_port
 from tests.running import is_running
 from tests.waiting import until
-
-from ..judge_clients import GradingClient, RolloutClient, Status
-from .processes import ROOT, Process, World, children, serves_connection
-from .redis_server import RedisServer
 
 pytestmark = pytest.mark.slow
 

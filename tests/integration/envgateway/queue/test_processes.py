@@ -12,13 +12,12 @@ import pytest
 
 from services.common.pb import environment_pb2, environment_pb2_grpc, judge_pb2_grpc
 from services.common.pb import judge_pb2 as pb
-from services.common.rpc.client.channel import channel
-from services.common.telemetry.log_events import LogEvent
+from services.common.rpc.client import channel
+from services.common.telemetry.logs import LogEvent
+from tests.integration.envgateway.queue.processes import Process, World, children
+from tests.integration.envgateway.queue.redis_server import RedisServer
+from tests.integration.envgateway.sandbox_state import programs
 from tests.waiting import until
-
-from ..sandbox_state import programs
-from .processes import Process, World, children
-from .redis_server import RedisServer
 
 pytestmark = pytest.mark.slow
 

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from services.common.errors import DeadlineError
-from services.common.telemetry.gateway_queue import Lane
+from services.common.telemetry.metrics import Lane
 from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
 from services.envgateway.queue.local import Job, JobResult
 from services.envgateway.queue.redis import connect
 from services.envgateway.sandbox.bare.statuses import RunStatus
+from tests.integration.envgateway.queue.conftest import Farm
 from tests.waiting import until
-
-from .conftest import Farm
 
 
 async def test_jobs_of_both_kinds_come_back_from_workers(farm: Farm) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequestError
-from services.common.telemetry.gateway_queue import Lane
+from services.common.telemetry.metrics import Lane
 from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
 from services.envgateway.queue.local import Job, JobResult, encode
 from services.envgateway.queue.redis import GROUP, Keys, connect
@@ -17,9 +17,8 @@ from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 from services.envgateway.worker import worker as worker_module
 from services.envgateway.worker.worker import Worker
+from tests.integration.envgateway.queue.conftest import Farm
 from tests.waiting import until
-
-from .conftest import Farm
 
 
 async def test_entries_of_the_same_id_in_both_lanes_are_two_jobs(farm: Farm, redis: Any) -> None:

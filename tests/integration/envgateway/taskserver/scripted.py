@@ -9,11 +9,11 @@ from typing import Any
 
 import aiohttp
 
-from services.common.config.processes.environments import ServedTaskConfig, TaskServerConfig
+from services.common.config.envgateway import ServedTaskConfig, TaskServerConfig
 from services.common.errors import InfrastructureError, InvalidRequestError
 from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
 from services.envgateway.envs.episodes import EpisodeManager
-from services.envgateway.taskserver.server import TaskServer
+from services.envgateway.taskserver import TaskServer
 from tests.integration.envgateway.environments.serving import registry
 
 ACTIONS: list[str] = []

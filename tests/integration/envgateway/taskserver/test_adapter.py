@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.environments import ServedTaskConfig
+from services.common.config.envgateway import ServedTaskConfig
+from tests.integration.envgateway.taskserver.scripted import ACTIONS, Http, task_server
 from tests.waiting import until
-
-from .scripted import ACTIONS, Http, task_server
 
 SERVED = {
     "orders": ServedTaskConfig(concurrency=3, row={"extra": "more", "environment": {"max_turns": 7}}),

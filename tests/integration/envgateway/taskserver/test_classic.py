@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.environments import ServedTaskConfig, TaskServerConfig
+from services.common.config.envgateway import ServedTaskConfig, TaskServerConfig
 from services.common.errors import ConfigError
 from services.envgateway.envs.episodes import EpisodeManager
-from services.envgateway.taskserver.server import TaskServer
-from services.envgateway.taskserver.tasks import Tasks
+from services.envgateway.taskserver import Tasks, TaskServer
 from tests.integration.envgateway.environments.serving import registry
+from tests.integration.envgateway.taskserver.scripted import ACTIONS, Http, OrdersWorld, task_server
 from tests.waiting import until
-
-from .scripted import ACTIONS, Http, OrdersWorld, task_server
 
 SERVED = {
     "orders-std": ServedTaskConfig(environment="orders", concurrency=2, end=5),

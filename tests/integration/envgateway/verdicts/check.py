@@ -13,8 +13,7 @@ from services.envgateway.judge.records import JudgeRequest, JudgeResult
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits
-
-from .mutants import counts, mutants
+from tests.integration.envgateway.verdicts.mutants import counts, mutants
 
 _LIMITS = ExecutionLimits(wall_s=1.0)  # many mutants never end
 

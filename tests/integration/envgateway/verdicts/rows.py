@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from services.envgateway.judge.records import AssertTests, JudgeRequest, StdinCase, StdinTests
-
-from .contest_solutions import SOLUTIONS
+from tests.integration.envgateway.verdicts.contest_solutions import SOLUTIONS
 
 _HUMANEVAL, _LEETCODE = "humaneval/HumanEval.jsonl", "leetcode/train.jsonl"
 _CONTESTS = {name: f"{name}/test.jsonl" for name in sorted({name for name, _ in SOLUTIONS})}

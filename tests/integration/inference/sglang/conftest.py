@@ -13,10 +13,9 @@ import pytest
 
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.served.engine import ServedEngine
+from services.inference.engine.served.fleet import DiskTransfer, Server
 from services.inference.engine.served.process import ServerCommand, ServerProcess
-from services.inference.engine.served.server import Server
 from services.inference.engine.served.stage import Stage
-from services.inference.engine.served.transfer import DiskTransfer
 from services.inference.engine.sglang import sglang_program
 from tests.waiting import WAIT_S
 

@@ -17,19 +17,17 @@ import pytest
 import structlog.testing
 
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
-from services.common.records.kept_tokens import unpack
-from services.common.records.types import Sampling
-from services.common.security.bundle import VARIABLE
-from services.inference.engine.base import FinishReason, Generation, GenerationRequest, KvPolicy
+from services.common.kept_tokens import unpack
+from services.common.records import Sampling
+from services.common.security.keys import VARIABLE
+from services.inference.engine.base import FinishReason, Generation, GenerationRequest, KvPolicy, WeightUpdate
 from services.inference.engine.served import fleet
 from services.inference.engine.served.engine import ServedEngine
 from services.inference.engine.served.process import ServerCommand, ServerProcess
 from services.inference.engine.sglang import sglang_program
-from services.inference.engine.weight_update import WeightUpdate
+from tests.integration.inference.sglang.conftest import WEIGHTS, Launch, build, misbehave, seen
 from tests.running import is_running
 from tests.waiting import WAIT_S, until
-
-from .conftest import WEIGHTS, Launch, build, misbehave, seen
 
 FIRST = 10  # the token before the first sampled one
 
@@ -331,7 +329,7 @@ async def test_a_server_that_does_not_answer_is_named_after_its_deadline(tmp_pat
 async def test_a_server_that_is_frozen_before_it_takes_a_request_is_started_anew(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.inference.engine.served.server.STALL_ANSWER_S", 2.0)
+    monkeypatch.setattr("services.inference.engine.served.fleet.STALL_ANSWER_S", 2.0)
     engine = await launch(stall_timeout_s=0.2)
     (server,) = engine.servers
     frozen = server.process.pid

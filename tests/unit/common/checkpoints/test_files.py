@@ -27,7 +27,7 @@ from services.common.checkpoints import (
     write_safetensors,
 )
 from services.common.errors import CorruptDataError
-from services.common.system.disk import sync_directory
+from services.common.system.machine import sync_directory
 
 Whole = dict[str, tuple[StoredTensor, bytes]]
 

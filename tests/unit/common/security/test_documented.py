@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.common.security.permissions import HTTP, RPCS, allowed
-from services.common.security.roles import Role
+from services.common.security.identity import HTTP, RPCS, allowed
+from services.common.security.keys import Role
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "security.md"
 BEGIN, END = "<!-- permissions: begin -->\n| call | roles |\n|---|---|\n", "<!-- permissions: end -->"

@@ -14,8 +14,7 @@ from structlog.testing import capture_logs
 from services.cli.keys import Keyring
 from services.common.errors import ConfigError
 from services.common.security import identity
-from services.common.security.bundle import VARIABLE, without_keys
-from services.common.security.roles import Role
+from services.common.security.keys import VARIABLE, Role, without_keys
 from tests.keys import as_role, make_keys
 
 

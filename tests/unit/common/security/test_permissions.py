@@ -10,8 +10,8 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import ServiceDescriptor
 
 from services.common import pb
-from services.common.security.permissions import HTTP, RPCS, allowed
-from services.common.security.roles import Role
+from services.common.security.identity import HTTP, RPCS, allowed
+from services.common.security.keys import Role
 
 
 def services_of_the_protos() -> list[ServiceDescriptor]:

@@ -11,10 +11,10 @@ import yaml
 
 from services.cli.keys import KEYS, Keyring, keys_of, renew_in_time, with_keys
 from services.cli.plan import plan
-from services.common.config.reading.loading import load_recipe
+from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.security.bundle import VARIABLE
+from services.common.security.keys import VARIABLE
 from tests.keys import make_keys
 
 QUICKSTART = Path("recipes/quickstart")

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from services.common.errors import ConfigError, UnauthenticatedError
 from services.common.security import tokens
 from services.common.security.certificates import make_key, public_part
-from services.common.security.roles import Role
-from services.common.security.times import LEEWAY_S
+from services.common.security.keys import LEEWAY_S, Role
 
 KEY = make_key()
 PUBLIC = public_part(KEY)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import CorruptDataError
 from services.common.weights.codec import CHUNK_ELEMENTS, decode_tensor, encode_tensor
-from services.common.weights.elements import Bits, element_type
+from services.common.weights.snapshot import Bits, element_type
 
 DTYPES = ["bfloat16", "float16", "float32"]
 

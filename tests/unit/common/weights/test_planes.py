@@ -24,8 +24,8 @@ from services.common.weights.codec import (
     true_positions,
     unpack_positions,
 )
-from services.common.weights.elements import rank as rank_of
-from services.common.weights.elements import step_forward, unrank, zigzagged_steps
+from services.common.weights.snapshot import rank as rank_of
+from services.common.weights.snapshot import step_forward, unrank, zigzagged_steps
 
 SHARES = st.floats(0, 1)
 SIZES = st.integers(0, 20_000)

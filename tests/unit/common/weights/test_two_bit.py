@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import CorruptDataError
 from services.common.weights.codec import Method, PlaneReader, encode_tensor, pack_differences, unpack_values
-from services.common.weights.elements import Bits, element_type
+from services.common.weights.snapshot import Bits, element_type
 from tests.unit.common.weights.test_codec import apply, random_bits, seeds, stepped, weight_bits
 
 DTYPES = ["bfloat16", "float16", "float32", "int32", "int64", "uint8"]

@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ConfigError, DatasetError, InvalidRequestError
-from services.envgateway.envs.webshop.catalogue import draw_prices, find_files, read_catalogue
-from services.envgateway.envs.webshop.goals import NO_LIMIT, draw_goals, goal_of, read_goals
-
-from .made import GOAL, write_catalogue
+from services.envgateway.envs.webshop import (
+    NO_LIMIT,
+    draw_goals,
+    draw_prices,
+    find_files,
+    goal_of,
+    read_catalogue,
+    read_goals,
+)
+from tests.unit.envgateway.webshop.made import GOAL, write_catalogue
 
 
 @pytest.fixture

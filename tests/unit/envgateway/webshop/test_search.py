@@ -8,8 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.envgateway.envs.webshop.catalogue import Product
-from services.envgateway.envs.webshop.search import SearchIndex
+from services.envgateway.envs.webshop import Product, SearchIndex
 
 
 def _product(number: int, title: str, **more: object) -> Product:

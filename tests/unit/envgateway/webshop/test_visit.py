@@ -10,14 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import DatasetError
-from services.envgateway.envs.webshop.catalogue import find_files, read_catalogue
-from services.envgateway.envs.webshop.goals import goal_of
-from services.envgateway.envs.webshop.pages import Page, PageKind, PieceKind
-from services.envgateway.envs.webshop.reward import every_word, judge_purchase
-from services.envgateway.envs.webshop.shop import Shop, open_shop
-from services.envgateway.envs.webshop.visit import Visit
-
-from .made import GOAL, write_catalogue
+from services.envgateway.envs.webshop import find_files, goal_of, read_catalogue
+from services.envgateway.envs.webshop_pages import (
+    Page,
+    PageKind,
+    PieceKind,
+    Shop,
+    Visit,
+    every_word,
+    judge_purchase,
+    open_shop,
+)
+from tests.unit.envgateway.webshop.made import GOAL, write_catalogue
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.inference.engine.served.balance import PrefixMap, Window, choose
+from services.inference.engine.served.fleet import PrefixMap, Window, choose
 
 
 def test_a_queue_that_stays_shrinks_the_window_to_what_runs() -> None:

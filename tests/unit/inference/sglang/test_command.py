@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.services import InferenceConfig
+from services.common.config.processes import InferenceConfig
 from services.common.errors import ConfigError
 from services.common.installing import COMPLETE
 from services.common.weights.snapshot import AdapterIdentity
-from services.inference.engine.served.environment import interpreter, own_gpus
-from services.inference.engine.served.process import ServerCommand
+from services.inference.engine.served.process import ServerCommand, interpreter, own_gpus
 from services.inference.engine.sglang import server_commands
 
 PYTHON = {"ROLLMILL_SGLANG_PYTHON": sys.executable}
@@ -127,7 +126,7 @@ def test_the_interpreter_is_the_setting_then_the_variable_and_must_be_there() ->
 def test_an_environment_beside_the_sources_is_taken_where_its_install_ended_and_for_its_device(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.inference.engine.served.environment.ROOT", tmp_path)
+    monkeypatch.setattr("services.inference.engine.served.process.ROOT", tmp_path)
     for on_cpu, name in ((False, f".venv-{engine}"), (True, f".venv-{engine}-cpu")):
         python = tmp_path / name / "bin" / "python"
         python.parent.mkdir(parents=True)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from services.common.errors import InfrastructureError
-from services.common.records.types import Sampling
+from services.common.records import Sampling
 from services.inference.engine.base import FinishReason, GenerationRequest
 from services.inference.engine.served.client import VersionSpan
-from services.inference.engine.served.request_state import CallOutput, RequestState
+from services.inference.engine.served.engine import CallOutput, RequestState
 
 
 def state(*, room: int = 1000, stop: tuple[int, ...] = (9,), **sampling: Any) -> RequestState:

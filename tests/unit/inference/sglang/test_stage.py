@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from services.common.errors import ConfigError, InfrastructureError, ModelMismatchError
 from services.common.weights.codec import ChunkChange
+from services.inference.engine.base import WeightUpdate
 from services.inference.engine.served.stage import FILE, Stage, place_stage, size_of
-from services.inference.engine.weight_update import WeightUpdate
 
 
 def tensors(seed: int = 0, dtype: Any = torch.bfloat16) -> dict[str, Any]:

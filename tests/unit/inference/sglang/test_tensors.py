@@ -13,11 +13,11 @@ import torch
 from torch.multiprocessing import reductions
 
 from services.inference.engine import sglang_tensors as tensors
+from services.inference.engine.base import WeightUpdate
 from services.inference.engine.served.client import Refused
-from services.inference.engine.served.environment import seen_device
+from services.inference.engine.served.process import seen_device
 from services.inference.engine.served.stage import Stage, StagedTensor
 from services.inference.engine.sglang_tensors import DEVICE_PLACE, handles, on_device, placed
-from services.inference.engine.weight_update import WeightUpdate
 
 
 def staged(values: torch.Tensor) -> StagedTensor:

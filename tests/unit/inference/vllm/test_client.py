@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from services.common.errors import InfrastructureError, InvalidRequestError
-from services.common.records.kept_tokens import RowKind, pack, unpack
-from services.common.records.types import Sampling
+from services.common.kept_tokens import RowKind, pack, unpack
+from services.common.records import Sampling
 from services.inference.engine.served.client import CallRequest, Chunk, VersionSpan
 from services.inference.engine.vllm import VllmClient
 

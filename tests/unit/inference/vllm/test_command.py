@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.services import InferenceConfig
+from services.common.config.processes import InferenceConfig
 from services.common.errors import ConfigError
 from services.inference.engine.served.process import ServerCommand
 from services.inference.engine.vllm import CPU_CACHE_BYTES, server_commands

@@ -14,10 +14,10 @@ from services.common.errors import (
     DeadlineError,
     InvalidRequestError,
 )
-from services.common.records.types import Sequence
+from services.common.records import TokenSequence
 from services.orchestrator.buffer import batches
 from services.orchestrator.buffer.assembly import assemble
-from services.orchestrator.journal.records import BatchRecord
+from services.orchestrator.journal.entries import BatchRecord
 from services.orchestrator.progress import progress
 from tests.metrics_catalogue import is_documented
 from tests.unit.orchestrator.world import World
@@ -77,7 +77,7 @@ async def test_a_large_batch_is_put_together_beside_the_event_loop(
 ) -> None:
     threads: set[int] = set()
 
-    def noted(*arguments: Any) -> tuple[BatchRecord, dict[str, Sequence]]:
+    def noted(*arguments: Any) -> tuple[BatchRecord, dict[str, TokenSequence]]:
         threads.add(threading.get_ident())
         return assemble(*arguments)
 

@@ -12,8 +12,7 @@ from services.common.errors import (
     VersionConflictError,
 )
 from services.orchestrator.journal import journal
-from services.orchestrator.members.commands import AnnounceVersion, PlayGroup
-from services.orchestrator.members.replica import Held
+from services.orchestrator.members import AnnounceVersion, Held, PlayGroup
 from services.orchestrator.progress import waits
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S

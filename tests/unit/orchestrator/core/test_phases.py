@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 
 from services.common.errors import ConfigError
-from services.common.records.fates import RunCount
-from services.common.records.types import WeightVersion
+from services.common.records import RunCount, WeightVersion
 from services.common.telemetry.accounts import PeerState
-from services.orchestrator.members.commands import AnnounceVersion, LeavePool
-from services.orchestrator.state.run_control import RunState
+from services.orchestrator.groups import RunState
+from services.orchestrator.members import AnnounceVersion, LeavePool
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World, living
 from tests.waiting import WAIT_S, until

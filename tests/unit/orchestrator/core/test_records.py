@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import structlog
 
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 from services.orchestrator.ingest import RecordOutcome
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World

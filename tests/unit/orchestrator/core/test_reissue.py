@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import structlog
 
-from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.logs import LogEvent
 from services.orchestrator.ingest import RecordOutcome
-from services.orchestrator.members.commands import CancelGroup, PlayGroup
-from services.orchestrator.members.replica import Hello
+from services.orchestrator.members import CancelGroup, Hello, PlayGroup
 from tests.unit.orchestrator.builders import failure, trajectory
 from tests.unit.orchestrator.world import World
 

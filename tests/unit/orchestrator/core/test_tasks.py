@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from services.orchestrator.state.groups import TaskGroup
-from services.orchestrator.tasks.curation import FilterSolved, PassRate
+from services.orchestrator.groups import TaskGroup
+from services.orchestrator.tasks.orders import FilterSolved, PassRate
 from tests.unit.orchestrator.builders import trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.common.records.fates import SetAsideReason
-from services.common.records.types import TaskGroupOrder
-from services.orchestrator.journal import records
+from services.common.records import SetAsideReason, TaskGroupOrder
+from services.orchestrator.journal import entries
 from tests.unit.orchestrator.damage import flip, loaded
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
@@ -46,7 +45,7 @@ def set_aside(world: World) -> list[tuple[str, str, SetAsideReason]]:
 
 
 def closed(world: World) -> dict[str, str]:
-    return {record["task_group_id"]: record["reason"] for record in loaded(world.run_dir, records.CLOSED)}
+    return {record["task_group_id"]: record["reason"] for record in loaded(world.run_dir, entries.CLOSED)}
 
 
 async def trains_on(world: World, step: int) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import BatchLostError, CorruptDataError, DeadlineError
-from services.common.records.fates import SetAsideReason
+from services.common.records import SetAsideReason
 from services.orchestrator.buffer.assembly import read_batch
-from services.orchestrator.journal import records
+from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
 from tests.unit.orchestrator.damage import flip, loaded
 from tests.unit.orchestrator.recovery.helpers import (
@@ -30,11 +30,11 @@ async def test_a_damaged_record_of_a_superseded_version_stops_nothing(worlds: Ma
     await begun(world)
     for step in (1, 2, 3):
         await stepped(world, step)
-    await spoiled(world, records.VERSION, f"model0/{lost}")
+    await spoiled(world, entries.VERSION, f"model0/{lost}")
     ledger = world.core.ledgers["model0"]
     assert ledger.newest_number == 3 and ledger.get(lost) is None and not ledger.lacks_newest
     assert world.core.batches["model0"].newest_version == 3
-    assert set_aside(world) == [(records.VERSION, f"model0/{lost}", SetAsideReason.DAMAGED)]
+    assert set_aside(world) == [(entries.VERSION, f"model0/{lost}", SetAsideReason.DAMAGED)]
     await trains_on(world, 4)
 
 
@@ -46,8 +46,8 @@ async def test_the_trainer_offers_a_newest_version_again_whose_record_is_damaged
     await stepped(world, 1)
     await stepped(world, 2)
     await world.journal.close()
-    flip(world.run_dir, records.VERSION, "model0/1")
-    flip(world.run_dir, records.VERSION, "model0/2")
+    flip(world.run_dir, entries.VERSION, "model0/1")
+    flip(world.run_dir, entries.VERSION, "model0/2")
     world.core.close_metrics()
     world.open()
     ledger = world.core.ledgers["model0"]
@@ -70,11 +70,11 @@ async def test_a_damaged_batch_that_was_trained_is_not_trained_again(worlds: Mak
     seen: list[str] = []
     for step in (1, 2):
         await stepped(world, step)
-        seen += [e["sequence_id"] for e in loaded(world.run_dir, records.BATCH, f"model0/{step}")[0]["sequences"]]
-    await spoiled(world, records.BATCH, "model0/2")
+        seen += [e["sequence_id"] for e in loaded(world.run_dir, entries.BATCH, f"model0/{step}")[0]["sequences"]]
+    await spoiled(world, entries.BATCH, "model0/2")
     assert world.core.batches["model0"].newest_step == 2
     await trains_on(world, 3)
-    again = [e["sequence_id"] for e in loaded(world.run_dir, records.BATCH, "model0/3")[0]["sequences"]]
+    again = [e["sequence_id"] for e in loaded(world.run_dir, entries.BATCH, "model0/3")[0]["sequences"]]
     assert not set(again) & set(seen)
 
 
@@ -83,12 +83,12 @@ async def test_a_damaged_batch_that_was_not_trained_is_put_together_again_of_oth
     for order in await begun(world):
         await world.play(order)
     first = {entry.sequence_id for entry in (await world.trainer_api.pull_batch("model0", 1, WAIT_S)).record.entries}
-    await spoiled(world, records.BATCH, "model0/1")
+    await spoiled(world, entries.BATCH, "model0/1")
     assert world.core.batches["model0"].newest_step == 0
     with pytest.raises(DeadlineError):
         await world.trainer_api.pull_batch("model0", 1, 0.05)
     await trains_on(world, 1)
-    found = loaded(world.run_dir, records.BATCH, "model0/1")
+    found = loaded(world.run_dir, entries.BATCH, "model0/1")
     assert len(found) == 1 and not first & {entry["sequence_id"] for entry in found[0]["sequences"]}
     await world.crash()  # no batch in memory
     again = await world.trainer_api.pull_batch("model0", 1, WAIT_S)  # the record that can be read
@@ -101,7 +101,7 @@ async def test_a_recorded_batch_is_served_without_what_of_it_is_lost(worlds: Mak
         await world.play(order)
     whole = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     lost = whole.record.entries[0].sequence_id
-    await spoiled(world, records.TRAJECTORY, lost.rpartition("/")[0])
+    await spoiled(world, entries.TRAJECTORY, lost.rpartition("/")[0])
     left = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     share = left.share(0, 1)
     assert {s.sequence_id for s in share.sequences} == {e.sequence_id for e in whole.record.entries} - {lost}
@@ -133,7 +133,7 @@ async def test_a_part_that_is_not_in_the_damaged_batch_for_sure_is_not_trained(w
     for order in await begun_with_two(world):
         await world.play(order)
     await world.trainer_api.pull_batch("model0", 1, WAIT_S)
-    await spoiled(world, records.BATCH, "model0/1")
+    await spoiled(world, entries.BATCH, "model0/1")
     assert world.core.experience.buffers["model0"].num_sequences == 0
     assert world.core.experience.buffers["model1"].num_sequences == 16
     assert world.core.counters["sequences_set_aside"] == 16

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.records.fates import ClosedReason, SetAsideReason
+from services.common.records import ClosedReason, SetAsideReason
+from services.orchestrator.groups import RunState
 from services.orchestrator.ingest import Answer, RecordOutcome
-from services.orchestrator.journal import records
-from services.orchestrator.state.run_control import RunState
+from services.orchestrator.journal import entries
 from tests.unit.orchestrator.builders import trajectory
 from tests.unit.orchestrator.damage import loaded, rows
 from tests.unit.orchestrator.recovery.helpers import (
@@ -29,12 +29,12 @@ async def test_the_slot_of_a_damaged_trajectory_is_open_again(worlds: Make) -> N
     first, *_ = await begun(world)
     await world.play(first)  # complete, judged and waiting in the buffer
     name = first.task_group_id
-    await spoiled(world, records.TRAJECTORY, f"{name}/1")
+    await spoiled(world, entries.TRAJECTORY, f"{name}/1")
     assert world.core.groups[name].unresolved == (1,)
-    assert set_aside(world) == [(records.TRAJECTORY, f"{name}/1", SetAsideReason.DAMAGED)]
+    assert set_aside(world) == [(entries.TRAJECTORY, f"{name}/1", SetAsideReason.DAMAGED)]
     assert await world.send(trajectory(name, 1, reward=1.0)) == [RecordOutcome.ACCEPTED]
     assert world.core.experience.buffers["model0"].num_sequences == 4
-    assert len(loaded(world.run_dir, records.VERDICT, name)) == 2  # judged again
+    assert len(loaded(world.run_dir, entries.VERDICT, name)) == 2  # judged again
     await world.crash()
     assert name not in world.core.groups
     assert world.core.experience.buffers["model0"].num_sequences == 4
@@ -45,15 +45,15 @@ async def test_nothing_is_set_aside_twice_and_a_start_adds_nothing(worlds: Make)
     world = worlds()
     first, *_ = await begun(world)
     await world.send(trajectory(first.task_group_id, 1))
-    await spoiled(world, records.TRAJECTORY, f"{first.task_group_id}/1")
+    await spoiled(world, entries.TRAJECTORY, f"{first.task_group_id}/1")
     await world.settle()
-    noted = loaded(world.run_dir, records.SET_ASIDE)
+    noted = loaded(world.run_dir, entries.SET_ASIDE)
     assert len(noted) == 1
     assert {"kind", "key", "segment", "offset", "reason", "number"} <= noted[0].keys()
     for _ in range(3):
         await world.crash()
     await world.settle()
-    assert len(loaded(world.run_dir, records.SET_ASIDE)) == 1
+    assert len(loaded(world.run_dir, entries.SET_ASIDE)) == 1
     assert len(world.core.aside) == 1
 
 
@@ -63,11 +63,11 @@ async def test_a_damaged_task_group_is_not_waited_for_and_the_curriculum_goes_on
     last = orders[-1]
     await world.send(trajectory(last.task_group_id, 0))
     tasks = {order.task.task_id for order in orders}
-    await spoiled(world, records.GROUP, last.task_group_id)
+    await spoiled(world, entries.GROUP, last.task_group_id)
     assert last.task_group_id not in world.core.groups
     assert sorted(set_aside(world)) == [
-        (records.GROUP, last.task_group_id, SetAsideReason.DAMAGED),
-        (records.TRAJECTORY, f"{last.task_group_id}/0", SetAsideReason.ORPHANED),
+        (entries.GROUP, last.task_group_id, SetAsideReason.DAMAGED),
+        (entries.TRAJECTORY, f"{last.task_group_id}/0", SetAsideReason.ORPHANED),
     ]
     await world.settle()
     assert closed(world) == {last.task_group_id: ClosedReason.SET_ASIDE}
@@ -87,7 +87,7 @@ async def test_the_group_of_a_damaged_assignment_is_issued_again(worlds: Make) -
     world.core.pool.expire()
     other = world.join("other")
     name = (await world.orders(other))[0].task_group_id
-    await spoiled(world, records.ASSIGNMENT, name)
+    await spoiled(world, entries.ASSIGNMENT, name)
     assert world.core.pool.owner(name) is None and len(world.core.groups) == len(orders)
     world.train()
     assert name in {order.task_group_id for order in await world.orders(world.join("other", running=[name]))}
@@ -102,7 +102,7 @@ async def test_the_record_of_a_group_of_a_damaged_assignment_is_taken_before_its
     world.clock.now += 31.0
     world.core.pool.expire()
     (name,) = [order.task_group_id for order in await world.orders(world.join("other", slots=4))]
-    await spoiled(world, records.ASSIGNMENT, name)
+    await spoiled(world, entries.ASSIGNMENT, name)
     assert not world.core.pool.has_met("other", "1"), "no other record says who it was"
     answers: list[Answer] = []
     world.core.ingest.submit(trajectory(name, 0), answers.append, ("other", "1"))
@@ -118,7 +118,7 @@ async def test_a_group_of_which_a_part_was_trained_is_not_played_again(worlds: M
         await world.play(order)
     batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     name = batch.record.entries[0].sequence_id.split("/")[0]
-    await spoiled(world, records.TRAJECTORY, f"{name}/2")
+    await spoiled(world, entries.TRAJECTORY, f"{name}/2")
     assert name not in world.core.groups
     await world.settle()
     assert closed(world)[name] == ClosedReason.SET_ASIDE
@@ -132,7 +132,7 @@ def mark_of(world: World) -> str:
     return world.core.names.draw().rpartition("-")[0]
 
 
-@pytest.mark.parametrize("kind", [records.VERDICT, records.CLOSED, records.STATE, records.OBSERVATION, records.RUN])
+@pytest.mark.parametrize("kind", [entries.VERDICT, entries.CLOSED, entries.STATE, entries.OBSERVATION, entries.RUN])
 async def test_a_damaged_record_of_another_kind_stops_nothing(worlds: Make, kind: str) -> None:
     world = worlds(curation="filter_solved")
     await begun(world)
@@ -140,8 +140,8 @@ async def test_a_damaged_record_of_another_kind_stops_nothing(worlds: Make, kind
     world.core.write_state()
     await world.settle()
     mark, started = mark_of(world), world.core.started_at
-    if kind == records.RUN:
-        world.journal.submit(records.RUN, "", lambda: {"run_id": "unit", "mark": "abc", "started_at": 0.0})
+    if kind == entries.RUN:
+        world.journal.submit(entries.RUN, "", lambda: {"run_id": "unit", "mark": "abc", "started_at": 0.0})
         await world.settle()
     key = rows(world.run_dir, kind)[-1].key
     await spoiled(world, kind, key, -1)
@@ -156,7 +156,7 @@ async def test_the_state_before_a_damaged_one_counts(worlds: Make) -> None:
     await world.settle()
     world.core.counters["records_duplicate"] = 7
     world.core.write_state()
-    await spoiled(world, records.STATE, "", -1)
+    await spoiled(world, entries.STATE, "", -1)
     assert world.core.control.state is RunState.PAUSED
     assert world.core.counters["records_duplicate"] == 0
     assert world.core.counters["task_groups_issued"] > 0
@@ -168,7 +168,7 @@ async def test_a_damaged_start_of_an_evaluation_lets_go_of_its_task_groups(world
     await world.core.begin_evaluation("mine")
     await world.orders(world.join())
     assert len(world.core.groups) == 3
-    await spoiled(world, records.EVALUATION_START, "mine")
+    await spoiled(world, entries.EVALUATION_START, "mine")
     assert not world.core.groups and not world.core.evaluations.running
     await world.core.begin_evaluation("mine")
     assert world.core.evaluations.running
@@ -182,7 +182,7 @@ async def test_a_damaged_result_of_an_evaluation_is_computed_again(worlds: Make)
         await world.play(order)
     before = dict(world.core.evaluations.results)
     [name] = before
-    await spoiled(world, records.EVALUATION, name)
+    await spoiled(world, entries.EVALUATION, name)
     assert world.core.evaluations.results == before
     await world.crash()
     assert world.core.evaluations.results == before

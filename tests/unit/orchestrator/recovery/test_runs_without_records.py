@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.journal import records
+from services.orchestrator.journal import entries
 from tests.unit.orchestrator.builders import failure, trajectory
 from tests.unit.orchestrator.damage import flip_header, loaded, remove, rows
 from tests.unit.orchestrator.recovery.helpers import (
@@ -16,9 +16,9 @@ from tests.unit.orchestrator.recovery.helpers import (
 from tests.unit.orchestrator.world import World
 
 EVERY_KIND = [
-    *(records.RUN, records.GROUP, records.ASSIGNMENT, records.TRAJECTORY, records.FAILURE, records.VERDICT),
-    *(records.CLOSED, records.OBSERVATION, records.BATCH, records.VERSION, records.EVALUATION_START),
-    *(records.EVALUATION, records.STATE),
+    *(entries.RUN, entries.GROUP, entries.ASSIGNMENT, entries.TRAJECTORY, entries.FAILURE, entries.VERDICT),
+    *(entries.CLOSED, entries.OBSERVATION, entries.BATCH, entries.VERSION, entries.EVALUATION_START),
+    *(entries.EVALUATION, entries.STATE),
 ]
 
 
@@ -36,7 +36,7 @@ async def lived(world: World) -> None:
     world.clock.now += 31.0
     world.core.pool.expire()
     first, *_ = await world.orders(world.join("other", number=2))
-    world.journal.submit(records.RUN, "", lambda: {"run_id": "unit", "mark": "abc", "started_at": 0.0})
+    world.journal.submit(entries.RUN, "", lambda: {"run_id": "unit", "mark": "abc", "started_at": 0.0})
     await world.send(trajectory(first.task_group_id, 0, version=2), failure(first.task_group_id, 1))
     world.core.write_state()
     await world.settle()
@@ -45,50 +45,50 @@ async def lived(world: World) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "with_index"), [*((kind, True) for kind in EVERY_KIND), (records.BATCH, False), (records.CLOSED, False)]
+    ("kind", "with_index"), [*((kind, True) for kind in EVERY_KIND), (entries.BATCH, False), (entries.CLOSED, False)]
 )
 async def test_the_run_goes_on_without_all_records_of_a_kind(worlds: Make, kind: str, with_index: bool) -> None:
     world = worlds(curation="filter_solved")
     await lived(world)
-    names = {row.key for row in rows(world.run_dir, records.GROUP)}
-    seen = {e["sequence_id"] for batch in loaded(world.run_dir, records.BATCH) for e in batch["sequences"]}
+    names = {row.key for row in rows(world.run_dir, entries.GROUP)}
+    seen = {e["sequence_id"] for batch in loaded(world.run_dir, entries.BATCH) for e in batch["sequences"]}
     await world.journal.close()
     remove(world.run_dir, kind, with_index=with_index)
     world.core.close_metrics()
     world.open()
     newest = world.core.ledgers["model0"]
-    if kind == records.VERSION:
+    if kind == entries.VERSION:
         for number in range(newest.newest_number + 1):
             await world.publish(number)
-    assert newest.newest_number == (1 if kind == records.VERSION else 2)
+    assert newest.newest_number == (1 if kind == entries.VERSION else 2)
     await trains_on(world, newest.newest_number + 1)
-    [batch] = loaded(world.run_dir, records.BATCH, f"model0/{newest.newest_number}")[-1:]
-    if kind != records.VERSION:
+    [batch] = loaded(world.run_dir, entries.BATCH, f"model0/{newest.newest_number}")[-1:]
+    if kind != entries.VERSION:
         assert not seen & {entry["sequence_id"] for entry in batch["sequences"]}
-    issued = [row.key for row in rows(world.run_dir, records.GROUP)]
+    issued = [row.key for row in rows(world.run_dir, entries.GROUP)]
     assert len(set(issued)) == len(issued)
-    if kind != records.GROUP:
+    if kind != entries.GROUP:
         assert names <= set(issued)
     before = len(world.core.aside)
     await world.crash()
     assert len(world.core.aside) == before
 
 
-@pytest.mark.parametrize("kind", [records.GROUP, records.TRAJECTORY, records.CLOSED, records.BATCH, records.VERSION])
+@pytest.mark.parametrize("kind", [entries.GROUP, entries.TRAJECTORY, entries.CLOSED, entries.BATCH, entries.VERSION])
 async def test_the_run_goes_on_when_a_record_does_not_even_tell_which_it_was(worlds: Make, kind: str) -> None:
     world = worlds(curation="filter_solved")
     await lived(world)
-    seen = {e["sequence_id"] for batch in loaded(world.run_dir, records.BATCH) for e in batch["sequences"]}
+    seen = {e["sequence_id"] for batch in loaded(world.run_dir, entries.BATCH) for e in batch["sequences"]}
     await world.journal.close()
     flip_header(world.run_dir, kind, rows(world.run_dir, kind)[-1].key, -1)
     world.core.close_metrics()
     world.open()
-    if world.core.ledgers["model0"].lacks_newest or kind == records.VERSION:
+    if world.core.ledgers["model0"].lacks_newest or kind == entries.VERSION:
         await world.publish(2)
     await trains_on(world, 3)
     batches = {
         row.key: batch
-        for row, batch in zip(rows(world.run_dir, records.BATCH), loaded(world.run_dir, records.BATCH), strict=True)
+        for row, batch in zip(rows(world.run_dir, entries.BATCH), loaded(world.run_dir, entries.BATCH), strict=True)
     }
     assert not seen & {entry["sequence_id"] for entry in batches["model0/3"]["sequences"]}
     assert sum(world.core.aside.counts().values()) >= 1

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from services.common.errors import ConfigError
-from services.common.records.fates import ClosedReason, SetAsideReason
-from services.common.records.types import WeightVersion
+from services.common.records import ClosedReason, SetAsideReason, WeightVersion
 from services.orchestrator.buffer.batches import ExperiencePipeline
-from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.records import GroupVerdict
-from services.orchestrator.state.groups import Outcome, TaskGroup
+from services.orchestrator.groups import Outcome, TaskGroup
+from services.orchestrator.journal import entries
+from services.orchestrator.journal.entries import GroupVerdict
 from tests.unit.orchestrator.builders import trajectory
 from tests.unit.orchestrator.recovery.helpers import (
     Make,
@@ -39,7 +38,7 @@ async def test_what_cannot_be_computed_costs_its_task_group(worlds: Make, monkey
     monkeypatch.setattr(ExperiencePipeline, "resolved", overflows)
     await world.crash()
     assert name not in world.core.groups
-    assert (records.GROUP, name, SetAsideReason.REFUSED) in set_aside(world)
+    assert (entries.GROUP, name, SetAsideReason.REFUSED) in set_aside(world)
     await world.settle()
     assert closed(world)[name] == ClosedReason.SET_ASIDE
     accounts = world.core.experience.admission.accounts["model0"]
@@ -76,22 +75,22 @@ async def test_a_trajectory_that_says_nothing_sensible_is_unreadable(worlds: Mak
     world = worlds()
     orders = await begun(world)
     name = orders[0].task_group_id
-    record = {**rollouts.trajectory_to_json(trajectory(name, 2)), **change}
-    world.journal.submit(records.TRAJECTORY, f"{name}/2", lambda: record)
+    record = {**entries.trajectory_to_json(trajectory(name, 2)), **change}
+    world.journal.submit(entries.TRAJECTORY, f"{name}/2", lambda: record)
     await world.settle()
     await world.crash()
     assert world.core.groups[name].unresolved == (0, 1, 2, 3)
-    assert set_aside(world) == [(records.TRAJECTORY, f"{name}/2", SetAsideReason.UNREADABLE)]
+    assert set_aside(world) == [(entries.TRAJECTORY, f"{name}/2", SetAsideReason.UNREADABLE)]
     await trains_on(world, 1)
 
 
 @pytest.mark.parametrize(
     ("kind", "key", "record"),
     [
-        (records.VERSION, "model0/1", {"policy": "nobody", "number": 1, "digest": "x", "sources": [], "checkpoint_step": 0, "metrics": []}),
-        (records.VERSION, "model0/0", {"policy": "model0", "number": 0, "digest": "other", "sources": [], "checkpoint_step": 0, "metrics": []}),
-        (records.BATCH, "model0/1", {"policy": "nobody", "training_step": 1, "sequences": [], "minibatches": [], "statistics": []}),
-        (records.EVALUATION_START, "x", {"evaluation_id": "x", "versions": [{"policy": "nobody", "number": 1}]}),
+        (entries.VERSION, "model0/1", {"policy": "nobody", "number": 1, "digest": "x", "sources": [], "checkpoint_step": 0, "metrics": []}),
+        (entries.VERSION, "model0/0", {"policy": "model0", "number": 0, "digest": "other", "sources": [], "checkpoint_step": 0, "metrics": []}),
+        (entries.BATCH, "model0/1", {"policy": "nobody", "training_step": 1, "sequences": [], "minibatches": [], "statistics": []}),
+        (entries.EVALUATION_START, "x", {"evaluation_id": "x", "versions": [{"policy": "nobody", "number": 1}]}),
     ],
 )  # fmt: skip
 async def test_a_record_that_can_be_read_and_not_applied_is_set_aside(
@@ -117,7 +116,7 @@ async def test_versions_after_a_gap_are_taken_in_the_order_of_their_numbers(worl
     for number in (3, 4):
         version = WeightVersion(policy="model0", number=number, digest=f"d{number}")
         world.journal.submit(
-            records.VERSION, f"model0/{number}", lambda version=version: records.version_to_json(version, 0, {})
+            entries.VERSION, f"model0/{number}", lambda version=version: entries.version_to_json(version, 0, {})
         )
     await world.settle()
     await world.crash()

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from services.common.errors import DatasetError
-from services.orchestrator.tasks.rows.code import code_row
+from services.orchestrator.tasks.code_rows import code_row
 
 STDIN = {"kind": "stdin", "cases": [{"stdin": "1 2", "expected": "3"}]}
 CALL = {"kind": "call", "entry_point": "add", "cases": [{"args": [1, 2], "expected": 3}]}

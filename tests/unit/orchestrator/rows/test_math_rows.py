@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import DatasetError
-from services.orchestrator.tasks.rows.math import answer_text, math_row
+from services.orchestrator.tasks.math_rows import answer_text, math_row
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
-from services.common.telemetry.activities import ActivityName
+from services.common.telemetry.accounts import AccountState, ActivityName, ActivityTime, PeerState
 from services.orchestrator.stalls import Facts, PolicyFacts, ReplicaFacts, Stall, StallDetector
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.records.refusals import Refusal, RefusalReason
+from services.common.records import Refusal, RefusalReason
 from services.common.telemetry.accounts import AccountState, PeerState
 from services.orchestrator.ingest import Streak
 from services.orchestrator.stalls import ADVICE, Cause, Hold

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.common.records.types import WeightTransfer
+from services.common.records import WeightTransfer
 from services.common.telemetry.metrics import StallMoment
 from services.orchestrator.metrics import RunMetrics
 

@@ -14,21 +14,19 @@ import torch
 
 from services.cli.check.recipe import missing_data
 from services.cli.deploy.layout import lay_out
-from services.common.records.types import Task
+from services.common.records import Task
 from services.common.text.programs import program_of
-from services.envgateway.envs.alfworld import prompts
-from services.envgateway.envs.webshop import dialogue
-from services.envgateway.envs.webshop.catalogue import draw_prices, find_files, read_catalogue
-from services.envgateway.envs.webshop.search import SearchIndex
+from services.envgateway.envs import alfworld as prompts
+from services.envgateway.envs import webshop_pages
+from services.envgateway.envs.webshop import SearchIndex, draw_prices, find_files, read_catalogue
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
 from services.envgateway.sandbox.pool import SandboxPool
-from services.inference.engine.torch.sampler import SamplingRows, sample
-from services.inference.workflows.actor_verifier import TRY_AGAIN, VERIFY
-from services.inference.workflows.base import Episode
-from services.inference.workflows.codegen.generated_cases import read_cases
-from services.inference.workflows.tools.tool_math import ToolMathSettings, format_term
-from services.inference.workflows.verdicts import ReviewVerdict, read_verdict
+from services.inference.engine.torch.slots import SamplingRows, sample
+from services.inference.workflows.base import Episode, ReviewVerdict, read_verdict
+from services.inference.workflows.codegen import read_cases
+from services.inference.workflows.single import TRY_AGAIN, VERIFY
+from services.inference.workflows.tools import ToolMathSettings, format_term
 from services.orchestrator.buffer.buffer import advantage_groups
 from tests.integration.envgateway.conftest import CONFIG
 from tests.unit.envgateway.webshop.made import write_catalogue
@@ -67,7 +65,7 @@ def log_probabilities_are_over_what_is_kept() -> None:
 
 def an_episode_opens_with_turns_of_user_and_assistant() -> None:
     alfworld = prompts.opening("pick_and_place-x", "a room", ["look"])
-    webshop = [*dialogue.OPENING, {"role": "user", "content": "a page"}]
+    webshop = [*webshop_pages.OPENING, {"role": "user", "content": "a page"}]
     for messages in (alfworld, webshop):
         begun = Episode(episode_id="e", observation="flat", messages=tuple(messages)).opening()
         assert begun == messages and len(begun) >= 5
@@ -135,7 +133,7 @@ def words_of_a_verdict_are_whole() -> None:
 def prompts_ask_for_the_protocol() -> None:
     assert "<verdict>approve</verdict>" in VERIFY and "{review}" in TRY_AGAIN
     assert "ACTION:" in prompts.INSTRUCTION and "THOUGHT:" in prompts.INSTRUCTION
-    assert "search[keywords]" in dialogue.RULES and "click[value]" in dialogue.RULES
+    assert "search[keywords]" in webshop_pages.RULES and "click[value]" in webshop_pages.RULES
     assert all(tag in str(ToolMathSettings().system) for tag in ("<reason>", "</reason>", "<answer>"))
 
 

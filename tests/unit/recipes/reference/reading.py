@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.common.config.data import DatasetConfig
-from services.common.config.processes.placement import engine_numbers
+from services.common.config.processes import engine_numbers
 from services.common.config.recipe import Recipe
-from services.common.rpc.client.channel import DEADLINES
-from services.orchestrator.tasks.catalogue import KnownDataset, known
+from services.common.rpc.client import DEADLINES
+from services.orchestrator.tasks.rows import KnownDataset, known
 from tests.unit.recipes.reference.table import Conversion, Place, Reader
 
 # Conversions: a value there -> the value of our key that says the same.

@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.environments import AgentBenchConfig
+from services.common.config.envgateway import AgentBenchConfig
 from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
-from services.envgateway.envs.agentbench.http import Reply
-from services.envgateway.envs.agentbench.protocol import reward_of
-from services.envgateway.envs.agentbench.world import AgentBenchEpisode, AgentBenchWorld
+from services.envgateway.envs.agentbench import AgentBenchEpisode, AgentBenchWorld, Reply, reward_of
 from services.envgateway.envs.base import EndStatus, EpisodeLostError
+from tests.integration.envgateway.environments.agentbench.fakes import CAPACITY, FakeAdapter, FakeController, running
 from tests.waiting import until
-
-from .fakes import CAPACITY, FakeAdapter, FakeController, running
 
 FAKES = {"classic": FakeController, "adapter": FakeAdapter}
 

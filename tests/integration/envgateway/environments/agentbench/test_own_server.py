@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.environments import AgentBenchConfig, ServedTaskConfig
+from services.common.config.envgateway import AgentBenchConfig, ServedTaskConfig
 from services.common.errors import CapacityError, InvalidRequestError
-from services.envgateway.envs.agentbench import world as episode_module
-from services.envgateway.envs.agentbench.world import AgentBenchWorld
+from services.envgateway.envs import agentbench as episode_module
+from services.envgateway.envs.agentbench import AgentBenchWorld
 from services.envgateway.envs.base import EpisodeLostError
 from tests.integration.envgateway.taskserver.scripted import Http, task_server
 

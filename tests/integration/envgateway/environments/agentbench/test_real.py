@@ -11,23 +11,24 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.common.config.processes.environments import (
-    AgentBenchConfig,
-    AlfworldConfig,
-    EnginePoolConfig,
-    TaskServerConfig,
-)
+from services.common.config.envgateway import AgentBenchConfig, AlfworldConfig, EnginePoolConfig, TaskServerConfig
 from services.common.errors import CapacityError, EpisodeNotFoundError, InfrastructureError, InvalidRequestError
-from services.envgateway.envs.agentbench.world import AgentBenchWorld
-from services.envgateway.envs.alfworld.episode import AlfworldWorld
-from services.envgateway.envs.alfworld.unpack import unpack
+from services.envgateway.envs.agentbench import AgentBenchWorld
+from services.envgateway.envs.alfworld import AlfworldWorld, unpack
 from services.envgateway.envs.episodes import EpisodeManager
-from services.envgateway.taskserver.server import TaskServer
+from services.envgateway.taskserver import TaskServer
 from tests import needs
+from tests.integration.envgateway.environments.agentbench.real import (
+    CONCURRENCY,
+    RAISING_TASK,
+    Checkout,
+    adapter,
+    checkout,
+    controller,
+    pool,
+)
+from tests.integration.envgateway.environments.serving import Client, registry, served_world
 from tests.waiting import accepted
-
-from ..serving import Client, registry, served_world
-from .real import CONCURRENCY, RAISING_TASK, Checkout, adapter, checkout, controller, pool
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("alfworld", "AgentBench", "made ALFWorld games")]
 LOST = (InfrastructureError, EpisodeNotFoundError)

@@ -1,0 +1,518 @@
+"""Settings of the environment gateway."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from services.common.config.base import Section
+from services.common.errors import ConfigError
+
+# --------
+# Settings of the environments that the gateway offers.
+
+
+class EnginePoolConfig(Section):
+    num_workers: int = Field(default=2, ge=1)
+    """Processes that hold games; started on first use."""
+    episodes_per_worker: int = Field(default=32, ge=1)
+    """Games held by one process. They are lost with the process, so fewer is safer and more is cheaper."""
+    step_timeout_s: float = Field(default=20.0, gt=0)
+    """A game that takes longer for one step is stalled: its process is killed. Never a reward."""
+    load_timeout_s: float = Field(default=50.0, gt=0)
+    """The same for loading a game."""
+    memory_bytes: int = Field(default=4 << 30, ge=256 << 20)
+    """Address space of one process."""
+
+
+class AlfworldConfig(Section):
+    data: Path | None = None
+    """Folder of ALFWorld's data, which holds `json_2.1.1`."""
+    games: Path | None = None
+    """JSON file that lists games, relative to `data`: a list, or lists by name. Left out: every game below `data`,
+    sorted by path, which is not the order that the data sets `alfworld-train` and `alfworld-valid` count in. A task's
+    `index` counts in this list."""
+    max_turns: int = Field(default=50, ge=1)
+    """Turns of an episode; a task's row may say otherwise."""
+    engine: EnginePoolConfig = EnginePoolConfig()
+    """Processes of the engine."""
+
+
+class TextworldConfig(Section):
+    games: Path | None = None
+    """Folder of game files (`.z8`; a `.json` of the same name beside it tells the possible actions). A task's `index`
+    counts in its sorted list. Left out: games are made, and the `index` is their seed."""
+    cache: Path | None = None
+    """Folder of games that are made on the fly; left out, one below the system's temporary folder."""
+    max_turns: int = Field(default=50, ge=1)
+    """Turns of an episode; a task's row may say otherwise."""
+    make_timeout_s: float = Field(default=50.0, gt=0)
+    """Making one game may take this long."""
+    engine: EnginePoolConfig = EnginePoolConfig()
+    """Processes of the engine."""
+
+
+WebshopPage = Literal["text", "text_rich", "url"]
+
+
+class WebshopConfig(Section):
+    data: Path | None = None
+    """Folder of the catalogue in WebShop's raw form: `items_shuffle*.json`, `items_ins_v2*.json`,
+    `items_human_ins.json`."""
+    goals: Path | None = None
+    """JSON file with `goals` (in order) and `prices`; left out, both are drawn with `seed`."""
+    num_products: int | None = Field(default=None, ge=1)
+    """Products taken from the start of the catalogue; left out, all."""
+    seed: int = 233
+    """Seeds prices, price limits and the order of goals."""
+    tagger: Literal["words", "spacy"] = "words"
+    """Words of a title that count as nouns: every word, or those of spaCy's tagger (extra `webshop`)."""
+    spacy_model: str = "en_core_web_sm"
+    """With `tagger: spacy`."""
+    observation: WebshopPage = "text"
+    """How a page is shown: as joined text, as text with marked buttons (AstraFlow's AgentBench does), or as its URL; a
+    task's row may say otherwise."""
+    max_turns: int = Field(default=10, ge=1)
+    """Turns of an episode; a task's row may say otherwise."""
+
+
+class AgentBenchConfig(Section):
+    url: str = "http://127.0.0.1:5000/api"
+    """A classic AgentBench controller, or a task server that speaks the adapter's protocol."""
+    protocol: Literal["auto", "classic", "adapter"] = "auto"
+    """Left at auto, the server is asked once."""
+    task: str = ""
+    """Name of the task at a classic controller; left out, its only one."""
+    start_timeout_s: float = Field(default=50.0, gt=0)
+    """Starting a session may take this long."""
+    step_timeout_s: float = Field(default=50.0, gt=0)
+    """One turn may take this long."""
+    connections: int = Field(default=256, ge=1)
+    """Connections at once."""
+    release_leaked_slots: bool = True
+    """Ask a classic controller to synchronise with its workers after a task raised: the controller forgets the session,
+    but still counts the slot."""
+
+
+PORT_MARK, PYTHON_MARK = "{port}", "{python}"  # in a command: a free port, the gateway's interpreter
+
+
+class OpenEnvConfig(Section):
+    url: str | None = None
+    """Address of an OpenEnv server, such as http://127.0.0.1:8000."""
+    command: list[str] = []
+    """Instead of `url`: a program and its arguments, or a container, that serves the environment at the port `{port}`, such as
+    ["{python}", server.py, "{port}"], where `{python}` is the gateway's interpreter, or [docker, run, --rm, --publish,
+    "{port}:8000", IMAGE]. Started with the first episode, again after its end, ended with the gateway."""
+    action: str | None = None
+    """Field of the action that the policy's text becomes. Left out: the action's only required field, where it is text; else the
+    text must be a JSON object, the whole action."""
+    observation: str | None = None
+    """Field of the observation that the policy reads. Left out: its only text, else all of it as JSON."""
+    start_timeout_s: float = Field(default=50.0, gt=0)
+    """Opening the socket, starting the command, and `reset` may each take this long."""
+    step_timeout_s: float = Field(default=50.0, gt=0)
+    """One turn may take this long; then the episode is lost, and played again."""
+    connections: int = Field(default=256, ge=1)
+    """Sockets open at once, one for each episode."""
+
+    @model_validator(mode="after")
+    def _one_server(self) -> OpenEnvConfig:
+        if (self.url is None) == (not self.command):
+            raise ValueError("set `url` (a running server) or `command` (a program that serves), and not both")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url is {self.url!r}; must begin with http:// or https://")
+        if self.command and not any(PORT_MARK in part for part in self.command):
+            raise ValueError(f"command has no {PORT_MARK}, in place of which the server is told its port")
+        return self
+
+
+class ServedTaskConfig(Section):
+    environment: str = ""
+    """Environment of the gateway; left out, the task's own name."""
+    first: int = Field(default=0, ge=0)
+    """Leaves out the indices before this place in the environment's list."""
+    end: int | None = Field(default=None, ge=1)
+    """Leaves out the indices from this place on. An environment that cannot list its tasks needs this number: its
+    indices are the numbers up to here, and seed the episodes."""
+    concurrency: int = Field(default=256, ge=1)
+    """Conversations at once."""
+    row: dict[str, Any] = {}
+    """Goes into the row of every task, beside its `index`, such as `{environment: {max_turns: 20}}`."""
+
+
+class TaskServerConfig(Section):
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """Also serve episodes over the HTTP protocols of AgentBench; its clients expect 5000, 0 takes a free port.
+    Variable: TASK_SERVER_PORT."""
+    environments: dict[str, ServedTaskConfig] = {}
+    """Task name -> task. The first is also served without a name. Left out: every environment that can list its
+    tasks."""
+    body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    """Largest request."""
+
+
+class GymnasiumConfig(Section):
+    """An environment of the package gymnasium."""
+
+    id: str
+    """Name in gymnasium's registry, such as `FrozenLake-v1`; `package.module:Name-v0` imports the module that registers it."""
+    settings: dict[str, Any] = {}
+    """Keyword arguments of `gymnasium.make`, such as `{is_slippery: false}`."""
+    instruction: str = ""
+    """Text before the first observation: the rules, and what to answer."""
+    observation: str = "values"
+    """How an observation becomes text: `values` (numbers, one part in a line), `render` (what `render_mode: ansi` draws), or
+    the import path of a function `observation -> text`."""
+    actions: list[str] | str = []
+    """How a reply becomes an action of a discrete space: names in the order of the actions, of which the last one in the reply
+    counts; or the import path of a function `reply -> action` (None where there is none). Left out, the last whole number."""
+    num_envs: int | None = Field(default=None, ge=1)
+    """Play so many copies in one episode, as `gymnasium.make_vec` makes them: the reply has an action for each, in lines `1:
+    left`. The reward is the mean of their returns. Left out, one environment without a vector."""
+    vectorization: Literal["sync", "async", "vector_entry_point"] | None = None
+    """With `num_envs`: gymnasium's way; left out, the environment's own."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """Turns of an episode (`max_episode_steps`); left out, those of the registry, and those of the workflow."""
+
+    @model_validator(mode="after")
+    def _can_be_read(self) -> GymnasiumConfig:
+        if isinstance(self.actions, str) and ":" not in self.actions:
+            raise ValueError(
+                f"actions is {self.actions!r}: write a list of names, or an import path (package.module:function)"
+            )
+        if isinstance(self.actions, list):
+            lowered = [name.strip().lower() for name in self.actions]
+            if "" in lowered or len(set(lowered)) < len(lowered):
+                raise ValueError(f"actions are {self.actions}: each needs a name of its own, without regard to case")
+        if self.observation not in ("values", "render") and ":" not in self.observation:
+            raise ValueError(
+                f"observation is {self.observation!r}: write values, render, or an import path (package.module:function)"
+            )
+        if self.vectorization is not None and self.num_envs is None:
+            raise ValueError("vectorization is set, and num_envs is not: write num_envs, or leave vectorization out")
+        if self.num_envs is not None and self.observation == "render":
+            raise ValueError("observation is render, and a vector draws no text: write values, or an import path")
+        return self
+
+
+class HarborConfig(Section):
+    """The environment that plays Harbor's task directories."""
+
+    skip_run: bool = False
+    """Play tasks whose Dockerfile has RUN, or which name an image, without these: the programs that they would bring are on the
+    gateway's machine already, in /usr. Left at false, such tasks are left out and counted."""
+    command_time_s: float = Field(default=30.0, gt=0, le=45)
+    """Wall-clock time of one command; then it is stopped, and the agent is told."""
+    verifier_time_s: float = Field(default=45.0, gt=0, le=45)
+    """Largest wall-clock time of tests/test.sh; a task's `verifier.timeout_sec` may be less. Tests that take longer give no
+    reward."""
+    agent_time_s: float = Field(default=3600.0, gt=0)
+    """Largest wall-clock time of a task before its tests; a task's `agent.timeout_sec` may be less. The first turn after
+    that ends the task, and the tests run."""
+    cpu_time_s: float = Field(default=600.0, gt=0)
+    """CPU time of all commands and the tests of a task together."""
+    memory_bytes: int = Field(default=1 << 30, ge=64 << 20)
+    """Largest memory of a task; its `environment.memory_mb` may be less."""
+    disk_bytes: int = Field(default=256 << 20, ge=1 << 20)
+    """Largest size of all files of a task, which are in memory too; its `environment.storage_mb` may be less."""
+    num_files: int = Field(default=8192, ge=64)
+    """Most files and directories of a task."""
+    num_processes: int = Field(default=64, ge=8)
+    """Most processes and threads of a task."""
+    open_files: int = Field(default=256, ge=32)
+    """Most open files of one process."""
+    output_bytes: int = Field(default=1 << 20, ge=4096)
+    """Bytes that one command may print; then it is stopped."""
+    max_chars: int = Field(default=4000, ge=64)
+    """A longer output of a command is cut in its middle before the agent reads it."""
+    files_bytes: int = Field(default=32 << 20, ge=1024)
+    """Largest size of a task's `environment`, and of its `tests`."""
+
+
+# --------
+# Settings of the MCP servers whose tools the gateway offers.
+
+
+MCP = "mcp:"  # begins the name of a server's tools: `mcp:SERVER` for all, `mcp:SERVER/TOOL` for one
+
+
+class McpServerConfig(Section):
+    command: list[str] = []
+    """Program and arguments of a server over standard input and output, such as `[python, ./server.py]`: a path that
+    begins with `./` is relative to the recipe's file, and `python` is the gateway's own. Give this or `url`."""
+    url: str | None = None
+    """Address of a server over streamable HTTP, such as `http://127.0.0.1:8000/mcp`."""
+    environment: dict[str, str] = {}
+    """With `command`: variables of the server's process, besides HOME, LANG, PATH, USER and the like. A value `$NAME` is the
+    gateway's own variable of that name, which keeps a secret out of the recipe."""
+    directory: Path | None = None
+    """With `command`: the directory in which the server starts; left out, the gateway's."""
+    headers: dict[str, str] = {}
+    """With `url`: headers of each request, such as `{Authorization: $SEARCH_TOKEN}`. A value `$NAME` is the gateway's own
+    variable of that name."""
+    sessions: Literal["episode", "shared"] = "episode"
+    """`episode`: each rollout has a session of its own (with `command`, a process), so a server may keep state. `shared`: one
+    session for all rollouts, for a server whose calls do not depend on each other; such a call is repeated after a failure."""
+    max_sessions: int = Field(default=32, ge=1)
+    """With `sessions: episode`: sessions at once. A rollout that finds none free waits."""
+    tools: list[str] = []
+    """Tools to offer, by the server's names; empty offers all."""
+    prefix: str = ""
+    """Begins the names under which policies see the tools, for two servers with tools of the same name."""
+    start_timeout_s: float = Field(default=20.0, gt=0, le=45)
+    """A server that has not listed its tools after this many seconds has failed."""
+    timeout_s: float = Field(default=20.0, gt=0, le=45)
+    """Seconds of one call. If the server answers other requests then, the call is a `time_limit`, which the policy is told
+    (with `url` after a second try, for the answer may have been lost on the way); else the server hangs, gets a new session
+    or process, and the call is an infrastructure failure."""
+    concurrency: int = Field(default=64, ge=1)
+    """Calls that run at once, over all rollouts."""
+    max_chars: int = Field(default=4096, ge=64)
+    """A longer result is cut, and its end says how many characters it had; a task's `max_response_chars` has precedence, and
+    so has `workflow.settings.max_tool_response_chars`."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> McpServerConfig:
+        if bool(self.command) == bool(self.url):
+            given = "both are set" if self.url else "neither is set"
+            raise ValueError(f"write either `command` (a program and its arguments) or `url`; {given}")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url is {self.url!r}: write an address that begins with http:// or https://")
+        foreign = ("environment", "directory") if self.url else ("headers",)
+        for key in foreign:
+            if getattr(self, key):
+                raise ValueError(
+                    f"{key} is set, and belongs to `{'command' if self.url else 'url'}`, which is not: leave {key} out"
+                )
+        return self
+
+
+def with_variables(values: Mapping[str, str], where: str) -> dict[str, str]:
+    """The values, with `$NAME` replaced by this process's variable.
+
+    Raises:
+        ConfigError: a variable that is not set; with the key.
+    """
+    found = {}
+    for key, value in values.items():
+        if value.startswith("$"):
+            name = value[1:]
+            if name not in os.environ:
+                raise ConfigError(f"{where}.{key} is {value}, and the variable {name} is not set: export {name}")
+            value = os.environ[name]
+        found[key] = value
+    return found
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Server and tool of a name that begins with ``MCP``; the tool is empty for all of the server.
+
+    >>> split_name("mcp:files"), split_name("mcp:files/read")
+    (('files', ''), ('files', 'read'))
+    """
+    server, _, tool = name.removeprefix(MCP).partition("/")
+    return server, tool
+
+
+# --------
+
+
+class SandboxConfig(Section):
+    tier: Literal["auto", "2", "1", "U", "0"] = "auto"
+    """Isolation tier: the strongest that works here (auto), or exactly this one."""
+    allow_tier_0: bool = False
+    """Run code with resource limits only, without isolation, where no stronger tier works. Trusted code only!"""
+    num_slots: int = Field(default=4, ge=1)
+    """Programs run at once."""
+    wall_time_s: float = Field(default=5.0, gt=0)
+    """Largest wall-clock time of one program."""
+    cpu_time_s: float = Field(default=5.0, gt=0)
+    """Largest CPU time of one program and its children."""
+    memory_bytes: int = Field(default=512 * 1024 * 1024, ge=1024 * 1024)
+    """Largest memory of one program and its children together."""
+    memory_cgroup: bool = True
+    """Let the kernel enforce the memory limit where cgroups are available; otherwise the supervisor measures processes,
+    and large shared mappings are refused. `sandbox_memory_cgroup` in GetStatus names the one in use."""
+    num_processes: int = Field(default=16, ge=1)
+    """Most processes and threads of one program."""
+    judging_time_s: float = Field(default=300.0, gt=0, le=500)
+    """Largest time of all cases of one judgement together; those that are left then are not run, and are a `TIME_LIMIT`."""
+    output_bytes: int = Field(default=65536, ge=1)
+    """Bytes kept of each of stdout and stderr."""
+    file_bytes: int = Field(default=16 * 1024 * 1024, ge=0)
+    """Largest file that a program may write."""
+    disk_bytes: int = Field(default=64 * 1024 * 1024, ge=65536)
+    """All files of one program together."""
+    num_files: int = Field(default=1024, ge=1)
+    """Most files and directories of one program."""
+    answer_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
+    """Largest returned value, and largest output of a judged program with a longer expected output than usual."""
+    compile_time_s: float = Field(default=20.0, gt=0)
+    """Largest wall-clock and CPU time of a compiler."""
+    compile_memory_bytes: int = Field(default=1024 * 1024 * 1024, ge=64 * 1024 * 1024)
+    """Largest memory of a compiler."""
+    packages: list[str] = ["numpy", "sympy", "mpmath", "sortedcontainers"]
+    """Packages of the gateway's own environment that programs may import; those that are not installed are left out."""
+    fork_server_runs: int = Field(default=10_000, ge=1)
+    """A fork server is replaced after this many programs, or after growth by 64 MiB."""
+    prewarm_scientific: bool = True
+    """Keep a fork server with numpy and sympy loaded from the start on, rather than from the first use."""
+    num_live: int = Field(default=32, ge=0)
+    """Processes that live on between calls, beside the slots: one for each trajectory that uses `jupyter_code`."""
+    queue_size: int = Field(default=4096, ge=1)
+    """Programs waiting for a slot, before callers are told to come back."""
+
+    def check_case_time(self, key: str, case_time_s: float) -> None:
+        """Raises ``ValueError`` when the sandbox stops a program before the time of a test case is over."""
+        for name in ("wall_time_s", "cpu_time_s"):
+            limit = getattr(self, name)
+            if case_time_s > limit:
+                raise ValueError(
+                    f"{key} is {case_time_s:g}, but envgateway.sandbox.{name} is {limit:g} and would stop a program after "
+                    f"{limit:g} s: raise envgateway.sandbox.{name} to {case_time_s:g}, or lower {key} to {limit:g}"
+                )
+
+
+class LiveConfig(Section):
+    """Limits of one process that lives on between calls; processes, files and disk are limited as for programs."""
+
+    cell_time_s: float = Field(default=10.0, gt=0, le=45)
+    """Wall-clock time of one cell; then the cell is interrupted, and killed if still running."""
+    cpu_time_s: float = Field(default=120.0, gt=0)
+    """CPU time of all cells together, and of threads and children between them."""
+    lifetime_s: float = Field(default=3600.0, gt=0)
+    """Wall-clock time from the first cell on."""
+    memory_bytes: int = Field(default=512 * 1024 * 1024, ge=1024 * 1024)
+    """Memory of the process and its children together."""
+    output_bytes: int = Field(default=65536, ge=1)
+    """Bytes that a cell may print on each of stdout and stderr; then the cell is interrupted."""
+
+
+class ToolConfig(Section):
+    timeout_s: float | None = Field(default=None, gt=0, le=45)
+    """Wall-clock time of one call; left out, the tool's own: 30 s, `sandbox.wall_time_s` for programs,
+    `tools.jupyter.cell_time_s` for `jupyter_code`."""
+    concurrency: int | None = Field(default=None, ge=1)
+    """Calls that run at once; left out, the tool's own: 64, `sandbox.num_slots` for `jupyter_code`."""
+    max_chars: int = Field(default=256, ge=16)
+    """A longer response is cut; a task's `max_response_chars` has precedence."""
+    cut: Literal["start", "middle", "end"] = "middle"
+    """Place of the cut."""
+
+
+class ToolsConfig(Section):
+    paths: list[str] = []
+    """More tools: import paths of functions with `@rollmill.tool`, or of classes (`package.module:name`)."""
+    limits: dict[str, ToolConfig] = {}
+    """Limits of tools by name."""
+    jupyter: LiveConfig = LiveConfig()
+    """The process that a trajectory has for `jupyter_code`."""
+
+
+class MathRewardConfig(Section):
+    num_workers: int = Field(default=1, ge=1)
+    """Math-Verify processes; started on first use."""
+    timeout_s: float = Field(default=5.0, gt=0)
+    """CPU time of one grading. An answer that takes more gets the reward 0, and its worker is replaced."""
+
+
+class ReasoningGymConfig(Section):
+    num_workers: int = Field(default=1, ge=1)
+    """Processes that score with reasoning-gym; started on first use."""
+    timeout_s: float = Field(default=5.0, gt=0)
+    """CPU time of one score. An answer that takes more gets the reward 0, and its worker is replaced."""
+
+
+class CodeRewardConfig(Section):
+    case_time_s: float | None = Field(default=None, gt=0)
+    """Time of a program on one test case of the reward `code`; left out, `sandbox.wall_time_s`, which is also the largest."""
+
+
+class QueueConfig(Section):
+    lane_size: int = Field(default=4096, ge=1)
+    """Jobs waiting in each lane, before callers are told to come back."""
+    redis_uri: str = ""
+    """Send jobs to workers over this Redis, such as redis://127.0.0.1:6379; empty: run them here. The variable REDIS_URI
+    (or REDIS_URL) says the same, and keeps a password out of the recipe."""
+    redis_prefix: str = "rollmill"
+    """Begins every key in Redis; gateways and workers with the same prefix work together."""
+    allow_plain_redis: bool = False
+    """Use a Redis on another machine without TLS: jobs and verdicts can then be read and changed on the way."""
+    lease_s: float = Field(default=10.0, ge=0.5)
+    """A worker that has not been heard of for this long loses its jobs to others."""
+    max_attempts: int = Field(default=3, ge=1)
+    """A job that this many workers could not finish is an infrastructure failure; the last attempt is made alone."""
+
+
+class HttpConfig(Section):
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """Also serve the HTTP interface that clients of Code Judge speak; they expect port 8000, 0 takes a free port.
+    Variable: CODE_JUDGE_PORT."""
+    reuse_port: bool = False
+    """Let other gateways on this host serve the same port; the system spreads connections over them."""
+    queue_wait_s: float = Field(default=20.0, gt=0)
+    """A single run, or one of a batch, that finds no slot for this long is answered with `queue_timeout`; one of a long batch after an hour."""
+    body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
+    """Largest request."""
+
+
+class EnvGatewayConfig(Section):
+    host: str = "127.0.0.1"
+    """Bind address. Another than loopback needs keys (`rollmill keys`, docs/security.md)."""
+    port: int = Field(default=50080, ge=0, le=65535)
+    """gRPC port; 0 takes a free one. Variable: ENVGATEWAY_PORT."""
+    node: int = Field(default=0, ge=0)
+    """The node of the gateway, and of environments, rewards and programs. On another node than 0 the gateway reports
+    its own address for replicas, `host` is left out, and no task is issued until the gateway has joined."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Sandboxed execution."""
+    queue: QueueConfig = QueueConfig()
+    """Where programs wait for a slot, here or at workers."""
+    http: HttpConfig = HttpConfig()
+    """The HTTP interface of Code Judge."""
+    math: MathRewardConfig = MathRewardConfig()
+    """Math rewards."""
+    code: CodeRewardConfig = CodeRewardConfig()
+    """The reward `code`."""
+    reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
+    """The reward `reasoning_gym` (extra `reasoning-gym`)."""
+    rewards: list[str] = []
+    """More rewards that callers may name: import paths of functions (`package.module:function`)."""
+    tools: ToolsConfig = ToolsConfig()
+    """Tools that policies may call."""
+    mcp: dict[str, McpServerConfig] = {}
+    """MCP servers whose tools policies may call (extra `mcp`): name -> server. `mcp:NAME` names all tools of a server, in
+    `workflow.settings.tools` or a task's `environment.tools`; `mcp:NAME/TOOL` one of them."""
+    environments: dict[str, str] = {}
+    """More environments: name -> import path (`package.module:Class`). A name that Rollmill has itself is refused."""
+    alfworld: AlfworldConfig = AlfworldConfig()
+    """The environment `alfworld` (extra `alfworld`)."""
+    textworld: TextworldConfig = TextworldConfig()
+    """The environment `textworld` (extra `textworld`)."""
+    webshop: WebshopConfig = WebshopConfig()
+    """The environment `webshop`."""
+    agentbench: dict[str, AgentBenchConfig] = {}
+    """Environments that AgentBench servers play: name -> server."""
+    openenv: dict[str, OpenEnvConfig] = {}
+    """Environments that OpenEnv servers play: name -> server."""
+    gymnasium: dict[str, GymnasiumConfig] = {}
+    """Environments of gymnasium's registry (extra `gymnasium`): name -> environment."""
+    harbor: HarborConfig = HarborConfig()
+    """The environment `harbor`, which plays task directories of `data.train.harbor`."""
+    task_server: TaskServerConfig = TaskServerConfig()
+    """Episodes for AgentBench's clients over HTTP."""
+    max_episodes: int = Field(default=1024, ge=1)
+    """Episodes open at once."""
+    episode_lease_s: float = Field(default=300.0, gt=0)
+    """An episode without a step for this long is closed."""
+
+    @model_validator(mode="after")
+    def _case_time_within_the_sandbox(self) -> EnvGatewayConfig:
+        if self.code.case_time_s is not None:
+            self.sandbox.check_case_time("envgateway.code.case_time_s", self.code.case_time_s)
+        return self

@@ -1,1 +1,0 @@
-"""Settings of the processes of a run and of where they run."""

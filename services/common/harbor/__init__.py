@@ -1,1 +1,0 @@
-"""Task directories in the form of Harbor: ``task.toml``, ``instruction.md``, ``environment``, ``tests``, ``solution``."""

@@ -1,1 +1,0 @@
-"""HTTP servers: parts that all services share."""

@@ -1,1 +1,0 @@
-"""The calling side of gRPC: channels, deadlines, health, and the state of a peer."""

@@ -1,1 +1,0 @@
-"""Small generated models, tasks and texts, for trying a recipe."""

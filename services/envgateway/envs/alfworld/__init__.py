@@ -1,1 +1,0 @@
-"""``alfworld``: household tasks in text, by the real engine, spoken as AgentBench speaks."""

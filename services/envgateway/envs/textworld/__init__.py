@@ -1,1 +1,0 @@
-"""``textworld``: text games, from files or made by seed."""

@@ -1,0 +1,486 @@
+"""Converts programs, judgements and their results to and from the messages of the protos."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from asyncio import sleep
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import grpc
+import orjson
+import structlog
+
+from services.common.aio import backoff
+from services.common.codec import json_object
+from services.common.errors import ConfigError, DeadlineError, InvalidRequestError, RollmillError, UserError
+from services.common.pb import environment_pb2, judge_pb2_grpc, pool_pb2, pool_pb2_grpc
+from services.common.pb import environment_pb2 as pb
+from services.common.pb import environment_pb2_grpc as pb_grpc
+from services.common.pb import judge_pb2 as judge_pb
+from services.common.rpc.client import channel, refusal_behind, translated_errors
+from services.common.rpc.interceptors import MOST_REQUESTS, CallInterceptor, Context
+from services.common.rpc.run_client import AWAY_S, FIRST_WORD_S, TELL_S
+from services.common.security.keys import Peer
+from services.common.telemetry.logs import LogEvent
+from services.common.telemetry.metrics import Lane
+from services.common.text.encodable import encodable
+from services.common.wire import duration_from_proto, duration_to_proto
+from services.envgateway.calls import RewardOutcome, RewardResult, SharedCalls
+from services.envgateway.envs.episodes import EpisodeManager
+from services.envgateway.judge.records import (
+    AssertTests,
+    CallCase,
+    CallTests,
+    CaseResult,
+    Comparison,
+    ComparisonMode,
+    JudgeRequest,
+    JudgeResult,
+    StdinCase,
+    StdinTests,
+    Tests,
+)
+from services.envgateway.queue.local import JobQueue, on_behalf_of
+from services.envgateway.rewards.registry import Rewards
+from services.envgateway.sandbox.bare.statuses import STATUSES_OF_RUNS, RunStatus
+from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
+
+_STATUS = {
+    status: environment_pb2.ExecutionStatus.Value(f"EXECUTION_STATUS_{status.name}") for status in STATUSES_OF_RUNS
+}
+_VERDICT = {verdict: judge_pb.Verdict.Value(f"VERDICT_{verdict.name}") for verdict in RunStatus}
+_MODE = {judge_pb.ComparisonMode.Value(f"COMPARISON_MODE_{mode.name}"): mode for mode in ComparisonMode}
+
+
+def execution_from_proto(request: environment_pb2.ExecuteCodeRequest) -> ExecutionRequest:
+    return ExecutionRequest(
+        code=request.code,
+        stdin=request.stdin,
+        limits=_limits_from_proto(request.limits),
+        echo=request.print_trailing_expression,
+        language=request.language or "python",
+    )
+
+
+def execution_to_proto(result: ExecutionResult) -> environment_pb2.ExecuteCodeResponse:
+    return environment_pb2.ExecuteCodeResponse(
+        status=_STATUS[result.status],
+        exit_code=result.exit_code,
+        signal=result.signal,
+        stdout=result.stdout.decode(errors="replace"),
+        stderr=result.stderr.decode(errors="replace"),
+        truncated=result.truncated,
+        wall_time=duration_to_proto(result.wall_s),
+        cpu_time=duration_to_proto(result.cpu_s),
+        peak_memory_bytes=result.peak_memory_bytes,
+        isolation_tier=result.tier,
+        detail=encodable(result.detail),
+    )
+
+
+def judge_request_from_proto(proto: judge_pb.JudgeRequest) -> JudgeRequest:
+    """Raises ``InvalidRequestError``, which names the field."""
+    return JudgeRequest(
+        code=proto.code,
+        tests=_tests_from_proto(proto),
+        language=proto.language or "python",
+        comparison=Comparison(
+            mode=_MODE.get(proto.comparison), tolerance=_not_negative("tolerance", proto.tolerance) or 1e-6
+        ),
+        limits=_limits_from_proto(proto.limits),
+        stop_early=proto.stop_early,
+    )
+
+
+def _limits_from_proto(limits: environment_pb2.ExecutionLimits) -> ExecutionLimits:
+    """Raises ``InvalidRequestError`` for a limit that cannot be kept."""
+    parsed = ExecutionLimits(
+        wall_s=duration_from_proto(limits.wall_time) if limits.HasField("wall_time") else None,
+        cpu_s=duration_from_proto(limits.cpu_time) if limits.HasField("cpu_time") else None,
+        memory_bytes=limits.memory_bytes if limits.HasField("memory_bytes") else None,
+        processes=limits.num_processes if limits.HasField("num_processes") else None,
+        output_bytes=limits.output_bytes if limits.HasField("output_bytes") else None,
+    )
+    for name, value in asdict(parsed).items():
+        if value is not None and not value > 0:
+            raise InvalidRequestError(f"limits.{name} is {value:g}; it must be more than 0")
+    return parsed
+
+
+def _not_negative(name: str, value: float) -> float:
+    if not value >= 0:
+        raise InvalidRequestError(f"{name} is {value:g}; it must not be negative")
+    return value
+
+
+def _tests_from_proto(proto: judge_pb.JudgeRequest) -> Tests:
+    match proto.WhichOneof("tests"):
+        case "stdin_tests":
+            return StdinTests(
+                cases=tuple(
+                    StdinCase(stdin=case.stdin, expected=case.expected if case.HasField("expected") else None)
+                    for case in proto.stdin_tests.cases
+                )
+            )
+        case "call_tests":
+            cases = enumerate(proto.call_tests.cases)
+            return CallTests(
+                entry_point=proto.call_tests.entry_point,
+                cases=tuple(_call_from_proto(index, case) for index, case in cases),
+            )
+        case "assert_tests":
+            tests = proto.assert_tests
+            return AssertTests(
+                tests=tests.tests, entry_point=tests.entry_point, preamble=tests.preamble, names=tuple(tests.names)
+            )
+    raise InvalidRequestError("a request without tests: set stdin_tests, call_tests or assert_tests")
+
+
+def _call_from_proto(index: int, case: judge_pb.CallCase) -> CallCase:
+    args = _json(f"cases[{index}].args_json", case.args_json or b"[]")
+    kwargs = _json(f"cases[{index}].kwargs_json", case.kwargs_json or b"{}")
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        raise InvalidRequestError(f"cases[{index}]: args_json is a JSON array, kwargs_json an object")
+    expected = _json(f"cases[{index}].expected_json", case.expected_json or b"null")
+    return CallCase(args=tuple(args), kwargs=kwargs, expected=expected)
+
+
+def _json(name: str, data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{name} is no JSON: {error}") from None
+
+
+def judge_result_to_proto(result: JudgeResult) -> judge_pb.JudgeResponse:
+    return judge_pb.JudgeResponse(
+        verdict=_VERDICT[result.verdict],
+        cases=[_case_to_proto(case) for case in result.cases],
+        num_cases=result.num_cases,
+        isolation_tier=result.tier,
+        detail=encodable(result.detail),
+        opaque=result.opaque,
+    )
+
+
+def _case_to_proto(case: CaseResult) -> judge_pb.CaseResult:
+    return judge_pb.CaseResult(
+        index=case.index,
+        verdict=_VERDICT[case.verdict],
+        detail=encodable(case.detail),
+        stdout=encodable(case.stdout),
+        stderr=encodable(case.stderr),
+        truncated=case.truncated,
+        exit_code=case.exit_code,
+        signal=case.signal,
+        wall_time=duration_to_proto(case.wall_s),
+        cpu_time=duration_to_proto(case.cpu_s),
+        peak_memory_bytes=case.peak_memory_bytes,
+    )
+
+
+# --------
+# Batched calls: each call of a message runs separately and is answered as soon as it ends.
+
+
+log = structlog.get_logger()
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+
+async def answered(
+    requests: Sequence[Request], answer: Callable[[Request], Awaitable[Response]]
+) -> AsyncGenerator[list[tuple[int, Response | None]], None]:
+    """Places and answers, those that came together in one list; None for a call that failed, which its caller makes again
+    alone, to be told why. Leaving ends the calls that run. Raises ``InvalidRequestError`` for more than ``MOST_REQUESTS``.
+    """
+    if len(requests) > MOST_REQUESTS:
+        raise InvalidRequestError(
+            f"a message has {len(requests)} requests; at most {MOST_REQUESTS} are taken: send them in several messages"
+        )
+    ended: asyncio.Queue[int] = asyncio.Queue()
+    tasks: list[asyncio.Task[Response | None]] = []
+    try:
+        for place, request in enumerate(requests):
+            task = asyncio.create_task(_told(answer(request)), name=f"call {place} of a message")
+            task.add_done_callback(lambda _, place=place: ended.put_nowait(place))  # type: ignore[misc]
+            tasks.append(task)
+        left = len(tasks)
+        while left:
+            places = [await ended.get()]  # each call has its deadline
+            while not ended.empty():
+                places.append(ended.get_nowait())
+            left -= len(places)
+            yield [(place, tasks[place].result()) for place in places]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _told(answer: Awaitable[Response]) -> Response | None:
+    try:
+        return await answer
+    except RollmillError:
+        return None
+    except Exception:  # of one call: its caller, who makes it again alone, is told
+        log.exception("batches.call_failed")
+        return None
+
+
+CLIENT_KEY = "x-client-id"
+
+
+class ClientInterceptor(CallInterceptor):
+    """Metadata ``x-client-id`` names a client that has several connections; without the name each connection is a
+    client."""
+
+    def around(self, method: str, context: Context) -> AbstractContextManager[object]:
+        named = dict(context.invocation_metadata() or ()).get(CLIENT_KEY)
+        return on_behalf_of(str(named or context.peer()))
+
+
+_UNNAMED_S = 600.0  # of callers that name no deadline
+
+
+def time_left_s(context: grpc.aio.ServicerContext[Any, Any]) -> float:
+    """Seconds until the caller's deadline."""
+    left_s = context.time_remaining()
+    return _UNNAMED_S if left_s is None else float(left_s)
+
+
+# --------
+# Membership in a run: tells the orchestrator the gateway's address, and hears the end of the run.
+
+
+FIRST_S = 3600.0  # for an orchestrator that has never answered: starting checkpoints are made before its start
+_LONGEST_PAUSE_S = 2.0
+
+
+async def stay(
+    orchestrator: str, address: str, run_id: str = "", *, first_s: float = FIRST_S, away_s: float = AWAY_S
+) -> None:
+    """Return when the run has ended. ``address`` is where replicas reach this gateway.
+
+    Raises:
+        DeadlineError: the orchestrator did not answer for ``first_s``, or for ``away_s`` after it had.
+        UserError: the orchestrator refuses this gateway: its keys or its run are not ours.
+    """
+    absence = _OrchestratorAbsence(first_s)
+    async with channel(orchestrator, Peer.ORCHESTRATOR) as connection:
+        stub: pool_pb2_grpc.PoolServiceAsyncStub = pool_pb2_grpc.PoolServiceStub(connection)
+        while True:
+            before = absence.since
+            try:
+                reason = await _one_stream(stub, address, run_id, absence)
+            except UserError:
+                raise  # refused for our keys or our run: joining again would be refused again
+            except RollmillError as error:
+                why = error.message
+                if (refused := await refusal_behind(error, connection)) is not None:
+                    raise refused from None
+            else:
+                if reason:
+                    log.info(LogEvent.RUN_ENDED, reason=reason)
+                    return
+                why = "it stops"
+            if absence.since != before:  # the orchestrator has answered meanwhile
+                absence.limit_s = away_s
+            absence.report(orchestrator, why)
+            await sleep(next(absence.pauses))
+
+
+class _OrchestratorAbsence:
+    """Time since the orchestrator last answered, with a limit."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.end()
+
+    def end(self) -> None:
+        self.since = time.monotonic()
+        self.pauses = backoff(longest_s=_LONGEST_PAUSE_S)
+        self._tell_at = self.since + FIRST_WORD_S
+
+    def report(self, orchestrator: str, why: str) -> None:
+        """Log at intervals that the orchestrator is absent; raises ``DeadlineError`` when the absence lasts too long."""
+        now = time.monotonic()
+        silent_s = now - self.since
+        if now >= self._tell_at:
+            self._tell_at = now + TELL_S
+            log.warning("orchestrator.waited_for", address=orchestrator, error=why, silent_s=round(silent_s))
+        if silent_s > self.limit_s:
+            raise DeadlineError(
+                f"waiting for the orchestrator at {orchestrator}: no answer for {silent_s:.0f} s (limit {self.limit_s:g} s): "
+                f"{why}; start it (deploy/launch/2_orchestrator.sh RECIPE), then this gateway again"
+            )
+
+
+async def _one_stream(
+    stub: pool_pb2_grpc.PoolServiceAsyncStub, address: str, run_id: str, absence: _OrchestratorAbsence
+) -> str:
+    """One stream. Returns why to leave; empty when the stream ends without a reason. Raises ``RollmillError`` when the
+    stream breaks."""
+    call = stub.JoinGateway(pool_pb2.JoinGatewayRequest(address=address))
+    welcomed = False
+    try:
+        with translated_errors("orchestrator", "JoinGateway"):
+            async for response in call:
+                welcomed = True
+                if response.WhichOneof("command") == "leave":
+                    return response.leave.reason or "the run has ended"
+                if response.WhichOneof("command") == "welcome":
+                    _check_run(run_id, response.welcome.run_id)
+                    log.info("run.joined", run=response.welcome.run_id, address=address)
+    finally:
+        call.cancel()
+        if welcomed:
+            absence.end()  # the orchestrator was there until now
+    return ""
+
+
+def _check_run(own: str, found: str) -> None:
+    if own and own != found:
+        raise ConfigError(
+            f"this gateway is of run {own!r}, but the orchestrator belongs to run {found!r}: name the orchestrator of the run "
+            "with --orchestrator, or leave that out to serve without a run"
+        )
+
+
+# --------
+# gRPC servicer of the gateway: convert, call, convert. No other module of the gateway sees grpc or protobuf.
+
+
+EnvironmentRpcContext = grpc.aio.ServicerContext[Any, Any]
+_STORED_RESULTS = 1024
+_OUTCOME = {outcome: pb.RewardOutcome.Value(f"REWARD_OUTCOME_{outcome.name}") for outcome in RewardOutcome}
+
+
+class EnvironmentServicer(pb_grpc.EnvironmentServiceServicer):
+    def __init__(self, episodes: EpisodeManager) -> None:
+        self._episodes = episodes
+
+    async def CreateEpisode(
+        self, request: pb.CreateEpisodeRequest, context: EnvironmentRpcContext
+    ) -> pb.CreateEpisodeResponse:
+        start = await self._episodes.create(
+            request.request_id, request.environment, json_object(request.task_json, "task_json"), request.seed
+        )
+        observation = start.observation
+        return pb.CreateEpisodeResponse(
+            episode_id=start.episode_id,
+            observation=encodable(observation.text),
+            admissible_actions=encodable(observation.admissible_actions),
+            tools_json=orjson.dumps(encodable(observation.tools)) if observation.tools else b"",
+            lease=duration_to_proto(start.lease_s),
+            messages=[pb.ChatMessage(role=one["role"], content=one["content"]) for one in observation.messages],
+        )
+
+    async def StepEpisode(
+        self, request: pb.StepEpisodeRequest, context: EnvironmentRpcContext
+    ) -> pb.StepEpisodeResponse:
+        result = await self._episodes.step(request.episode_id, request.turn, request.action)
+        return pb.StepEpisodeResponse(
+            observation=result.observation,
+            reward=result.reward,
+            done=result.done,
+            admissible_actions=result.admissible_actions,
+            metrics=result.metrics,
+        )
+
+    async def CloseEpisode(
+        self, request: pb.CloseEpisodeRequest, context: EnvironmentRpcContext
+    ) -> pb.CloseEpisodeResponse:
+        await self._episodes.close(request.episode_id)
+        return pb.CloseEpisodeResponse()
+
+
+class CodeExecutionServicer(pb_grpc.CodeExecutionServiceServicer):
+    def __init__(self, queue: JobQueue) -> None:
+        self._queue = queue
+
+    async def ExecuteCode(
+        self, request: pb.ExecuteCodeRequest, context: EnvironmentRpcContext
+    ) -> pb.ExecuteCodeResponse:
+        return await self._execute(request, time_left_s(context))
+
+    async def ExecuteCodes(
+        self, request: pb.ExecuteCodesRequest, context: EnvironmentRpcContext
+    ) -> AsyncIterator[pb.ExecuteCodesResponse]:
+        left_s = time_left_s(context)
+        async with aclosing(answered(request.requests, lambda one: self._execute(one, left_s))) as found:
+            async for some in found:
+                answers = [pb.ExecuteCodesAnswer(index=index, response=response) for index, response in some]
+                yield pb.ExecuteCodesResponse(answers=answers)
+
+    async def _execute(self, request: pb.ExecuteCodeRequest, deadline_s: float) -> pb.ExecuteCodeResponse:
+        execution = execution_from_proto(request)
+        result = await self._queue.run(
+            execution, lane=Lane.INTERACTIVE, request_id=request.request_id, deadline_s=deadline_s
+        )
+        return execution_to_proto(result)
+
+
+class RewardServicer(pb_grpc.RewardServiceServicer):
+    def __init__(self, rewards: Rewards) -> None:
+        self._rewards = rewards
+        self._shared: SharedCalls[RewardResult] = SharedCalls(_STORED_RESULTS, keep=_is_graded)
+
+    async def ComputeReward(
+        self, request: pb.ComputeRewardRequest, context: EnvironmentRpcContext
+    ) -> pb.ComputeRewardResponse:
+        return await self._compute(request)
+
+    async def ComputeRewards(
+        self, request: pb.ComputeRewardsRequest, context: EnvironmentRpcContext
+    ) -> AsyncIterator[pb.ComputeRewardsResponse]:
+        async with aclosing(answered(request.requests, self._compute)) as found:
+            async for some in found:
+                answers = [pb.ComputeRewardsAnswer(index=index, response=response) for index, response in some]
+                yield pb.ComputeRewardsResponse(answers=answers)
+
+    async def _compute(self, request: pb.ComputeRewardRequest) -> pb.ComputeRewardResponse:
+        task = json_object(request.task_json, "task_json")
+        result = await self._shared.run(
+            request.request_id, lambda: self._rewards.compute(request.reward, task, request.completion)
+        )
+        return pb.ComputeRewardResponse(
+            outcome=_OUTCOME[result.outcome],
+            reward=result.reward,
+            detail=encodable(result.detail),
+            opaque=result.opaque,
+        )
+
+
+def _is_graded(result: RewardResult) -> bool:
+    return result.outcome is not RewardOutcome.GRADER_FAILED
+
+
+# --------
+# gRPC servicer of the judge: convert, call the queue, convert. No module behind this one sees grpc or protobuf.
+
+
+JudgeContext = grpc.aio.ServicerContext[Any, Any]
+
+
+class JudgeServicer(judge_pb2_grpc.JudgeServiceServicer):
+    """Serves the judge's calls. A call that is cancelled, or whose deadline passes, is cancelled in the queue and
+    killed in the sandbox."""
+
+    def __init__(self, queue: JobQueue) -> None:
+        self._queue = queue
+
+    async def Judge(self, request: judge_pb.JudgeRequest, context: JudgeContext) -> judge_pb.JudgeResponse:
+        lane = Lane.INTERACTIVE if request.lane == judge_pb.JUDGE_LANE_INTERACTIVE else Lane.BATCH
+        result = await self._queue.run(
+            judge_request_from_proto(request),
+            lane=lane,
+            request_id=request.request_id,
+            deadline_s=time_left_s(context),
+        )
+        return judge_result_to_proto(result)

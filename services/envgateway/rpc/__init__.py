@@ -1,1 +1,0 @@
-"""gRPC side of the gateway: servicers, deadlines, batched calls, membership in a run."""

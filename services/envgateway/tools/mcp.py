@@ -1,0 +1,358 @@
+"""The tools of one MCP server, as trajectories use them: sessions, failures, restarts.
+
+    sessions: episode    a session (a process) per trajectory, from its first use to its end
+    sessions: shared     one session for all, made again after a failure
+
+A call that the server did not answer did not happen. It is repeated on a new session, unless the trajectory's session had a
+state: then the trajectory is lost, and played again. Either way an infrastructure failure, never a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from services.common.config.envgateway import MCP, McpServerConfig, ToolConfig, split_name
+from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
+from services.common.installing import install
+from services.common.text.tools import ToolStatus
+from services.common.tools import ToolResult
+from services.envgateway.calls import take_place
+from services.envgateway.tools.tools import RegisteredTool, StateLostError
+
+if TYPE_CHECKING:
+    from services.envgateway.tools.mcp_client import Connection
+
+
+log = structlog.get_logger()
+
+
+_ATTEMPTS = 3
+_CALL_S = 48.0  # of a call with its repetitions: less than the gateway gives a turn
+_PLACE_S = 10.0  # waiting for a session
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A tool of a server, under the name for policies."""
+
+    name: str
+    own_name: str
+    description: str
+    parameters: Mapping[str, Any]
+    schema: Any  # ArgumentSchema
+
+
+class McpServer:
+    """One server of the recipe. Nothing is started before the first trajectory that uses it."""
+
+    def __init__(self, name: str, config: McpServerConfig) -> None:
+        self.name = name
+        self.where = f"envgateway.mcp.{name}"
+        self.config = config
+        self.counts: Counter[str] = Counter()
+        self.running = asyncio.Semaphore(config.concurrency)
+        self._offers: dict[str, Offer] = {}
+        self._listed: Sequence[Any] | None = None
+        self._shared: Connection | None = None
+        self._opening = asyncio.Lock()
+        self._room = asyncio.Semaphore(config.max_sessions)
+        self._live: set[Connection] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        counted = {name: float(self.counts[name]) for name in ("calls", "failures", "restarts")}
+        return {
+            f"mcp_{self.name}_{name}": value for name, value in {**counted, "sessions": float(len(self._live))}.items()
+        }
+
+    async def open_session(self) -> McpSession:
+        """A trajectory's session.
+
+        Raises:
+            CapacityError: ``max_sessions`` are in use.
+            InvalidRequestError: a schema of the server is invalid; with the tool's name.
+            InfrastructureError: the server does not start.
+        """
+        session = McpSession(self)
+        try:
+            await session.connected()
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    def offers(self, tool: str = "") -> list[Offer]:
+        """The tools that the recipe offers, or one of them by the server's name. Known after a session was opened.
+
+        Raises:
+            InvalidRequestError: no such tool.
+        """
+        if not tool:
+            return list(self._offers.values())
+        if tool not in self._offers:
+            raise InvalidRequestError(
+                f"{MCP}{self.name}/{tool}: the server has no tool {tool!r}; it has {', '.join(self._offers)}"
+            )
+        return [self._offers[tool]]
+
+    async def take_shared(self) -> Connection:
+        """The session of all; made where there is none."""
+        async with self._opening:
+            if self._shared is None:
+                self._shared = await self.connect()
+            return self._shared
+
+    async def connect(self) -> Connection:
+        """A new session, its tools read and checked."""
+        connection = self._new()
+        self._live.add(connection)
+        try:
+            self._learn(await connection.open())
+        except BaseException as error:
+            self.drop(connection)
+            if isinstance(error, InfrastructureError):
+                self.counts["failures"] += 1
+                log.warning("mcp.start_failed", server=self.name, error=error.message)
+            if isinstance(error, ConfigError):
+                raise InvalidRequestError(error.message) from error
+            raise
+        return connection
+
+    def drop(self, connection: Connection, *, frees_place: bool = False) -> None:
+        """Close a session in the background; its place is free when it is gone."""
+        if connection is self._shared:
+            self._shared = None
+        task = asyncio.create_task(self._close(connection, frees_place), name=f"close a session of {self.where}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def take_place(self) -> None:
+        """A place among the sessions. Raises ``CapacityError``."""
+        busy = f"all {self.config.max_sessions} sessions of {self.where} are in use (max_sessions)"
+        await take_place(self._room, _PLACE_S, busy)
+
+    def free_place(self) -> None:
+        """Give back a place whose session is gone."""
+        self._room.release()
+
+    async def close(self) -> None:
+        """End every session."""
+        for connection in list(self._live):
+            self.drop(connection)
+        if self._closing:
+            await asyncio.wait(list(self._closing))
+
+    def failed(self, error: Exception) -> None:
+        """Count a failure of a session in use, after which a new one is made."""
+        self.counts["failures"] += 1
+        self.counts["restarts"] += 1
+        log.warning("mcp.failed", server=self.name, error=str(error))
+
+    def _new(self) -> Connection:
+        try:
+            from services.envgateway.tools.mcp_client import Connection
+        except ModuleNotFoundError as error:
+            raise InvalidRequestError(f"{self.where}: {PACKAGE_MISSING}") from error
+        try:
+            return Connection(self.where, self.config)
+        except ConfigError as error:
+            raise InvalidRequestError(error.message) from error
+
+    async def _close(self, connection: Connection, frees_place: bool) -> None:
+        try:
+            await connection.close()
+        finally:
+            self._live.discard(connection)
+            if frees_place:
+                self.free_place()
+
+    def _learn(self, listed: Sequence[Any]) -> None:
+        if listed != self._listed:
+            self._offers = _checked(listed, self.config, self.where)
+            self._listed = listed
+
+
+PACKAGE_MISSING = f"the package mcp is not installed here: {install('mcp')}"
+
+
+class McpSession:
+    """One trajectory's use of a server. ``close`` in any case."""
+
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
+        self._own: Connection | None = None
+        self._has_place = False
+        self._has_state = False
+        self._lost = ""
+
+    async def connected(self) -> Connection:
+        """The session to use now."""
+        server = self._server
+        if server.config.sessions == "shared":
+            return await server.take_shared()
+        if self._own is None:
+            if not self._has_place:
+                await server.take_place()
+                self._has_place = True
+            self._own = await server.connect()
+        return self._own
+
+    async def call(self, offer: Offer, arguments: Mapping[str, Any], max_chars: int) -> ToolResult:
+        """Call a tool; the arguments match its schema. A result of more than ``max_chars`` is cut.
+
+        Raises:
+            ToolError: the server refuses the arguments.
+            StateLostError: the session's state is gone with the server.
+            InfrastructureError, CapacityError: the call did not happen.
+        """
+        from services.envgateway.tools.mcp_client import CallSlow, ConnectionFailed, tool_result
+
+        config, began, why, is_slow = self._server.config, time.monotonic(), "", False
+        for _ in range(_ATTEMPTS):
+            if self._lost:
+                raise StateLostError(self._lost)
+            if why and time.monotonic() - began + config.timeout_s > _CALL_S:
+                break
+            connection = await self.connected()
+            self._server.counts["calls"] += 1
+            try:
+                result = await connection.call(offer.own_name, dict(arguments))
+            except (CallSlow, ConnectionFailed) as error:
+                # Over a network the answer may have been lost: only a call that is slow a second time is slow itself.
+                if isinstance(error, CallSlow) and (config.url is None or is_slow):
+                    self._has_state = True
+                    limit = f"TimeoutError: stopped after {config.timeout_s:g} s"
+                    return ToolResult(status=ToolStatus.TIME_LIMIT, text=limit)
+                is_slow, why = isinstance(error, CallSlow), str(error)
+                self._give_up(connection, error)
+                continue
+            self._has_state = True
+            return tool_result(result, max_chars)
+        raise InfrastructureError(why)
+
+    def _give_up(self, connection: Connection, error: Exception) -> None:
+        """Count a failure; the next call gets another session, if this one had no state."""
+        self._server.failed(error)
+        self._server.drop(connection)
+        if self._own is not None:
+            self._own = None
+            self._lost = f"{error}; the session's state is lost" if self._has_state else ""
+
+    async def close(self) -> None:
+        """End the session, in the background."""
+        connection, self._own = self._own, None
+        has_place, self._has_place = self._has_place, False
+        if connection is not None:
+            self._server.drop(connection, frees_place=has_place)
+        elif has_place:
+            self._server.free_place()
+
+
+def _checked(listed: Sequence[Any], config: McpServerConfig, where: str) -> dict[str, Offer]:
+    """The offered tools by the server's names.
+
+    Raises:
+        ConfigError: an invalid schema, with the tool's name; a tool that the recipe names and the server lacks; no tool.
+    """
+    from services.envgateway.tools.mcp_client import ArgumentSchema
+
+    names = [tool.name for tool in listed]
+    for wanted in config.tools:
+        if wanted not in names:
+            raise ConfigError(
+                f"{where}.tools names {wanted!r}, which the server lacks; it has {', '.join(names) or 'no tools'}"
+            )
+    if not names:
+        raise ConfigError(f"{where}: the server has no tools")
+    offers = {}
+    for tool in listed:
+        if config.tools and tool.name not in config.tools:
+            continue
+        if tool.name in offers:
+            raise ConfigError(f"{where}: the server has two tools named {tool.name!r}")
+        try:
+            schema = ArgumentSchema(tool.input_schema)
+        except ValueError as error:
+            raise ConfigError(
+                f"{where}: the schema of the tool {tool.name!r} is invalid: {error}; correct the server, or offer other tools of "
+                f"it with {where}.tools"
+            ) from error
+        description = tool.description or tool.title or tool.name
+        offers[tool.name] = Offer(config.prefix + tool.name, tool.name, description, tool.input_schema, schema)
+    return offers
+
+
+class McpTool:
+    """A server's tool, bound to a trajectory's session."""
+
+    def __init__(self, session: McpSession, offer: Offer, max_chars: int) -> None:
+        self.name = offer.name
+        self.description = offer.description
+        self.parameters = offer.parameters
+        self.problem_with = offer.schema.problem_with
+        self._session, self._offer, self._max_chars = session, offer, max_chars
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        return await self._session.call(self._offer, arguments, self._max_chars)
+
+
+class McpTools:
+    """The tools that a trajectory asked for by names that begin with ``MCP``. ``close`` ends its sessions."""
+
+    def __init__(self, tools: Sequence[RegisteredTool], sessions: Sequence[McpSession]) -> None:
+        self.tools = tools
+        self._sessions = sessions
+
+    @classmethod
+    async def open(cls, servers: Mapping[str, McpServer], names: Sequence[str], max_chars: int | None) -> McpTools:
+        """
+        Raises:
+            InvalidRequestError: an unknown server or tool; a server that cannot be used.
+            InfrastructureError, CapacityError: of ``McpServer.open_session``.
+        """
+        sessions: dict[str, McpSession] = {}
+        tools: dict[str, RegisteredTool] = {}
+        try:
+            for name in names:
+                server_name, tool_name = split_name(name)
+                server = servers.get(server_name)
+                if server is None:
+                    known = ", ".join(f"{MCP}{one}" for one in servers) or "none"
+                    raise InvalidRequestError(f"no MCP server {name!r}; envgateway.mcp has {known}")
+                if server_name not in sessions:
+                    sessions[server_name] = await server.open_session()
+                for offer in server.offers(tool_name):
+                    if offer.name in tools:
+                        raise InvalidRequestError(
+                            f"{name}: there are two tools named {offer.name!r}: name single tools ({MCP}SERVER/TOOL), or write "
+                            f"{server.where}.prefix"
+                        )
+                    tools[offer.name] = _registered(server, sessions[server_name], offer, max_chars)
+        except BaseException:
+            for session in sessions.values():
+                await session.close()
+            raise
+        return cls(list(tools.values()), list(sessions.values()))
+
+    async def close(self) -> None:
+        for session in self._sessions:
+            await session.close()
+
+
+def _registered(server: McpServer, session: McpSession, offer: Offer, max_chars: int | None) -> RegisteredTool:
+    most = max_chars or server.config.max_chars
+    return RegisteredTool(
+        tool=McpTool(session, offer, most),
+        config=ToolConfig(max_chars=most),
+        timeout_s=None,  # the session's own
+        running=server.running,
+        has_state=False,
+    )

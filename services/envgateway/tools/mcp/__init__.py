@@ -1,1 +1,0 @@
-"""Tools of MCP servers: over standard input and output, and over streamable HTTP."""

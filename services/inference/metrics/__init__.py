@@ -1,1 +1,0 @@
-"""Gauges of a replica, their Prometheus names, and times of sampled tokens."""

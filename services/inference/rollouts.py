@@ -1,0 +1,799 @@
+"""Plays task groups: one asyncio task per slot, each ending in a trajectory, a failure, or no record if cancelled.
+
+    order -> slots not known yet -> wait for a free slot -> attempts -> record -> sink
+
+Repeating an order is harmless: a slot that is played, or whose record was handed to the sink, is not played again.
+The exceptions are cancelled slots and those refused as WEIGHTS_STALE: the dispatcher issues them again.
+A failure is data and never a reward. Independent of gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType, TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import structlog
+
+from services.common.errors import (
+    CapacityError,
+    ConfigError,
+    DeadlineError,
+    EpisodeNotFoundError,
+    InfrastructureError,
+    RollmillError,
+    RolloutTimeoutError,
+    WeightsStaleError,
+    derived_seed,
+    slot_seed,
+)
+from services.common.importing import RAISED, name_and_text, place_of, place_of_error
+from services.common.records import (
+    NO_TIMING,
+    PhaseKind,
+    PlayedBy,
+    Purpose,
+    RolloutFailure,
+    RolloutPhase,
+    RolloutTiming,
+    Sampling,
+    Segment,
+    Task,
+    TaskGroupOrder,
+    TokenSequence,
+    Trajectory,
+    part_for,
+)
+from services.common.telemetry.accounts import ORCHESTRATOR, ActivityName, TimeAccount, engine, replica
+from services.common.telemetry.accounts import engine as engine_component
+from services.common.telemetry.logs import LogEvent
+from services.common.text.chat import Chat
+from services.inference.engine.base import Engine, Generation, GenerationRequest, ScoreRequest, Watch
+from services.inference.workflows.base import (
+    CaseOutcome,
+    Endpoint,
+    Episode,
+    Execution,
+    Gateway,
+    JudgeCase,
+    Outcome,
+    Reward,
+    Step,
+    Workflow,
+    WorkflowContext,
+)
+from services.inference.workflows.scripts import Scene, ScriptBook
+
+# --------
+# Records the phases of one rollout for its record; costs a few microseconds per phase.
+
+
+MAX_PHASES = 512  # of one rollout; one last phase counts the phases beyond
+MAX_DETAIL = 120  # characters
+
+
+class OpenPhase:
+    """A phase of a rollout: the body of its ``with``, also when that raises. The body may set detail and segments."""
+
+    __slots__ = ("_begin", "_clock", "detail", "policy", "segments", "what")
+
+    def __init__(self, clock: RolloutClock, what: PhaseKind, policy: str) -> None:
+        self._clock = clock
+        self._begin = 0.0
+        self.what = what
+        self.policy = policy
+        self.detail = ""
+        self.segments: tuple[Segment, ...] = ()  # that were generated
+
+    def __enter__(self) -> OpenPhase:
+        self._begin = self._clock.opened(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.detail = error.reason if isinstance(error, RollmillError) else type(error).__name__
+        self._clock.closed(self, self._begin, cut_short=isinstance(error, asyncio.CancelledError))
+
+
+class RolloutClock:
+    """The phases of one rollout, timed from construction on; phases may overlap."""
+
+    def __init__(self, accepted_at: float = 0.0, *, enabled: bool = True) -> None:
+        """``accepted_at``: when the order came, in seconds since the epoch. ``enabled`` false: no phase is recorded."""
+        self.started_at = time.time()
+        self.num_retries = 0
+        self._open: dict[PhaseKind, int] = {}  # phases by kind
+        self._cut_short: dict[
+            PhaseKind, float
+        ] = {}  # kind of phase -> when a cancellation last ended one, as time.monotonic
+        self._accepted_at = accepted_at
+        self._enabled = enabled
+        self._zero = time.perf_counter()
+        self._phases: list[RolloutPhase] = []
+        self._left_out: RolloutPhase | None = None
+        self._num_left_out = 0
+
+    def waited_for(self, since: float) -> set[PhaseKind]:
+        """Kinds of phases that a cancellation has cut short since then (time.monotonic), or is about to."""
+        return {what for what, at in self._cut_short.items() if at >= since} | {w for w, n in self._open.items() if n}
+
+    def phase(self, what: PhaseKind, policy: str = "") -> OpenPhase:
+        """A context manager that records its body as a phase, also when the body raises."""
+        return OpenPhase(self, what, policy)
+
+    def opened(self, phase: OpenPhase) -> float:
+        """For ``OpenPhase``: note that a phase begins; returns the time in seconds of this clock."""
+        self._open[phase.what] = self._open.get(phase.what, 0) + 1
+        return time.perf_counter() - self._zero
+
+    def closed(self, phase: OpenPhase, begin_s: float, *, cut_short: bool) -> None:
+        """For ``OpenPhase``: note that a phase ends, ``cut_short`` by a cancellation or not."""
+        self._open[phase.what] -= 1
+        if cut_short:
+            self._cut_short[phase.what] = time.monotonic()
+        if self._enabled:
+            self._keep(phase, begin_s, time.perf_counter() - self._zero - begin_s)
+
+    def timing(self) -> RolloutTiming:
+        """The phases recorded so far, in order of beginning."""
+        if not self._enabled:
+            return NO_TIMING
+        phases = sorted(self._phases, key=lambda phase: phase.begin_s)
+        left_out = [self._left_out] if self._left_out else []
+        return RolloutTiming(accepted_at=self._accepted_at, num_retries=self.num_retries, phases=(*phases, *left_out))
+
+    def _keep(self, phase: OpenPhase, begin_s: float, seconds: float) -> None:
+        if len(self._phases) >= MAX_PHASES:
+            self._num_left_out += 1
+            begin_s = min(begin_s, self._left_out.begin_s) if self._left_out else begin_s
+            end_s = time.perf_counter() - self._zero
+            detail = f"{self._num_left_out} more phases"
+            self._left_out = RolloutPhase(
+                what=PhaseKind.NOT_RECORDED, begin_s=begin_s, seconds=end_s - begin_s, detail=detail
+            )
+            return
+        versions = [segment.weight_version for segment in phase.segments if segment.num_tokens]
+        self._phases.append(
+            RolloutPhase(
+                what=phase.what,
+                begin_s=begin_s,
+                seconds=seconds,
+                policy=phase.policy,
+                num_tokens=sum(segment.num_tokens for segment in phase.segments),
+                first_version=min(versions, default=-1),
+                last_version=max(versions, default=-1),
+                detail=phase.detail[:MAX_DETAIL],
+            )
+        )
+
+
+class TimedGateway:
+    """The environment gateway for one rollout; records every call on the rollout's clock."""
+
+    def __init__(self, gateway: Gateway, clock: RolloutClock) -> None:
+        self._gateway = gateway
+        self._clock = clock
+
+    async def execute_code(
+        self, code: str, *, stdin: bytes = b"", print_trailing_expression: bool = False
+    ) -> Execution:
+        with self._clock.phase(PhaseKind.EXECUTE_CODE) as phase:
+            execution = await self._gateway.execute_code(
+                code, stdin=stdin, print_trailing_expression=print_trailing_expression
+            )
+            phase.detail = execution.status.value
+            return execution
+
+    async def create_episode(self, environment: str, task: Task, seed: int) -> Episode:
+        with self._clock.phase(PhaseKind.CREATE_EPISODE) as phase:
+            episode = await self._gateway.create_episode(environment, task, seed)
+            phase.detail = environment
+            return episode
+
+    async def step(self, episode_id: str, turn: int, action: str) -> Step:
+        with self._clock.phase(PhaseKind.STEP) as phase:
+            step = await self._gateway.step(episode_id, turn, action)
+            phase.detail = f"turn {turn}, reward {step.reward:g}" + (", done" if step.done else "")
+            return step
+
+    async def close(self, episode_id: str) -> None:
+        with self._clock.phase(PhaseKind.CLOSE_EPISODE):
+            await self._gateway.close(episode_id)
+
+    async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward:
+        with self._clock.phase(PhaseKind.COMPUTE_REWARD) as phase:
+            found = await self._gateway.compute_reward(reward, task, completion)
+            phase.detail = f"{reward}: {found.value:g}" + (", unparsed" if found.unparsed else "")
+            return found
+
+    async def judge(
+        self, code: str, cases: Sequence[JudgeCase], *, entry_point: str = "", case_time_s: float = 6.0
+    ) -> tuple[CaseOutcome, ...]:
+        with self._clock.phase(PhaseKind.JUDGE) as phase:
+            outcomes = await self._gateway.judge(code, cases, entry_point=entry_point, case_time_s=case_time_s)
+            phase.detail = f"{sum(outcome.passed for outcome in outcomes)} of {len(outcomes)} cases passed"
+            return outcomes
+
+
+# --------
+# A replica's served policies, and the policy object that one rollout uses.
+
+
+_SEED_MASK = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedPolicy:
+    """A policy with its engine and its tokenizer."""
+
+    name: str
+    engine: Engine
+    chat: Chat
+    context_length: int
+    script: ScriptBook | None = None  # chooses the tokens of a replay engine, in training and in evaluation
+
+
+class RolloutPolicy:
+    """Names and seeds the requests of one rollout: equal rollouts draw equal numbers under any other load.
+
+    ``scene`` describes the rollout to scripts; only a policy with a script uses the scene.
+    """
+
+    __slots__ = (
+        *("_account", "_clock", "_lane", "_num_requests", "_policy", "_record_kept"),
+        *("_request_prefix", "_scene", "_seed", "chat", "context_length", "name"),
+    )
+
+    def __init__(
+        self,
+        policy: ServedPolicy,
+        *,
+        request_prefix: str,
+        seed: int,
+        account: TimeAccount,
+        scene: Scene | None = None,
+        clock: RolloutClock | None = None,
+        purpose: Purpose = Purpose.TRAIN,
+    ) -> None:
+        self._policy = policy
+        self.name = policy.name
+        self.chat = policy.chat
+        self.context_length = policy.context_length
+        self._request_prefix = request_prefix
+        self._seed = seed
+        self._account = account
+        self._lane = account.here()  # an external agent calls from another task
+        self._scene = scene
+        self._clock = clock or RolloutClock(enabled=False)
+        self._record_kept = purpose is Purpose.TRAIN
+        self._num_requests = 0
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, watch: Watch | None = None, seed: int | None = None
+    ) -> Generation:
+        number = self._num_requests
+        self._num_requests += 1
+        request = GenerationRequest(
+            request_id=f"{self._request_prefix}/{self.name}/{number}",
+            prompt_ids=tuple(prompt_ids),
+            sampling=sampling,
+            stop_token_ids=self.chat.stop_token_ids,
+            seed=(self._seed + number if seed is None else seed) & _SEED_MASK,
+            forced_ids=self._forced_ids(prompt_ids),
+            record_kept=self._record_kept,
+            watch=watch,
+        )
+        with (
+            self._account.during(ActivityName.GENERATING, on=engine_component(self.name), lane=self._lane),
+            self._clock.phase(PhaseKind.GENERATE, self.name) as phase,
+        ):
+            generation = await self._policy.engine.generate(request)
+            phase.segments, phase.detail = generation.segments, generation.finish_reason.value
+        if request.forced_ids is not None and self._scene is not None:
+            self._scene.add_turn(self.name, self.chat.decode(generation.token_ids))
+        return generation
+
+    def _forced_ids(self, prompt_ids: Sequence[int]) -> tuple[int, ...] | None:
+        if self._policy.script is None or self._scene is None:
+            return None
+        return self._scene.forced_ids(self._policy.script, self.name, self.chat, prompt_ids)
+
+
+# --------
+# Scores finished rollouts with teachers: log-probabilities of the tokens that the students sampled.
+
+
+class Teachers:
+    """The teacher of each policy that has one, among the policies of this replica."""
+
+    def __init__(self, policies: Mapping[str, ServedPolicy], teachers: Mapping[str, str], account: TimeAccount) -> None:
+        """``teachers``: student -> teacher. Students that this replica does not serve are left out."""
+        self._teachers = {student: policies[name] for student, name in teachers.items() if student in policies}
+        self._account = account
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the teachers, which play only in orders that name them."""
+        return frozenset(teacher.name for teacher in self._teachers.values())
+
+    async def scored(
+        self, sequences: tuple[TokenSequence, ...], sampling: Sampling, clock: RolloutClock, request_prefix: str
+    ) -> tuple[TokenSequence, ...]:
+        """The sequences, each with the log-probabilities of its policy's teacher; ``sampling`` is that of the order.
+
+        Raises:
+            ConfigError: tokens were drawn from a part of the vocabulary, over which no engine scores.
+            InfrastructureError: the teacher's engine failed.
+        """
+        found = []
+        for number, sequence in enumerate(sequences):
+            teacher = self._teachers.get(sequence.policy)
+            if teacher is not None and sequence.num_trained_tokens:
+                request = score_request(sequence, sampling.temperature, f"{request_prefix}/score/{number}")
+                with (
+                    self._account.during(ActivityName.SCORING, on=engine(teacher.name)),
+                    clock.phase(PhaseKind.SCORE, teacher.name) as phase,
+                ):
+                    logprobs = await teacher.engine.score(request)
+                    phase.detail = f"{len(logprobs)} tokens of {sequence.policy}"
+                sequence = _with_scores(sequence, logprobs)
+            found.append(sequence)
+        return tuple(found)
+
+
+def score_request(sequence: TokenSequence, temperature: float, request_id: str) -> ScoreRequest:
+    """A request to score every policy token of the sequence; ``temperature`` applies where a segment names none."""
+    segments = sequence.segments
+    if any(segment.kept for segment in segments):
+        raise ConfigError(
+            f"tokens of {sequence.policy} were drawn from a part of the vocabulary, and its teacher scores over the whole: "
+            "sample with top_p 1, top_k 0, min_p 0 and min_new_tokens 0 (workflow.settings.client_sampling false), or name "
+            "the teacher's model in algorithm.distillation.teacher_model"
+        )
+    lengths = [segment.num_tokens for segment in segments]
+    is_policy = np.repeat([segment.is_policy for segment in segments], lengths)
+    own = [temperature if segment.temperature is None else segment.temperature for segment in segments]
+    return ScoreRequest(
+        request_id=request_id,
+        token_ids=sequence.token_ids,
+        positions=np.flatnonzero(is_policy).astype(np.int64),
+        temperatures=np.repeat(np.asarray(own, dtype=np.float32), lengths)[is_policy],
+    )
+
+
+def _with_scores(sequence: TokenSequence, logprobs: np.ndarray[tuple[int], np.dtype[np.float32]]) -> TokenSequence:
+    segments: list[Segment] = []
+    start = 0
+    for segment in sequence.segments:
+        if segment.is_policy:
+            end = start + segment.num_tokens
+            segment = replace(segment, teacher_logprobs=logprobs[start:end])
+            start = end
+        segments.append(segment)
+    return replace(sequence, segments=tuple(segments))
+
+
+# --------
+# Plays one slot: enforces its time limit, retries infrastructure failures, checks the required versions.
+
+
+log = structlog.get_logger(__name__)
+_RETRYABLE = (InfrastructureError, EpisodeNotFoundError, CapacityError, DeadlineError)
+_RETRY_BASE_S = 0.2
+_CLOCK_TICK_S = 0.01  # a loop's timer may fire that much early
+
+
+class Attempts:
+    """The policies, workflows and gateway that all rollouts of a replica share."""
+
+    def __init__(
+        self,
+        *,
+        workflows: Mapping[PlayedBy, Workflow],
+        policies: Mapping[str, ServedPolicy],
+        gateway: Gateway,
+        endpoint: Endpoint | None,
+        infra_retries: int,
+        account: TimeAccount,
+        teachers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """``teachers``: student policy -> the policy that scores the student's training tokens."""
+        self._workflows = workflows
+        self._policies = policies
+        self._gateway = gateway
+        self._endpoint = endpoint
+        self._infra_retries = infra_retries
+        self._account = account
+        self._teachers = Teachers(policies, teachers, account) if teachers else None
+        # A teacher plays only in orders that name it.
+        self._teacher_names: frozenset[str] = self._teachers.names if self._teachers is not None else frozenset()
+        self._limits: dict[asyncio.Timeout, float] = {}  # of the running rollouts; what is left while they stand still
+        self._stands_still = False
+        self.num_retries = 0  # since the start of the process
+
+    async def play(self, order: TaskGroupOrder, index: int, clock: RolloutClock) -> Outcome:
+        """The outcome of one slot of an order.
+
+        Raises:
+            RolloutTimeoutError: the policy was too slow.
+            DeadlineError: the time limit passed, and the rollout waited for more than the policy.
+            RollmillError: the last attempt failed, or a policy moved on from a required version.
+            Exception: any error that a workflow, tool or reward of the user raises.
+        """
+        limit = asyncio.timeout(order.timeout_s)
+        try:
+            async with limit:
+                self._limits[limit] = order.timeout_s
+                if self._stands_still:
+                    self._stop(limit)
+                return await self._play_with_retries(order, index, clock, limit)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            late = (
+                f"rollout {order.task_group_id}/{index} was not done within {order.timeout_s:g} s (rollout.timeout_s)"
+            )
+            # Code of a workflow, a reward or an agent may wait for anything: such waits do not count against the policy.
+            waits = clock.waited_for((limit.when() or 0.0) - _CLOCK_TICK_S)
+            healthy = all(policy.engine.health().ok for policy in self._policies.values())
+            if waits == {PhaseKind.GENERATE} and clock.num_retries == 0 and healthy:
+                raise RolloutTimeoutError(late) from None
+            named = ", ".join(sorted(waits)) or "its own code"
+            raise DeadlineError(
+                f"{late}, after {clock.num_retries} retries and while the rollout waited for {named}"
+            ) from None
+        finally:
+            self._limits.pop(limit, None)
+
+    def stand_still(self) -> None:
+        """Stop the clocks of all rollouts: no engine can compute."""
+        self._stands_still = True
+        for limit in self._limits:
+            self._stop(limit)
+
+    def go_on(self) -> None:
+        """Let the clocks of all rollouts run again."""
+        self._stands_still = False
+        now = asyncio.get_running_loop().time()
+        for limit, left_s in self._limits.items():
+            if not limit.expired():
+                limit.reschedule(now + left_s)
+
+    def _stop(self, limit: asyncio.Timeout) -> None:
+        when = limit.when()
+        if when is not None and not limit.expired():
+            self._limits[limit] = when - asyncio.get_running_loop().time()
+            limit.reschedule(None)
+
+    async def _play_with_retries(
+        self, order: TaskGroupOrder, index: int, clock: RolloutClock, limit: asyncio.Timeout
+    ) -> Outcome:
+        for attempt in range(self._infra_retries + 1):
+            try:
+                return await self._play_once(order, index, attempt, clock)
+            except _RETRYABLE as error:
+                # No retry for a failure in the cleanup after the time limit: the limit would not end the retry.
+                if attempt == self._infra_retries or limit.expired():
+                    raise
+                self.num_retries += 1
+                clock.num_retries += 1
+                log.warning(
+                    LogEvent.ROLLOUT_RETRY,
+                    task_group=order.task_group_id,
+                    index=index,
+                    attempt=attempt,
+                    error=str(error),
+                )
+                with (
+                    self._account.during(ActivityName.PAUSING_BEFORE_RETRY) as wait,
+                    clock.phase(PhaseKind.RETRY) as phase,
+                ):
+                    wait.note(error.message)
+                    phase.detail = error.reason
+                    await asyncio.sleep(_RETRY_BASE_S * 2**attempt * (0.5 + random.random()))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _play_once(self, order: TaskGroupOrder, index: int, attempt: int, clock: RolloutClock) -> Outcome:
+        self._check_versions(order.required_versions)
+        slot = f"{order.task_group_id}/{index}"
+        # Another attempt has the same seeds: new draws would select against samples on which infrastructure fails.
+        seed = slot_seed(order.seed, index)
+        scene = Scene(order.task, order.purpose, seed, order.source)
+        policies = {
+            name: RolloutPolicy(
+                policy,
+                request_prefix=f"{slot}/{attempt}",
+                seed=derived_seed(seed, name),  # two policies of a rollout draw independently
+                account=self._account,
+                scene=scene,
+                clock=clock,
+                purpose=order.purpose,
+            )
+            for name, policy in self._policies.items()
+            if (name in order.policies if order.policies else name not in self._teacher_names)
+        }
+        context = WorkflowContext(
+            policies=policies,
+            gateway=TimedGateway(self._gateway, clock),
+            sampling=order.sampling,
+            seed=seed,
+            episode_seed=order.seed,
+            purpose=order.purpose,
+            endpoint=self._endpoint,
+        )
+        workflow = part_for(self._workflows, order.purpose, order.source)
+        # A copy: code of the user may change its row.
+        outcome = await workflow.run(replace(order.task, data=deepcopy(order.task.data)), context)
+        if not isinstance(outcome, Outcome):
+            said = f"{type(workflow).__name__}.run returned {type(outcome).__name__}, and no Outcome"
+            raise TypeError(f"{place_of(workflow.run)}{said}: write `return chat.outcome(reward)`")
+        _check_outcome(outcome, order.required_versions)
+        if self._teachers is None or order.purpose is not Purpose.TRAIN:
+            return outcome
+        prefix = f"{slot}/{attempt}"
+        return replace(outcome, sequences=await self._teachers.scored(outcome.sequences, order.sampling, clock, prefix))
+
+    def _check_versions(self, required: Mapping[str, int]) -> None:
+        for name, number in required.items():
+            policy = self._policies.get(name)
+            if policy is None or policy.engine.version != number:
+                held = "not served here" if policy is None else f"at version {policy.engine.version}"
+                raise WeightsStaleError(f"policy {name} must be at version {number} and is {held}")
+
+
+def _check_outcome(outcome: Outcome, required: Mapping[str, int]) -> None:
+    """Validate an outcome: sequences, finite rewards, and in an evaluation no swap of weights."""
+    if not outcome.sequences:
+        raise ValueError("the workflow returned no sequence")
+    for value in (outcome.reward, *(sequence.reward for sequence in outcome.sequences)):
+        if not math.isfinite(value):
+            raise ValueError(f"the workflow returned the reward {value}; must be a finite number")
+    if not required:
+        return
+    for sequence in outcome.sequences:
+        number = required.get(sequence.policy)
+        for segment in sequence.segments:
+            if number is not None and segment.is_policy and segment.weight_version != number:
+                raise WeightsStaleError(
+                    f"policy {sequence.policy} moved to version {segment.weight_version} during an evaluation of {number}"
+                )
+
+
+# --------
+
+
+SlotKey = tuple[str, int]  # (task group, index)
+Record = Trajectory | RolloutFailure
+_Slot = Coroutine[Any, Any, None]
+_REMEMBERED_SLOTS = 65536
+
+
+class RecordSink(Protocol):
+    """Takes a finished record; waits while too many are not yet durable."""
+
+    async def send(self, record: Record) -> None: ...
+
+
+@dataclass(slots=True)
+class RolloutCounters:
+    """Counters since the start of the process."""
+
+    trajectories: int = 0
+    failures: int = 0
+    cancelled: int = 0
+    repeated: int = 0
+
+
+class RolloutPlayer:
+    """Plays ``num_slots`` rollouts at once; further ordered rollouts wait here for a slot."""
+
+    def __init__(
+        self,
+        *,
+        workflows: Mapping[PlayedBy, Workflow],
+        policies: Mapping[str, ServedPolicy],
+        gateway: Gateway,
+        sink: RecordSink,
+        replica_id: str,
+        num_slots: int,
+        infra_retries: int,
+        account: TimeAccount | None = None,
+        endpoint: Endpoint | None = None,
+        timed: bool = True,
+        teachers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """``timed``: records carry the phases of their rollouts. ``teachers``: student policy -> teacher policy."""
+        self._policies = policies
+        self._sink = sink
+        self._replica_id = replica_id
+        self.num_slots = num_slots
+        self._account = account or TimeAccount(replica(replica_id), num_lanes=num_slots)
+        self._attempts = Attempts(
+            workflows=workflows,
+            policies=policies,
+            gateway=gateway,
+            endpoint=endpoint,
+            infra_retries=infra_retries,
+            account=self._account,
+            teachers=teachers,
+        )
+        self._timed = timed
+        self._slots = asyncio.Semaphore(num_slots)
+        self._groups: dict[str, dict[int, asyncio.Task[None]]] = {}  # running rollouts
+        self._tasks: set[asyncio.Task[None]] = set()  # running rollouts, and cancelled ones in their cleanup
+        self._finished: OrderedDict[SlotKey, None] = OrderedDict()  # recorded lately, oldest first
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.counters = RolloutCounters()
+
+    # -- commands -----------------------------------------------------------------------------------------------
+
+    def play(self, order: TaskGroupOrder) -> int:
+        """Start the slots of an order that are new here; returns their number."""
+        return self._start(order.task_group_id, order.indices, partial(self._slot, order, time.time()))
+
+    def refuse(self, task_group_id: str, indices: Iterable[int], error: RollmillError) -> None:
+        """Fail the slots of an order that this replica cannot play."""
+
+        async def fail(index: int) -> None:
+            await self._hand_over(self._failure(task_group_id, index, error.reason, error.message))
+
+        self._start(task_group_id, indices, fail)
+
+    def cancel(self, task_group_id: str) -> int:
+        """Cancel the rollouts of a task group and forget the group; returns the number of cancelled rollouts."""
+        tasks = self._groups.pop(task_group_id, {}).values()
+        for task in tasks:
+            task.cancel()
+        self.counters.cancelled += len(tasks)
+        return len(tasks)
+
+    def stand_still(self) -> None:
+        """Stop the clocks of all rollouts: no engine can compute."""
+        self._attempts.stand_still()
+
+    def go_on(self) -> None:
+        """Let the clocks of all rollouts run again."""
+        self._attempts.go_on()
+
+    async def close(self) -> None:
+        """Cancel all rollouts and wait until they end."""
+        for task_group_id in list(self._groups):
+            self.cancel(task_group_id)
+        await self._idle.wait()  # ends: every task is cancelled, and cleanup does not wait
+
+    async def wait_until_idle(self) -> None:
+        """Return when no rollout runs or waits for a slot; each rollout has its own time limit."""
+        await self._idle.wait()
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_retries(self) -> int:
+        """Attempts after a first one, since the start of the process."""
+        return self._attempts.num_retries
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(group) for group in self._groups.values())
+
+    @property
+    def num_free_slots(self) -> int:
+        return max(0, self.num_slots - self.num_running)
+
+    @property
+    def running_task_group_ids(self) -> tuple[str, ...]:
+        return tuple(self._groups)
+
+    # -- one slot -----------------------------------------------------------------------------------------------
+
+    def _start(self, task_group_id: str, indices: Iterable[int], play: Callable[[int], _Slot]) -> int:
+        playing = self._groups.setdefault(task_group_id, {})
+        started = 0
+        for index in indices:
+            if index in playing or (task_group_id, index) in self._finished:
+                self.counters.repeated += 1
+                continue
+            task = asyncio.create_task(play(index), name=f"rollout {task_group_id}/{index}")
+            playing[index] = task
+            self._tasks.add(task)
+            # Not a `finally` in the task: one that is cancelled before its first step never enters its body.
+            task.add_done_callback(partial(self._leave, task_group_id, index))
+            started += 1
+        if self._tasks:
+            self._idle.clear()
+        if not playing:
+            del self._groups[task_group_id]
+        return started
+
+    async def _slot(self, order: TaskGroupOrder, accepted_at: float, index: int) -> None:
+        async with self._slots:
+            with self._account.lane(ActivityName.RUNNING_WORKFLOW):
+                record = await self._record(order, index, RolloutClock(accepted_at, enabled=self._timed))
+                if record is not None:
+                    await self._hand_over(record)
+
+    async def _hand_over(self, record: Record) -> None:
+        with self._account.during(ActivityName.WAITING_FOR_ROOM_TO_SEND, on=ORCHESTRATOR):
+            await self._sink.send(record)
+        if isinstance(record, Trajectory):
+            self.counters.trajectories += 1
+        else:
+            self.counters.failures += 1
+            if record.reason == WeightsStaleError.reason:
+                return
+        self._remember((record.task_group_id, record.index))
+
+    async def _record(self, order: TaskGroupOrder, index: int, clock: RolloutClock) -> Record | None:
+        """The trajectory or the failure of a slot; None when an engine died and the process is about to end."""
+        try:
+            outcome = await self._attempts.play(order, index, clock)
+        except RollmillError as error:
+            if not all(p.engine.health().ok for p in self._policies.values()):
+                return None  # no record: another replica plays the slot after this process has left
+            return self._failure(order.task_group_id, index, error.reason, error.message, clock)
+        except BaseException as error:  # a bug in a workflow, tool or reward of the user: this slot fails, others go on
+            playing = self._groups.get(order.task_group_id, {}).get(index)
+            if isinstance(error, asyncio.CancelledError) and playing is not asyncio.current_task():
+                raise  # `cancel` asked for it; one that the user's code raises, as cancel scopes do, is a failure
+            name, text = name_and_text(error)
+            try:
+                log.exception(LogEvent.ROLLOUT_CRASHED, task_group=order.task_group_id, index=index)
+            except RAISED:  # the traceback asks the error for its name and text
+                log.error(LogEvent.ROLLOUT_CRASHED, task_group=order.task_group_id, index=index, error=name)
+            return self._failure(order.task_group_id, index, name, f"{place_of_error(error)}{text}", clock)
+        return Trajectory(
+            task_group_id=order.task_group_id,
+            index=index,
+            sequences=outcome.sequences,
+            reward=outcome.reward,
+            metrics=outcome.metrics,
+            started_at=clock.started_at,
+            finished_at=time.time(),
+            replica_id=self._replica_id,
+            timing=clock.timing(),
+        )
+
+    def _failure(
+        self, task_group_id: str, index: int, reason: str, detail: str, clock: RolloutClock | None = None
+    ) -> RolloutFailure:
+        """A failure record; ``clock`` is the rollout's, if the rollout began."""
+        log.warning(LogEvent.ROLLOUT_FAILED, task_group=task_group_id, index=index, reason=reason, detail=detail)
+        return RolloutFailure(
+            task_group_id=task_group_id,
+            index=index,
+            reason=reason,
+            detail=detail,
+            replica_id=self._replica_id,
+            started_at=clock.started_at if clock else 0.0,
+            finished_at=time.time(),
+            timing=clock.timing() if clock else NO_TIMING,
+        )
+
+    def _remember(self, key: SlotKey) -> None:
+        self._finished[key] = None
+        while len(self._finished) > _REMEMBERED_SLOTS:
+            self._finished.popitem(last=False)
+
+    def _leave(self, task_group_id: str, index: int, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        playing = self._groups.get(task_group_id)
+        if playing is not None and playing.get(index) is task:  # else: cancelled, and perhaps ordered again
+            del playing[index]
+            if not playing:
+                del self._groups[task_group_id]
+        if not self._tasks:
+            self._idle.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error(LogEvent.ROLLOUT_LOST, task_group=task_group_id, index=index, exc_info=error)

@@ -1,1 +1,0 @@
-"""Plays task groups: slots, attempts, policies, scores of teachers, phases."""

@@ -1,1 +1,0 @@
-"""Clients of the orchestrator and of the environment gateway."""

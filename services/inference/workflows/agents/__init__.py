@@ -1,1 +1,0 @@
-"""Rollouts of external agents: captured conversations, stop texts, messages, the workflow."""

@@ -1,0 +1,629 @@
+"""``codegen_verifier``: one policy writes a program, another writes test cases, and after a failure the first tries again.
+
+    write --> (examples left out) make cases --> run the program on them --all pass--> done
+                                                        '---a case fails, or cases are missing---> write again
+
+The verifier reads the problem and the first program. The decision to try again reads the generated cases only, never the
+ground truth; the second prompt has all cases with the program's results, and not the program. Credit: each program
+has its own correctness, 1 when it passes every test of the task, else 0; the verifier's is ``verifier_reward``
+(``generated_cases.verifier_reward`` has the formulas). The reference solution is the first of the row's solutions that
+passes every test of the task. A task without one is counted as ``reference_missing``; rewards that need a reference are
+then not earned. Evaluation counts the last program of a rollout.
+
+Left out and counted, while the earlier samples still count: a verification or a second try whose prompt does not fit the
+context, and the verification of a task that does not say how its programs are called. An infrastructure failure during
+judging fails the rollout, which is played again: such a failure is never a reward.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from services.common.errors import PromptTooLongError
+from services.common.records import Purpose, StopReason, Task, TokenSequence
+from services.common.telemetry.metrics import RolloutKey
+from services.common.text.chat import Message
+from services.common.text.programs import fenced_blocks, program_of, with_preamble
+from services.common.text.thoughts import after_thoughts
+from services.common.text.tools import cut_text
+from services.inference.workflows.base import (
+    CaseOutcome,
+    Conversation,
+    JudgeCase,
+    Outcome,
+    PolicyClient,
+    ProgramStatus,
+    PromptSettings,
+    Reward,
+    Turn,
+    WorkflowContext,
+    build_grader,
+    build_messages,
+    fill,
+    with_last_text,
+)
+
+# --------
+# Default prompts of ``codegen_verifier`` for coder and verifier.
+
+
+WRITE_PROGRAM = """Solve this programming problem in Python 3.
+
+{problem}
+
+Your program reads standard input and prints the answer to standard output, nothing else. Write the whole program into \
+one block that begins with ```python and ends with ```."""
+WRITE_FUNCTION = """Solve this programming problem in Python 3.
+
+{problem}
+
+Your code is called as `{entry_point}`. Write all of it, imports included and without calls of your own, into one block \
+that begins with ```python and ends with ```."""
+TEST_PROGRAM = """You test programs. Below are a programming problem without its examples, and a candidate program that \
+may be right or wrong. Read the program and look for inputs that it gets wrong: smallest and unusual values, ties, limits, \
+what the statement says only once. Keep them small enough to work out the right output by hand, and work it out step by \
+step from the statement, never from the program: a test whose output is wrong rejects right programs.
+
+Problem:
+{problem}
+
+Candidate program:
+
+```python
+{program}
+```
+
+After your reasoning write exactly {num_cases} different test cases as one JSON list in a block that begins with ```json \
+and ends with ```. "input" is all that the program reads from standard input and "output" all that it must print:
+
+```json
+[{"input": "...\\n", "output": "...\\n"}]
+```"""
+TEST_FUNCTION = """You test programs. Below are a programming problem without its examples, and a candidate program that \
+may be right or wrong. Read the program and look for arguments that it gets wrong: smallest and unusual values, ties, \
+limits, what the statement says only once. Keep them small enough to work out the right value by hand, and work it out \
+step by step from the statement, never from the program: a test whose value is wrong rejects right programs.
+
+Problem:
+{problem}
+
+Candidate program:
+
+```python
+{program}
+```
+
+After your reasoning write exactly {num_cases} different test cases as one JSON list in a block that begins with ```json \
+and ends with ```. "args" is the list of positional arguments of `{entry_point}` and "expected" the value that it must \
+return:
+
+```json
+[{"args": [...], "expected": ...}]
+```"""
+TRY_AGAIN = """{problem}
+
+An earlier program of yours for this problem was not accepted. A tester wrote test cases, and your program was run on them:
+
+{report}
+
+The tester may be wrong about what is right. Solve the problem again, and write the whole code into one block that begins \
+with ```python and ends with ```."""
+
+
+# --------
+# Parses a verifier's test cases, reports a program's results on them, and computes the verifier's reward.
+
+
+VerifierReward = Literal["coupled", "own"]
+MAX_CASE_BYTES = 1 << 16  # of one case's JSON: longer cases were not worked out by hand
+_LISTS = ("cases", "tests", "test_cases")
+_TEXT_GIVEN, _TEXT_EXPECTED = ("input", "stdin"), ("output", "expected_output", "expected", "stdout")
+_CALL_GIVEN, _CALL_EXPECTED = ("args", "arguments", "input"), ("expected", "expected_output", "output", "return")
+_CHECK_CALL = re.compile(r"^check\(([\w.()]+)\)\s*$", re.MULTILINE)
+_MISSING = object()
+_WHAT_HAPPENED = {
+    ProgramStatus.RUNTIME_ERROR: "ended with an error",
+    ProgramStatus.COMPILE_ERROR: "is no valid Python",
+    ProgramStatus.TIME_LIMIT: "was stopped: it took too long",
+    ProgramStatus.MEMORY_LIMIT: "was stopped: it used too much memory",
+    ProgramStatus.OUTPUT_LIMIT: "was stopped: it wrote too much",
+    ProgramStatus.INVALID_REQUEST: "could not be run on this case",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedCases:
+    """The parsed cases. ``num_left_out``: malformed, repeated, beyond the requested number, or too few to count."""
+
+    cases: tuple[JudgeCase, ...] = ()
+    num_left_out: int = 0
+    problem: str = ""  # why there are no cases
+
+
+def entry_point_of(tests: Mapping[str, Any]) -> str | None:
+    """The entry point of a task's programs: a function's name, "" for programs that read stdin, None if unknown.
+
+    >>> entry_point_of({"kind": "assert", "tests": "...\\ncheck(Solution().add)", "entry_point": ""})
+    'Solution().add'
+    """
+    if tests.get("kind") == "stdin":
+        return ""
+    if tests.get("entry_point"):
+        return str(tests["entry_point"])
+    calls = _CHECK_CALL.findall(str(tests.get("tests", "")))
+    return calls[-1] if calls and calls[-1] != "candidate" else None
+
+
+def read_cases(text: str, *, is_function: bool, num_cases: int) -> GeneratedCases:
+    """The ``num_cases`` cases in a verifier's text, or none, by the rules above."""
+    written = next((found for block in reversed(fenced_blocks(after_thoughts(text))) if (found := _listed(block))), [])
+    cases: list[JudgeCase] = []
+    for item in written:
+        case = _case(item, is_function)
+        # As JSON: in Python True equals 1, and a case of the one is no repetition of a case of the other.
+        if case is not None and len(cases) < num_cases and all(_text(case) != _text(other) for other in cases):
+            cases.append(case)
+    if not written:
+        return GeneratedCases(problem="there is no JSON list of test cases in the tester's answer")
+    if len(cases) < num_cases:
+        problem = f"{len(cases)} of {len(written)} test cases can be used, and {num_cases} were asked for"
+        return GeneratedCases(num_left_out=len(written), problem=problem)
+    return GeneratedCases(cases=tuple(cases), num_left_out=len(written) - len(cases))
+
+
+def needs_retry(outcomes: Sequence[CaseOutcome]) -> bool:
+    """Whether the program is not accepted: a generated case failed, or there is no valid case."""
+    return not outcomes or not all(outcome.passed for outcome in outcomes)
+
+
+def report(cases: Sequence[JudgeCase], outcomes: Sequence[CaseOutcome], *, max_chars: int) -> str:
+    """All cases with the program's results; each text is cut to ``max_chars`` in its middle."""
+    return "\n\n".join(
+        f"Case {number}\n{_described(case, outcome, max_chars)}"
+        for number, (case, outcome) in enumerate(zip(cases, outcomes, strict=True), start=1)
+    )
+
+
+def verifier_reward(
+    kind: VerifierReward, *, final_correct: bool, first_correct: bool, rejected: bool, valid: bool | None
+) -> float:
+    """The reward of the author of the cases.
+
+    coupled   [the last program is right] + [a reference solution passes the cases]: 0, 1 or 2
+    own       0.5 * (valid + discriminates): 0, 0.5 or 1. ``discriminates``: valid, and the cases agree with the ground
+              truth about the first program
+
+    ``rejected`` says that the first program was not accepted. ``valid`` says that the reference solution passed all cases;
+    False when there are no cases, None when the task has no reference solution. Then validity earns no reward, and ``own``
+    gives its other half for the agreement alone.
+    """
+    if kind == "coupled":
+        return float(final_correct) + float(valid is True)
+    agrees = rejected != first_correct
+    return 0.5 * (float(valid is True) + float(valid is not False and agrees))
+
+
+def _listed(block: str) -> list[Any]:
+    try:
+        found = json.loads(block, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return []
+    if isinstance(found, Mapping):
+        inner = next((found[name] for name in _LISTS if isinstance(found.get(name), list)), None)
+        return inner if inner is not None else [found]
+    return found if isinstance(found, list) else []
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _case(item: Any, is_function: bool) -> JudgeCase | None:
+    if not isinstance(item, Mapping):
+        return None
+    try:
+        if len(json.dumps(item, ensure_ascii=False).encode()) > MAX_CASE_BYTES:
+            return None
+    except UnicodeEncodeError:  # a lone surrogate, written as an escape, is no text that a program could read
+        return None
+    if is_function:
+        given, expected = _first(item, _CALL_GIVEN), _first(item, _CALL_EXPECTED)
+        return (
+            JudgeCase(given=given, expected=expected) if isinstance(given, list) and expected is not _MISSING else None
+        )
+    texts = [_lines(_first(item, names)) for names in (_TEXT_GIVEN, _TEXT_EXPECTED)]
+    return None if None in texts else JudgeCase(given=texts[0], expected=texts[1])
+
+
+def _first(item: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((item[name] for name in names if name in item), _MISSING)
+
+
+def _lines(value: Any) -> str | None:
+    if isinstance(value, list) and value and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    return value if isinstance(value, str) else None
+
+
+def _text(case: JudgeCase) -> str:
+    return json.dumps([case.given, case.expected])
+
+
+def _described(case: JudgeCase, outcome: CaseOutcome, max_chars: int) -> str:
+    def shown(value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return cut_text(text.strip("\n"), max_chars)
+
+    is_function = not isinstance(case.given, str)
+    lines = [
+        f"{'arguments' if is_function else 'input'}:\n{shown(case.given)}",
+        f"expected:\n{shown(case.expected)}",
+    ]
+    if outcome.passed:
+        lines.append("your program passed")
+    elif outcome.verdict is ProgramStatus.WRONG_ANSWER and not is_function:
+        lines.append(f"your program printed:\n{shown(outcome.stdout) or '(nothing)'}")
+    else:
+        happened = _WHAT_HAPPENED.get(outcome.verdict, "gave another answer")
+        said = shown(
+            outcome.stderr if outcome.verdict is ProgramStatus.RUNTIME_ERROR and outcome.stderr else outcome.detail
+        )
+        lines.append(f"your program {happened}{f':{chr(10)}{said}' if said else ''}")
+    return "\n".join(lines)
+
+
+# --------
+# Removes the examples from the text of a programming problem, for policies that write test cases.
+
+
+_DECORATION = string.whitespace + "\xa0*_=-~|"
+_NUMBER = r"(?:\s*+(?:no\.?+\s*+)?+#?+\s*+\d++)?+"
+_EXAMPLE = re.compile(
+    rf"(?:(?:sample|example)s?{_NUMBER}(?:\s++(?:tests?|test\s++cases?|cases?|inputs?|outputs?|io|and|&|/)){{0,4}}{_NUMBER}"
+    r"|examples?\s+of\s+(?:input|output).*|demo|(?:inputs?|outputs?)\s+(?:sample|example)s?"
+    rf"{_NUMBER})",
+    re.IGNORECASE,
+)
+_WHOLE_PROBLEM = (
+    "constraint", "constraints", "input format", "output format", "input specification", "output specification",
+    "function signature", "tag", "tags", "time limit", "memory limit", "limits", "restrictions", "subtask", "subtasks",
+    "scoring", "follow up", "follow-up", "your task", "starter code",
+)  # fmt: skip
+_DOCTEST = ">>>"
+_PYTHON = "```python"
+_DOCSTRING = ('"""', "'''")
+
+
+def without_examples(problem: str) -> str:
+    """The problem without its examples; unchanged if no text would be left.
+
+    >>> without_examples("Add two numbers.\\n\\nExample 1:\\nInput: 1 2\\nOutput: 3\\n\\nConstraints:\\nBoth fit a byte.")
+    'Add two numbers.\\n\\nConstraints:\\nBoth fit a byte.'
+    """
+    lines = problem.split("\n")
+    kept: list[str] = []
+    in_example = in_doctest = False
+    for line in lines:
+        ends_docstring = any(quotes in line for quotes in _DOCSTRING)
+        if in_doctest and (ends_docstring or not line.strip()):
+            in_doctest = False
+        if _begins_example(line):
+            in_example = True
+        elif ends_docstring or _begins_whole(line) or line.startswith(_PYTHON):
+            in_example = False
+        if line.lstrip().startswith(_DOCTEST):
+            in_doctest = True
+        if not in_example and not in_doctest:
+            kept.append(line)
+    if len(kept) == len(lines) or not any(line.strip() for line in kept):
+        return problem
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip("\n")
+
+
+def _begins_example(line: str) -> bool:
+    return _EXAMPLE.fullmatch(_heading(line)) is not None
+
+
+def _begins_whole(line: str) -> bool:
+    return _heading(line).lower() in _WHOLE_PROBLEM
+
+
+def _heading(line: str) -> str:
+    """The line up to a colon, without rules, marks and spaces around it; a sentence is no heading."""
+    return _undecorated(_undecorated(line).partition(":")[0])
+
+
+def _undecorated(text: str) -> str:
+    return text.lstrip(_DECORATION + ">#").rstrip(_DECORATION)
+
+
+# --------
+# Asks for a program as the task's tests will run it: one that reads stdin, or a function of the right name.
+
+
+def asking_for_program(
+    messages: list[Message],
+    task: Task,
+    program_prompt: str = WRITE_PROGRAM,
+    function_prompt: str = WRITE_FUNCTION,
+) -> list[Message]:
+    """The conversation with its last turn inside the prompt; unchanged if the tests do not name an entry point."""
+    tests = task.data.get("tests")
+    entry_point = entry_point_of(tests if isinstance(tests, Mapping) else {})
+    if entry_point is None:
+        return messages
+    template = function_prompt if entry_point else program_prompt
+    problem = str(messages[-1]["content"])
+    return with_last_text(messages, fill(template, problem=problem, entry_point=entry_point))
+
+
+# --------
+
+
+class CodegenVerifierSettings(PromptSettings):
+    verifier: str = "model1"
+    """The policy that writes test cases. `policy` is the one that writes programs."""
+    thinking: bool | None = False
+    """Thinking of the coder, if the chat template supports thinking; null leaves the template's default."""
+    verifier_thinking: bool | None = True
+    """`thinking` of the verifier."""
+    reward: str = "code"
+    """Ground truth of a program: a reward of the gateway, or the import path of a function (`package.module:function`)."""
+    verifier_reward: VerifierReward = "coupled"
+    """`coupled`: last program right + reference solution passes the cases. `own`: half for cases that the reference passes,
+    half when they also agree with the ground truth about the first program."""
+    num_cases: int = Field(default=2, ge=1, le=16)
+    """Test cases that are requested. Further cases of the verifier are left out; with fewer, none counts."""
+    case_time_s: float = Field(default=6.0, gt=0)
+    """Time of a program on one generated case; at most that of `envgateway.sandbox`."""
+    evaluate: Literal["coder", "all"] = "coder"
+    """The part that an evaluation plays: the coder's first program alone, or all turns."""
+    max_report_chars: int = Field(default=1000, ge=40)
+    """Most characters of each input and output in the report to the coder; longer ones are cut in the middle."""
+    program_prompt: str = WRITE_PROGRAM
+    """The coder's prompt when programs read stdin, with `{problem}`."""
+    function_prompt: str = WRITE_FUNCTION
+    """The coder's prompt when a function is called, with `{problem}` and `{entry_point}`."""
+    program_test_prompt: str = TEST_PROGRAM
+    """The verifier's prompt when programs read stdin, with `{problem}`, `{program}` and `{num_cases}`."""
+    function_test_prompt: str = TEST_FUNCTION
+    """The verifier's prompt when a function is called, with `{problem}`, `{program}`, `{num_cases}` and `{entry_point}`."""
+    retry_prompt: str = TRY_AGAIN
+    """The coder's prompt when its program was not accepted, with `{problem}`, `{program}` and `{report}`."""
+
+
+_MAX_KNOWN_REFERENCES = 4096  # tasks whose reference solution is remembered
+_NO_PROGRAM = "(there is no program in the answer)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One task with its policies and context."""
+
+    task: Task
+    context: WorkflowContext
+    entry_point: str | None  # "" for programs that read stdin, None when the task does not say
+    preamble: str  # code that a program may continue
+    solutions: tuple[str, ...]  # of the row, unchanged
+
+    @classmethod
+    def of(cls, task: Task, context: WorkflowContext) -> _Job:
+        found = task.data.get("tests")
+        tests: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+        written = task.data.get("solutions") or [task.data.get("solution")]
+        return cls(
+            task=task,
+            context=context,
+            entry_point=entry_point_of(tests),
+            preamble=str(tests.get("preamble") or ""),
+            solutions=tuple(text for text in written if isinstance(text, str) and text.strip()),
+        )
+
+    async def run_on(self, program: str, cases: Sequence[JudgeCase], case_time_s: float) -> tuple[CaseOutcome, ...]:
+        """The outcomes of a program on generated cases."""
+        if not cases:
+            return ()
+        if not program.strip():
+            nothing = CaseOutcome(verdict=ProgramStatus.INVALID_REQUEST, detail="there is no program in the answer")
+            return (nothing,) * len(cases)
+        entry_point = self.entry_point or ""
+        code = with_preamble(program, self.preamble, entry_point)
+        return await self.context.gateway.judge(code, cases, entry_point=entry_point, case_time_s=case_time_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A program of the coder with its judgement by the ground truth."""
+
+    conversation: Conversation
+    turn: Turn
+    program: str
+    reward: Reward
+
+    @property
+    def correct(self) -> bool:
+        return self.reward.value >= 1.0
+
+    def sequence(self, number: int) -> TokenSequence:
+        return self.conversation.sequence(
+            reward=self.reward.value,
+            stop_reason=_stop(self.turn),
+            metrics={
+                RolloutKey.TRUNCATED.value: float(not self.turn.ended),
+                **self.reward.metrics,
+            },
+            role="coder",
+            attempt=number,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """The verifier's text, the parsed cases, and the first program's outcomes."""
+
+    conversation: Conversation
+    turn: Turn
+    read: GeneratedCases
+    outcomes: tuple[CaseOutcome, ...]
+
+    @property
+    def rejects(self) -> bool:
+        return needs_retry(self.outcomes)
+
+    def sequence(self, reward: float, valid: bool | None) -> TokenSequence:
+        return self.conversation.sequence(
+            reward=reward,
+            stop_reason=_stop(self.turn),
+            metrics={
+                RolloutKey.TRUNCATED.value: float(not self.turn.ended),
+                "cases": float(len(self.read.cases)),
+                "cases_left_out": float(self.read.num_left_out),
+                "cases_unparsed": float(not self.read.cases),
+                "cases_failed": float(sum(not outcome.passed for outcome in self.outcomes)),
+                "cases_valid": float(valid is True),
+            },
+            role="verifier",
+        )
+
+
+class CodegenVerifier:
+    Settings: ClassVar[type[CodegenVerifierSettings]] = CodegenVerifierSettings
+
+    def __init__(self, settings: CodegenVerifierSettings) -> None:
+        self._settings = settings
+        self._grade = build_grader(settings.reward)
+        # By task and solutions: the rollouts of a task group have the same reference.
+        self._references: dict[tuple[str, ...], str | None] = {}
+
+    async def run(self, task: Task, context: WorkflowContext) -> Outcome:
+        """Plays one rollout: a program, in training the test cases for it, after a failure a second program."""
+        job = _Job.of(task, context)
+        first = await self._write(job, self._messages(job), self._settings.max_prompt_tokens)
+        metrics = {"first_correct": float(first.correct)}
+        if context.purpose is Purpose.EVALUATION and self._settings.evaluate == "coder":
+            return Outcome(sequences=(first.sequence(0),), reward=first.reward.value, metrics=metrics)
+        check = await self._check(job, first)
+        if check is None:
+            metrics["verification_skipped"] = 1.0
+            return Outcome(sequences=(first.sequence(0),), reward=first.reward.value, metrics=metrics)
+        second = await self._write_again(job, first, check) if check.rejects else None
+        last = second or first
+        reference = await self._reference(job) if check.read.cases else None
+        valid = await self._passes(job, reference, check.read.cases)
+        reward = verifier_reward(
+            self._settings.verifier_reward,
+            final_correct=last.correct,
+            first_correct=first.correct,
+            rejected=check.rejects,
+            valid=valid,
+        )
+        metrics |= {
+            "final_correct": float(last.correct),
+            "rejected": float(check.rejects),
+            "retry_skipped": float(check.rejects and second is None),
+            "solved_by_retry": float(last.correct and not first.correct),
+            "broken_by_retry": float(first.correct and not last.correct),
+            "reference_missing": float(not job.solutions or (bool(check.read.cases) and reference is None)),
+        }
+        sequences = [first.sequence(0), check.sequence(reward, valid), *([second.sequence(1)] if second else [])]
+        return Outcome(sequences=tuple(sequences), reward=last.reward.value, metrics=metrics)
+
+    def _messages(self, job: _Job) -> list[Message]:
+        settings = self._settings
+        messages = build_messages(settings, job.task)
+        return asking_for_program(messages, job.task, settings.program_prompt, settings.function_prompt)
+
+    async def _write(self, job: _Job, messages: list[Message], max_prompt_tokens: int | None = None) -> _Attempt:
+        conversation = Conversation(
+            self._coder(job),
+            messages,
+            job.context.sampling,
+            max_prompt_tokens=max_prompt_tokens,
+            thinking=self._settings.thinking,
+        )
+        turn = await conversation.generate()
+        answer = after_thoughts(turn.text)
+        reward = await self._grade(job.context.gateway, job.task, answer)
+        return _Attempt(conversation, turn, program_of(answer), reward)
+
+    async def _write_again(self, job: _Job, first: _Attempt, check: _Check) -> _Attempt | None:
+        """The second program; None when its prompt does not fit. No part of the prompt comes from the ground truth."""
+        settings = self._settings
+        messages = build_messages(settings, job.task)
+        told = report(check.read.cases, check.outcomes, max_chars=settings.max_report_chars)
+        as_text = self._coder(job).chat.as_text  # a program's output must not end a turn
+        prompt = fill(
+            settings.retry_prompt,
+            problem=str(self._messages(job)[-1]["content"]),
+            program=as_text(first.program.strip("\n")),
+            report=as_text(told or f"No test case could be run: {check.read.problem}."),
+        )
+        try:
+            return await self._write(job, with_last_text(messages, prompt))
+        except PromptTooLongError:
+            return None
+
+    async def _check(self, job: _Job, first: _Attempt) -> _Check | None:
+        """Test cases for the first program; None when they cannot be asked for."""
+        settings = self._settings
+        if job.entry_point is None:
+            return None
+        problem = without_examples(str(build_messages(settings, job.task, bare=True)[-1]["content"]))
+        template = settings.function_test_prompt if job.entry_point else settings.program_test_prompt
+        verifier = job.context.policy(settings.verifier)
+        prompt = fill(
+            template,
+            problem=problem,
+            program=verifier.chat.as_text(first.program.strip("\n") or _NO_PROGRAM),
+            num_cases=str(settings.num_cases),
+            entry_point=job.entry_point,
+        )
+        try:
+            conversation = Conversation(
+                verifier,
+                [{"role": "user", "content": prompt}],
+                job.context.sampling,
+                thinking=settings.verifier_thinking,
+            )
+        except PromptTooLongError:
+            return None
+        turn = await conversation.generate()
+        read = read_cases(turn.text, is_function=bool(job.entry_point), num_cases=settings.num_cases)
+        outcomes = await job.run_on(first.program, read.cases, settings.case_time_s)
+        return _Check(conversation, turn, read, outcomes)
+
+    async def _reference(self, job: _Job) -> str | None:
+        """The first of the row's solutions that passes every test of the task; None when none does."""
+        key = (job.task.task_id, *job.solutions)
+        if key not in self._references:
+            found = None
+            for solution in job.solutions:
+                if (await self._grade(job.context.gateway, job.task, solution)).value >= 1.0:
+                    found = program_of(solution)
+                    break
+            if len(self._references) >= _MAX_KNOWN_REFERENCES:
+                self._references.clear()
+            self._references[key] = found
+        return self._references[key]
+
+    async def _passes(self, job: _Job, reference: str | None, cases: Sequence[JudgeCase]) -> bool | None:
+        """Whether the reference solution passes the cases, of which there must be one; None without a reference."""
+        if not cases:
+            return False
+        if reference is None:
+            return None
+        return all(outcome.passed for outcome in await job.run_on(reference, cases, self._settings.case_time_s))
+
+    def _coder(self, job: _Job) -> PolicyClient:
+        return job.context.policy(self._settings.policy or "model0")
+
+
+def _stop(turn: Turn) -> StopReason:
+    return StopReason.STOP if turn.ended else StopReason.LENGTH

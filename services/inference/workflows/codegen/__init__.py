@@ -1,1 +1,0 @@
-"""Programs and generated test cases: the workflow ``codegen_verifier`` and its parts."""

@@ -1,1 +1,0 @@
-"""Rollouts with tool calls: the workflows ``tool_use`` and ``tool_math``, and their tools."""

@@ -1,1 +1,0 @@
-"""Gives task groups, evaluations and weight versions to replicas."""

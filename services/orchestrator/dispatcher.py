@@ -1,0 +1,416 @@
+"""Chooses work for replicas: orphaned task groups first, then evaluation, then new training groups within the quota.
+
+    pump():  [orphans] -> [evaluation] -> [training, admission open] -> replica with the most free slots
+             -> journal the issue -> durable -> command to the replica
+
+A whole task group goes to the replica with the most free slots, so a slow replica does not block another. The
+dispatcher sends an order only after its issue is durable, and gives no work to a replica that lacks the versions of the
+ledger. ``pump`` never waits: the core calls ``pump`` after every change, and ``waits_for`` names the missing condition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import structlog
+
+from services.common.config.data import EvaluationConfig
+from services.common.kept_tokens import REPLICAS_LOST
+from services.common.records import TOO_OLD, VERSION_GONE, ClosedReason, RunCount, TaskGroupOrder
+from services.common.telemetry.logs import LogEvent
+from services.orchestrator.admission import Admission
+from services.orchestrator.buffer.batches import ExperiencePipeline
+from services.orchestrator.evaluation import Evaluations, Evaluators
+from services.orchestrator.groups import OrphanedGroups, TaskGroup
+from services.orchestrator.ingest import Ingest
+from services.orchestrator.journal import entries
+from services.orchestrator.journal.entries import GroupRecord
+from services.orchestrator.journal.journal import Journal
+from services.orchestrator.members import CancelGroup, Held, PlayGroup, Replica, ReplicaPool, Shelf
+from services.orchestrator.stalls import Hold
+from services.orchestrator.tasks.orders import TrainingOrders
+from services.orchestrator.versions import Announcer, FanOut, VersionLedger
+
+log = structlog.get_logger()
+MOST_CANCELLED = (
+    512  # task groups of an earlier run or process, at once: half of the commands that a stream has room for
+)
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        *,
+        pool: ReplicaPool,
+        groups: dict[str, TaskGroup],
+        experience: ExperiencePipeline,
+        ledgers: Mapping[str, VersionLedger],
+        max_staleness: Mapping[str, int],
+        teachers: Mapping[str, str],
+        training: TrainingOrders,
+        evaluations: Evaluations,
+        evaluation: EvaluationConfig,
+        journal: Journal,
+        counters: Counter[str],
+        fanout: FanOut,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = pool
+        self._groups = groups
+        self._experience = experience
+        self._ledgers = ledgers
+        self._max_staleness = max_staleness
+        self._teachers = teachers
+        self._training = training
+        self._evaluations = evaluations
+        self.evaluators = Evaluators(
+            evaluation, evaluations, pool, self.may_play, lambda policy: ledgers[policy].newest_number
+        )
+        self._journal = journal
+        self._counters = counters
+        self.announcer = Announcer(pool, ledgers, self.evaluators, fanout, counters, clock)
+        self._orphans = OrphanedGroups()
+        self._scheduled = False
+        self.train = False  # training groups may be issued
+        self._holds: dict[Hold, str] = {}  # reasons that block all issues
+        self.waits_for = ""
+
+    @property
+    def _admission(self) -> Admission:
+        return self._experience.admission
+
+    @property
+    def holds(self) -> Mapping[Hold, str]:
+        """The reasons that block all issues, by name."""
+        return self._holds
+
+    @property
+    def held_back(self) -> str:
+        """The reason that blocks all issues; empty without one."""
+        return next(iter(self._holds.values()), "")
+
+    def hold(self, name: Hold, reason: str) -> None:
+        """Block all issues while ``reason`` is not empty; several holds may be active."""
+        if self._holds.get(name, "") == reason:
+            return
+        if reason:
+            self._holds[name] = reason
+        else:
+            del self._holds[name]
+        log.info("dispatch.hold", hold=name.value, reason=reason or "released")
+        self.schedule()
+
+    def schedule(self) -> None:
+        """Pump once, soon, for any number of changes."""
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._scheduled_pump)
+
+    def _scheduled_pump(self) -> None:
+        self._scheduled = False
+        self.pump()
+
+    def pump(self) -> None:
+        """Issue all task groups that are possible now."""
+        self.waits_for = self.held_back or self._issue()
+
+    def _issue(self) -> str:
+        if not len(self._pool.free):
+            return "no replica has joined" if not len(self._pool) else "no replica takes work"
+        wait = self._issue_orphans()
+        wait = self._issue_evaluations() or wait
+        return self._issue_training() or wait
+
+    def _issue_evaluations(self) -> str:
+        for current in self._evaluations:
+            while current.has_left:
+                if wait := self.evaluators.place(current, self.train):
+                    return f"evaluation {current.name}: {wait}"
+                if not self._evaluations.has_room(current):
+                    return f"evaluation {current.name}: evaluation.max_in_flight trajectories are played"
+                replica = self.evaluators.freest(current, current.next_samples)
+                if replica is None:
+                    return f"evaluation {current.name}: no free replica holds {_versions(current.versions)}"
+                self._issue_to(self._evaluations.draw(current), replica)
+        return ""
+
+    def _issue_orphans(self) -> str:
+        wait = ""
+        for name in self._orphans.in_turn():
+            group = self._groups.get(name)
+            if group is None or group.complete:
+                self._orphans.discard(name)
+                continue
+            replica = self._freest(group.order, len(group.unresolved))
+            if replica is None:
+                wait = f"no free replica for task group {name}"
+                continue
+            self._orphans.discard(name)
+            self._assign(replica, group)
+            self._counters[RunCount.SLOTS_REISSUED.value] += len(group.unresolved)
+            born = self._born(replica, group.order.policies)
+            if group.is_training:
+                self._experience.reissued(group, born)
+            record = entries.assignment_to_json(name, replica.replica_id, replica.incarnation, born)
+            self._journal.submit(entries.ASSIGNMENT, name, record.copy, partial(self._issue_durable, name))
+        return wait
+
+    def _issue_training(self) -> str:
+        if not self.train:
+            return ""
+        reserved = self.evaluators.reserved()
+        wait = ""
+        while True:
+            # Lowest quota use first, so no policy starves.
+            for policies in sorted(self._training.compositions, key=self._fullness):
+                issued, reason = self._issue_training_group(policies, reserved)
+                if issued:
+                    break
+                wait = reason or wait
+            else:
+                return wait or self._full_quotas()
+
+    def _issue_training_group(self, policies: tuple[str, ...], reserved: frozenset[str]) -> tuple[bool, str]:
+        """Issue one task group of these policies; returns whether that was possible, and the missing condition."""
+        if not self._admission.open(self._all(policies)):
+            return False, ""
+        size = self._training.group_size
+        trained = self._all(policies)
+
+        def serves(shelf: Shelf) -> bool:
+            return self.may_play(shelf.held, {}, policies) and self._admission.open(
+                trained, self._lags(shelf.held, trained)
+            )
+
+        replica = self._pool.freest(size, serves, reserved)
+        if replica is None:
+            return False, self._why_no_replica(size, policies, reserved)
+        group = self._training.next_group(policies, self._experience.next_source(trained))
+        group.born = self._born(replica, policies)
+        self._experience.issued(group)
+        self._issue_to(group, replica)
+        return True, ""
+
+    def may_issue(self, policy: str) -> bool:
+        """Whether the quotas have room for another task group with this policy."""
+        together = (trained for found in self._training.compositions if policy in (trained := self._all(found)))
+        return any(self._admission.open(trained) for trained in together)
+
+    def _all(self, policies: tuple[str, ...]) -> tuple[str, ...]:
+        """The trained ones of these policies; without a name, all of the run."""
+        return tuple(policy for policy in policies or self._ledgers if policy in self._max_staleness)
+
+    def _served(self, policies: tuple[str, ...]) -> tuple[str, ...]:
+        """The policies that a replica must hold for rollouts of these policies: all without a name, teachers included."""
+        taught_by = [self._teachers[policy] for policy in policies if policy in self._teachers]
+        return (*policies, *taught_by) or tuple(self._ledgers)
+
+    def _fullness(self, policies: tuple[str, ...]) -> float:
+        return max(self._admission.accounts[policy].fullness for policy in self._all(policies))
+
+    def _full_quotas(self) -> str:
+        full = [
+            f"{policy}: {round(account.counted)} of {account.quota}"
+            for policy, account in self._admission.accounts.items()
+            if account.steps_left > 0 and not account.has_room()
+        ]
+        return f"staleness quota full ({', '.join(full)})" if full else ""
+
+    def _issue_to(self, group: TaskGroup, replica: Replica) -> None:
+        self._groups[group.id] = group
+        self._assign(replica, group)
+        self._counters[RunCount.TASK_GROUPS_ISSUED.value] += 1
+        record = _record(group, replica.replica_id, replica.incarnation)
+        durable = partial(self._issue_durable, group.id)
+        self._journal.submit(entries.GROUP, group.id, lambda: entries.group_to_json(record), durable)
+
+    def _assign(self, replica: Replica, group: TaskGroup) -> None:
+        order = group.order
+        self._pool.assign(replica, group.id, group.unresolved, order.required_versions, evaluates=not group.is_training)
+        group.owners.add(replica.key)
+
+    def _issue_durable(self, name: str) -> None:
+        """Send the order of a task group to its replica; the journal calls this after the write of the issue."""
+        replica = self._pool.owner(name)
+        if replica is not None:
+            replica.assignments[name].issued = True
+            self._send(replica, name)
+
+    def _send(self, replica: Replica, name: str) -> None:
+        group = self._groups.get(name)
+        if group is not None and group.unresolved:
+            order = dataclasses.replace(group.order, indices=group.unresolved)
+            self._pool.send(replica, PlayGroup(order))
+
+    def issue_unplayed(self, group: TaskGroup) -> None:
+        """Journal a task group that gets no replica."""
+        self._groups[group.id] = group
+        record = _record(group, replica_id="", incarnation="")
+        self._journal.submit(entries.GROUP, group.id, lambda: entries.group_to_json(record))
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    def _freest(self, order: TaskGroupOrder, num_slots: int) -> Replica | None:
+        required, policies = order.required_versions, order.policies
+        return self._pool.freest(num_slots, lambda shelf: self.may_play(shelf.held, required, policies))
+
+    def _born(self, replica: Replica, policies: tuple[str, ...]) -> dict[str, int]:
+        """The versions on which rollouts begin at this replica, per policy."""
+        return {policy: replica.held[policy].number for policy in self._all(policies)}
+
+    def _lags(self, holds: Mapping[str, Held], policies: tuple[str, ...]) -> dict[str, int]:
+        """The number of versions that a replica is behind, per trained policy."""
+        return {policy: max(0, self._ledgers[policy].newest_number - holds[policy].number) for policy in policies}
+
+    def may_play(self, holds: Mapping[str, Held], required: Mapping[str, int], policies: tuple[str, ...] = ()) -> bool:
+        """Whether these are known versions of the policies (without a name: all) and of their teachers: exactly the
+        required ones, or else recent enough to be trained."""
+        for policy in self._served(policies):
+            ledger = self._ledgers[policy]
+            held = holds.get(policy)
+            if held is None or not ledger.knows(held.number, held.digest):
+                return False
+            if policy in required:
+                if held.number != required[policy]:
+                    return False
+            elif not required and ledger.newest_number - held.number > self._max_staleness.get(policy, 0):
+                return False
+        return True
+
+    def _why_no_replica(self, num_slots: int, policies: tuple[str, ...], reserved: frozenset[str]) -> str:
+        if not any(self.may_play(shelf.held, {}, policies) for shelf in self._pool.free.shelves()):
+            named = f" of {', '.join(policies)}" if policies else ""
+            return f"no replica holds a version{named} that the ledger knows and that is new enough"
+        if self._pool.freest(num_slots, lambda shelf: self.may_play(shelf.held, {}, policies), reserved) is not None:
+            return "the quota has room only for replicas that hold newer versions"
+        return f"no replica has {num_slots} free slots"
+
+    # --- replicas that return ----------------------------------------------------------------------------------------
+
+    def rejoined(self, replica: Replica) -> None:
+        """Handle a new stream of a replica: send the wanted orders and the announced versions."""
+        self.announcer.sync(replica)
+        for name, assignment in replica.assignments.items():
+            if assignment.issued:
+                self._send(replica, name)
+        self.schedule()
+
+    def adopt(self, replica: Replica, task_group_ids: Iterable[str]) -> None:
+        """Assign task groups to a replica again that were given to the replica, that the replica reports and that no
+        other replica runs; cancel those that are not wanted."""
+        num_cancelled = 0
+        for name in task_group_ids:
+            group = self._groups.get(name)
+            if group is None or group.complete:
+                if num_cancelled < MOST_CANCELLED:  # the others end by themselves
+                    self._pool.send(replica, CancelGroup(name, "the run no longer needs the task group"))
+                num_cancelled += 1
+            elif name in self._orphans and group.was_given_to(replica.key):
+                self._orphans.discard(name)
+                group.num_lost = max(0, group.num_lost - 1)  # only the connection was lost, not the replica
+                self._assign(replica, group)
+                replica.assignments[name].issued = True
+
+    # --- results -----------------------------------------------------------------------------------------------------
+
+    def orphaned(self, task_group_ids: Iterable[str]) -> None:
+        """Queue task groups without a replica; the dispatcher issues their open slots again."""
+        for name in task_group_ids:
+            group = self._groups.get(name)
+            if group is not None and not group.complete:
+                group.num_lost += 1
+                self._orphans.add(group)
+                log.info(LogEvent.TASK_GROUP_ORPHANED, task_group=name, open_slots=len(group.unresolved))
+        self.schedule()
+
+    def resolved(self, group: TaskGroup) -> None:
+        """Handle the outcome of a slot, from any replica."""
+        self._orphans.resolved(group)
+        self.schedule()
+
+    def cancel(self, name: str, reason: str) -> None:
+        """Cancel a task group on its replica or in the queue."""
+        self._orphans.discard(name)
+        replica = self._pool.release(name)
+        if replica is not None:
+            self._pool.send(replica, CancelGroup(name, reason))
+            self.announcer.sync(replica)
+
+
+def _record(group: TaskGroup, replica_id: str, incarnation: str) -> GroupRecord:
+    return GroupRecord(
+        order=group.order,
+        position=group.position,
+        evaluation=group.evaluation,
+        replica_id=replica_id,
+        incarnation=incarnation,
+        born=dict(group.born),
+    )
+
+
+def _versions(required: Mapping[str, int]) -> str:
+    return ", ".join(f"{policy} version {number}" for policy, number in required.items())
+
+
+# --------
+# Re-issues lost task groups; fails them after the sixth loss; ends evaluations whose version is gone.
+
+
+MAX_LOST = 5  # replicas that may be lost under a task group before its open slots are given up
+
+
+class RetryLimit:
+    def __init__(
+        self, groups: Mapping[str, TaskGroup], dispatcher: Dispatcher, evaluations: Evaluations, ingest: Ingest
+    ) -> None:
+        self._groups = groups
+        self._dispatcher = dispatcher
+        self._evaluations = evaluations
+        self._ingest = ingest
+        self._cancelled: set[str] = set()  # task groups whose cancellation is on its way to the journal
+
+    def orphaned(self, task_group_ids: list[str]) -> None:
+        """Issue the open slots of these task groups again, or fail them after too many lost replicas."""
+        self._dispatcher.orphaned(task_group_ids)
+        for name in task_group_ids:
+            group = self._groups.get(name)
+            if group is not None and group.num_lost > MAX_LOST:
+                self.give_up(group, REPLICAS_LOST, f"{group.num_lost} replicas were lost while they ran the task group")
+
+    def take_back(self, task_group_id: str, reason: str) -> None:
+        """Cancel a task group on its replica, then issue its open slots again as ``orphaned`` does."""
+        self._dispatcher.cancel(task_group_id, reason)
+        self.orphaned([task_group_id])
+
+    def give_up(self, group: TaskGroup, reason: str, detail: str) -> None:
+        """Fail the open slots of a task group."""
+        log.warning(LogEvent.TASK_GROUP_GIVEN_UP, task_group=group.id, reason=reason, open_slots=len(group.unresolved))
+        for index in group.unresolved:
+            self._ingest.fail(group, index, reason, detail)
+
+    def cancel_too_old(self, groups: list[TaskGroup]) -> None:
+        """Cancel training groups whose results could only be dropped, and fail their open slots; repetition has no
+        effect."""
+        self._cancelled = {name for name in self._cancelled if name in self._groups}
+        for group in groups:
+            if group.id in self._cancelled:
+                continue
+            self._cancelled.add(group.id)
+            log.info("task_group.too_old", task_group=group.id, open_slots=len(group.unresolved))
+            self._dispatcher.cancel(group.id, "its open slots are too old to be trained")
+            for index in group.unresolved:
+                self._ingest.fail(group, index, TOO_OLD, "a rollout that began then could only have been dropped")
+
+    def abandon_evaluations(self, gone: Callable[[Mapping[str, int]], bool]) -> None:
+        """Fail the open slots of evaluations on versions that no replica holds any more."""
+        running = [g for g in self._groups.values() if g.evaluation and gone(g.order.required_versions)]
+        unissued = self._evaluations.unissued(gone)
+        for group in unissued:
+            self._dispatcher.issue_unplayed(group)
+        for group in [*running, *unissued]:
+            self._dispatcher.cancel(group.id, ClosedReason.VERSION_GONE)
+            self.give_up(group, VERSION_GONE, ClosedReason.VERSION_GONE)

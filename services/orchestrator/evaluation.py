@@ -1,0 +1,733 @@
+"""Evaluations: passes over fixed tasks (``Evaluations``), and the replicas that play them (``Evaluators``).
+
+Invariant: the denominator never shrinks: a failed rollout has a score (``evaluation.failed_reward``) and is reported.
+
+Each pass is on pinned weight versions, unless ``evaluation.share`` puts training first. ``Evaluators`` chooses its
+replicas:
+
+    no training                  -> every replica, pinned to the newest versions
+    spare replicas               -> ``evaluation.engines`` whole replicas, pinned to their held versions; training elsewhere
+    none spare                   -> the same: training groups begin again after the last task of the pass
+    none spare, with a share     -> a pass that fits into ``evaluation.share`` of one replica: the same; a larger one: that
+                                    share of the slots, following training: ``pinned: false``, with the range of versions
+
+A pinned replica takes no newer version and no new training group until the evaluation has issued its last task; the
+replica finishes its running work. So one replica is held for the duration of its longest rollouts, not for a queue of
+them. Independent of the journal and grpc; the dispatcher issues the task groups and reports the outcomes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import orjson
+
+from services.common.config.data import EvaluationConfig
+from services.common.config.recipe import Recipe
+from services.common.config.training import UntilConfig
+from services.common.errors import derived_seed, finite
+from services.common.records import Purpose, Sampling, TaskGroupOrder, Trajectory
+from services.common.telemetry.metrics import RolloutKey
+from services.orchestrator.buffer.assembly import MOST_ROLES, OTHER_ROLES
+from services.orchestrator.buffer.buffer import RewardRules, filled_rows
+from services.orchestrator.groups import Outcome, TaskGroup
+from services.orchestrator.journal import entries
+from services.orchestrator.journal.entries import (
+    DatasetScore,
+    EvaluationResult,
+    compared,
+    overall,
+    overall_difference,
+    score,
+)
+from services.orchestrator.members import Held, Replica, ReplicaPool, Shelf, ShelfKey
+from services.orchestrator.tasks.datasets import TaskSource
+from services.orchestrator.tasks.orders import GroupNames, sampling_of
+
+# --------
+# Decides whether an evaluation has reached the threshold of ``run.until``, and when.
+
+
+START = "start"
+END = "end"
+_STEP = "step-"
+
+
+def evaluation_of(step: int) -> str:
+    """The name of the evaluation that is due after a training step."""
+    return f"{_STEP}{step}"
+
+
+def step_of(evaluation_id: str) -> int | None:
+    """The training step after which an evaluation was due, 0 for that of the start; None for any other.
+
+    >>> step_of("step-30"), step_of("start"), step_of("asked-1")
+    (30, 0, None)
+    """
+    if evaluation_id == START:
+        return 0
+    number = evaluation_id.removeprefix(_STEP)
+    return int(number) if number != evaluation_id and number.isdecimal() else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdState:
+    """How far the run is from its threshold."""
+
+    wanted: str  # "sampled reward at least 0.9, twice in a row"
+    newest: float | None  # value of the newest evaluation that counts, the lowest of the policies'
+    reached: bool
+    step: int = 0  # the step of the evaluation that reached the threshold
+    seconds: float = 0.0  # from the begin of the run to its result
+
+
+class Threshold:
+    """``run.until``, over the results of evaluations."""
+
+    def __init__(
+        self,
+        config: UntilConfig,
+        results: Mapping[str, EvaluationResult],
+        policies: Sequence[str] = (),
+        *,
+        failed_reward: float | None = None,
+    ) -> None:
+        """``policies``: those with separate evaluations. ``failed_reward``: reward of a failed sample; None is 0 at the
+        most."""
+        self._config = config
+        self._results = results
+        self._policies = tuple(policies) or ("",)
+        self._failed_reward = 0.0 if failed_reward is None else failed_reward
+        self._known: tuple[int, ThresholdState] | None = None  # after so many results
+
+    @classmethod
+    def of(cls, recipe: Recipe, results: Mapping[str, EvaluationResult]) -> Threshold | None:
+        """The threshold of a recipe; None without ``run.until``."""
+        if recipe.run.until is None:
+            return None
+        apart = recipe.rollout.policies == "apart"
+        policies = [policy for (policy, *_) in recipe.evaluation_compositions()] if apart else []
+        return cls(recipe.run.until, results, policies, failed_reward=recipe.evaluation.failed_reward)
+
+    @property
+    def reached(self) -> bool:
+        return self.state().reached
+
+    def state(self) -> ThresholdState:
+        """State after the finished evaluations."""
+        if self._known is None or self._known[0] != len(self._results):
+            self._known = len(self._results), self._state()
+        return self._known[1]
+
+    def _state(self) -> ThresholdState:
+        in_a_row, newest = 0, None
+        for step, results in self._finished():
+            values = {policy: self._value(result) for policy, result in results.items()}
+            known = [value for value in values.values() if value is not None]
+            newest = min(known) if len(known) == len(values) else None
+            held = all(self._holds(policy, results[policy], value) for policy, value in values.items())
+            in_a_row = in_a_row + 1 if held else 0
+            if in_a_row >= self._config.in_a_row:
+                seconds = max(result.elapsed_s for result in results.values())
+                return ThresholdState(wanted=self.wanted(), newest=newest, reached=True, step=step, seconds=seconds)
+        return ThresholdState(wanted=self.wanted(), newest=newest, reached=False)
+
+    def wanted(self) -> str:
+        """The threshold in words."""
+        config = self._config
+        numbers = config.at_least
+        if isinstance(numbers, dict):
+            least = ", ".join(f"{policy} {number:g}" for policy, number in sorted(numbers.items()))
+        else:
+            least = f"{numbers:g}"
+        of = f" of {config.dataset}" if config.dataset else ""
+        row = f", {config.in_a_row} evaluations in a row" if config.in_a_row > 1 else ""
+        return f"{config.evaluation} {config.metric}{of} at least {least}{row}"
+
+    def _finished(self) -> Iterator[tuple[int, dict[str, EvaluationResult]]]:
+        """By step: the results of all policies, of evaluations whose passes with this sampling are finished."""
+        steps = {step_of(name.partition("/")[0]) for name in self._results}
+        for step in sorted(step for step in steps if step is not None):
+            begin = f"{evaluation_of(step) if step else START}/{self._config.evaluation}"
+            # The pass of a lone policy has the name of all of them.
+            names = {policy: f"{begin}/{policy}" if len(self._policies) > 1 else begin for policy in self._policies}
+            if all(name in self._results for name in names.values()):
+                yield step, {policy: self._results[name] for policy, name in names.items()}
+
+    def _holds(self, policy: str, result: EvaluationResult, value: float | None) -> bool:
+        least = self._config.threshold(policy)
+        # Failed samples never pass. Below the threshold they can only lower the mean; otherwise they could raise the mean to the threshold.
+        may_count = self._config.pass_at is not None or self._failed_reward < least
+        return (
+            value is not None
+            and value >= least
+            and (may_count or not any(found.failed for found in self._chosen(result)))
+        )
+
+    def _value(self, result: EvaluationResult) -> float | None:
+        if self._config.pass_at is None:
+            return entries.overall(self._chosen(result))
+        return entries.overall_pass_at(self._chosen(result), self._config.pass_at)
+
+    def _chosen(self, result: EvaluationResult) -> list[DatasetScore]:
+        return [found for found in result.datasets if self._config.dataset in (None, found.name)]
+
+
+# --------
+# One pass of an evaluation: the issued part, the outcomes so far, and the result. Independent of replicas and
+# datasets.
+
+
+def kind_of(name: str) -> str:
+    """Kind of a pass, the same for all versions: its sampling, and its policy where policies play apart.
+
+    >>> kind_of("start/greedy/model0")
+    'greedy/model0'
+    """
+    return name.partition("/")[2]
+
+
+def played_by(name: str, versions: Mapping[str, int], newest: Mapping[str, int]) -> str:
+    """The versions of an evaluation in words, where they are not the one of the step that it names; else empty.
+
+    >>> played_by("step-4/greedy", {"a": 4}, {"a": 8}), played_by("step-4/greedy", {"a": 4}, {"a": 4})
+    (' (versions 4 to 8)', '')
+    >>> played_by("step-4/greedy", {"a": 4, "b": 5, "frozen": 0}, {"a": 4, "b": 5, "frozen": 0})
+    ' (b version 5)'
+    """
+    step, told = step_of(name.partition("/")[0]), []
+    for policy, oldest in sorted(versions.items()):
+        last = newest.get(policy, oldest)
+        if oldest != last or (step is not None and oldest not in (0, step)):  # 0 also of a policy that is not trained
+            words = f"version {oldest}" if oldest == last else f"versions {oldest} to {last}"
+            told.append(f"{policy} {words}" if len(versions) > 1 else words)
+    return f" ({', '.join(told)})" if told else ""
+
+
+@dataclass(slots=True, kw_only=True)
+class EvaluationPass:
+    """A pass with one sampling setting over all evaluation tasks."""
+
+    name: str  # "start/greedy"
+    evaluation_id: str
+    wanted: Mapping[str, int]  # versions to be evaluated, or newer ones where training goes on
+    sampling: Sampling
+    samples: tuple[int, ...]  # by row; 0 for one that is not played
+    policies: tuple[str, ...] = ()  # that play; () is all of the run
+    versions: Mapping[str, int] = field(default_factory=dict)  # pinned versions, once decided
+    pinned: bool | None = None  # None until the replicas are decided
+    evaluators: frozenset[str] = frozenset()  # replicas that run this pass and no training; empty: any replica
+    awaited: frozenset[str] = frozenset()  # until the decision: replicas that hear of no version beyond the next
+    next_row: int = 0
+    issued_rows: set[int] = field(default_factory=set)  # before a restart
+    rewards: dict[int, list[float | None]] = field(default_factory=dict)  # by row; None where no number is given
+    failed: dict[int, list[float | None]] = field(default_factory=dict)  # the same of samples that failed
+    num_issued: int = 0
+    begun: tuple[float, int] | None = field(default=None, repr=False)  # first look, and the samples resolved by then
+    num_resolved: int = 0
+    num_failed: int = 0
+    num_opaque: int = 0
+    oldest: dict[str, int] = field(default_factory=dict)  # versions seen in the outcomes
+    newest: dict[str, int] = field(default_factory=dict)
+    finished_at: float = 0.0  # of the newest trajectory, in seconds since the epoch
+    group_ids: set[str] = field(default_factory=set)
+    roles: dict[str, tuple[float, int]] = field(default_factory=dict)  # "policy/role/attempt" -> rewards, sequences
+
+    @property
+    def num_trajectories(self) -> int:
+        return sum(self.samples)
+
+    def standing(self) -> str:
+        """How far the pass is, with the time left at its pace since the first call.
+
+        >>> EvaluationPass(name="start/greedy", evaluation_id="start", wanted={}, sampling=Sampling(), samples=(1,) * 50).standing()
+        'evaluation start/greedy: 0 of 50'
+        """
+        told = f"evaluation {self.name}: {self.num_resolved} of {self.num_trajectories}"
+        if self.begun is None and self.num_issued:
+            self.begun = time.monotonic(), self.num_resolved
+        begun_at, before = self.begun or (0.0, self.num_resolved)
+        if before == self.num_resolved:
+            return told
+        each_s = (time.monotonic() - begun_at) / (self.num_resolved - before)
+        return f"{told}, about {each_s * (self.num_trajectories - self.num_resolved):.0f} s left"
+
+    @property
+    def finished(self) -> bool:
+        return self.num_resolved == self.num_trajectories
+
+    @property
+    def has_left(self) -> bool:
+        """Whether a row is left to issue."""
+        while self.next_row in self.issued_rows or (self.next_row < len(self.samples) and not self.next_samples):
+            self.next_row += 1
+        return self.next_row < len(self.samples)
+
+    @property
+    def next_samples(self) -> int:
+        """Samples of the next row."""
+        return self.samples[self.next_row]
+
+    @property
+    def num_in_flight(self) -> int:
+        """Issued trajectories without an outcome."""
+        return self.num_issued - self.num_resolved
+
+    def required(self) -> Mapping[str, int]:
+        return self.versions if self.pinned else {}
+
+    def issue(self, group_id: str, row: int) -> None:
+        """Count the trajectories of a group of the pass, once."""
+        if group_id not in self.group_ids:
+            self.group_ids.add(group_id)
+            self.num_issued += self.samples[row]
+
+    def note(self, outcome: Outcome, reward: float | None, row: int) -> None:
+        """Count an outcome of a group of the pass, with the value ``reward``."""
+        self.num_resolved += 1
+        if not isinstance(outcome, Trajectory):
+            self.num_failed += 1
+            self.failed.setdefault(row, []).append(reward)
+            return
+        self.rewards.setdefault(row, []).append(reward)
+        metrics = [outcome.metrics, *(sequence.metrics for sequence in outcome.sequences)]
+        self.num_opaque += any(RolloutKey.REWARD_OPAQUE.value in some for some in metrics)
+        self.finished_at = max(self.finished_at, outcome.finished_at)
+        for sequence in outcome.sequences:
+            role = f"{sequence.policy}/{sequence.role}/{sequence.attempt}"
+            if role not in self.roles and len(self.roles) >= MOST_ROLES:
+                role = OTHER_ROLES
+            total, count = self.roles.get(role, (0.0, 0))
+            self.roles[role] = (finite(total + sequence.reward), count + 1)
+            for segment in sequence.segments:
+                if segment.is_policy:
+                    policy, version = sequence.policy, segment.weight_version
+                    self.oldest[policy] = min(version, self.oldest.get(policy, version))
+                    self.newest[policy] = max(version, self.newest.get(policy, version))
+
+    def result(
+        self, scores: tuple[DatasetScore, ...], base: EvaluationResult | None, started_at: float
+    ) -> EvaluationResult:
+        """The result of the finished pass, compared with the first one of its kind (``base``)."""
+        pinned = bool(self.pinned)
+        return EvaluationResult(
+            name=self.name,
+            versions=dict(self.versions if pinned else self.oldest or self.wanted),
+            newest_versions=dict(self.versions if pinned else self.newest or self.wanted),
+            pinned=pinned,
+            mean_reward=overall(scores),
+            num_trajectories=self.num_trajectories,
+            num_failed=self.num_failed,
+            num_opaque=self.num_opaque,
+            datasets=compared(base.datasets, scores) if base is not None else scores,
+            compared_with=base.name if base is not None else "",
+            difference=overall_difference(base.datasets, scores) if base is not None else None,
+            roles={role: total / count for role, (total, count) in sorted(self.roles.items())},
+            elapsed_s=max(0.0, self.finished_at - started_at),
+        )
+
+
+# --------
+
+
+class Evaluations:
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        sources: Mapping[str, TaskSource],
+        names: GroupNames,
+        *,
+        timeout_s: float,
+        seed: int,
+        on_result: Callable[[EvaluationResult], None],
+        compositions: Sequence[tuple[str, ...]] = ((),),
+        samples: Mapping[str, int] = MappingProxyType({}),
+        rules: RewardRules | None = None,
+        started_at: float = 0.0,
+    ) -> None:
+        """``compositions``: policies that are evaluated together, each in a pass of its own. ``samples``: those per task
+        of datasets that do not take the number of all. ``started_at``: when the run began."""
+        self._config = config
+        self._rules = rules or RewardRules()
+        self._sources = dict(sources)
+        self._samples = dict.fromkeys(sources, config.samples_per_task) | dict(samples)
+        self._rows = [(name, row) for name, source in self._sources.items() for row in range(len(source))]
+        self._names = names
+        self._timeout_s = timeout_s
+        self._seed = seed
+        self._on_result = on_result
+        self._started_at = started_at
+        self._compositions = tuple(compositions)
+        self._digests = {name: _digest(source, range(len(source))) for name, source in self._sources.items()}
+        self._passes: dict[str, EvaluationPass] = {}  # unfinished ones, in order
+        self.results: dict[str, EvaluationResult] = {}
+
+    @classmethod
+    def of(
+        cls,
+        recipe: Recipe,
+        sources: Mapping[str, TaskSource],
+        names: GroupNames,
+        rules: RewardRules,
+        on_result: Callable[[EvaluationResult], None],
+        started_at: float,
+    ) -> Evaluations:
+        """The evaluations of a recipe."""
+        sections = recipe.data.evaluation.items()
+        return cls(
+            recipe.evaluation,
+            sources,
+            names,
+            timeout_s=recipe.rollout.timeout_s,
+            seed=recipe.run.seed,
+            on_result=on_result,
+            rules=rules,
+            compositions=recipe.evaluation_compositions(),
+            samples={name: data.samples_per_task for name, data in sections if data.samples_per_task},
+            started_at=started_at,
+        )
+
+    @property
+    def possible(self) -> bool:
+        return bool(self._rows)
+
+    @property
+    def running(self) -> bool:
+        return bool(self._passes)
+
+    def __iter__(self) -> Iterator[EvaluationPass]:
+        """Unfinished passes, in order."""
+        return iter(list(self._passes.values()))
+
+    def names_of(self, evaluation_id: str) -> list[str]:
+        return [name for name, _, _ in self._kinds(evaluation_id)]
+
+    def _kinds(self, evaluation_id: str) -> list[tuple[str, str, tuple[str, ...]]]:
+        """(name of the pass, name of its sampling, its policies) of all passes."""
+        apart = len(self._compositions) > 1
+        return [
+            (f"{evaluation_id}/{sampling}" + (f"/{policies[0]}" if apart else ""), sampling, policies)
+            for policies in self._compositions
+            for sampling in self._samplings(evaluation_id)
+        ]
+
+    def _samplings(self, evaluation_id: str) -> list[str]:
+        during = self._config.during_samplings if step_of(evaluation_id) else []
+        return [name for name in self._config.samplings if not during or name in during]
+
+    def _samples_of(self, evaluation_id: str) -> tuple[int, ...]:
+        """Samples by row; 0 for a row that the evaluation of a training step leaves out."""
+        step, most = step_of(evaluation_id), self._config.during_tasks
+        if not step or most is None:
+            return tuple(self._samples[dataset] for dataset, _ in self._rows)
+        chosen = {name: set(self._chosen(name, step, most)) for name in self._sources}
+        return tuple(self._samples[dataset] if place in chosen[dataset] else 0 for dataset, place in self._rows)
+
+    def _chosen(self, dataset: str, step: int, most: int) -> list[int]:
+        """Rows that the evaluation of a training step plays: the next ones of a fixed random order."""
+        order = list(range(len(self._sources[dataset])))
+        random.Random(derived_seed(self._seed, "evaluation order", dataset)).shuffle(order)
+        begin = (step // max(1, self._config.every) - 1) * most
+        return [order[(begin + i) % len(order)] for i in range(min(most, len(order)))]
+
+    def begin(self, evaluation_id: str, versions: Mapping[str, int]) -> None:
+        """Queue the passes of an evaluation, except those already queued or finished."""
+        if not self.possible:
+            return
+        for name, sampling, policies in self._kinds(evaluation_id):
+            if name not in self._passes and name not in self.results:
+                self._passes[name] = EvaluationPass(
+                    name=name,
+                    evaluation_id=evaluation_id,
+                    wanted={policy: versions[policy] for policy in policies or versions},
+                    sampling=sampling_of(self._config.samplings[sampling]),
+                    samples=self._samples_of(evaluation_id),
+                    policies=policies,
+                )
+
+    def skip(self, which: Callable[[EvaluationPass], bool]) -> list[EvaluationPass]:
+        """Forget the unfinished passes of training steps that ``which`` chooses, and return them."""
+        return [self._passes.pop(p.name) for p in self if step_of(p.evaluation_id) and which(p)]
+
+    def newest_step(self) -> int:
+        """The newest training step with an evaluation, begun or finished; 0 before the first."""
+        names = [*self.results, *self._passes]
+        return max((step_of(name.partition("/")[0]) or 0 for name in names), default=0)
+
+    def finished(self, evaluation_id: str) -> bool:
+        return all(name in self.results for name in self.names_of(evaluation_id))
+
+    def has_room(self, current: EvaluationPass) -> bool:
+        """Whether ``evaluation.max_in_flight`` admits the next task group of a pass."""
+        limit = self._config.max_in_flight
+        in_flight = sum(other.num_in_flight for other in self._passes.values())
+        return limit is None or in_flight + current.next_samples <= limit
+
+    def draw(self, current: EvaluationPass) -> TaskGroup:
+        """The next task group of a pass with unissued groups; its replicas are decided by now."""
+        assert current.pinned is not None
+        assert current.has_left
+        row = current.next_row
+        current.next_row += 1
+        dataset, place = self._rows[row]
+        order = TaskGroupOrder(
+            task_group_id=self._names.draw(),
+            task=self._sources[dataset][place],
+            indices=tuple(range(current.samples[row])),
+            purpose=Purpose.EVALUATION,
+            source=dataset,
+            sampling=current.sampling,
+            required_versions=dict(current.required()),
+            # By dataset and row alone, so that all passes draw common random numbers: versions, and ways of sampling,
+            # are compared by the differences of their items (scores.py).
+            seed=derived_seed(self._seed, "evaluation", dataset, place),
+            timeout_s=self._timeout_s,
+            policies=current.policies,
+        )
+        current.issue(order.task_group_id, row)
+        return TaskGroup(order=order, position=row, evaluation=current.name)
+
+    def issued_before(self, group: TaskGroup) -> None:
+        """Register a group that an earlier process issued."""
+        current = self._passes.get(group.evaluation)
+        if current is None:
+            return
+        current.issued_rows.add(group.position)
+        current.issue(group.id, group.position)
+        current.versions = group.order.required_versions
+        current.pinned = bool(group.order.required_versions)
+
+    def resolved(self, group: TaskGroup, outcome: Outcome) -> None:
+        """Count the outcome of a slot of an evaluation's group."""
+        current = self._passes.get(group.evaluation)
+        if current is None:
+            return
+        reward = self._rules.outcome_reward(outcome)
+        if reward is None and not isinstance(outcome, Trajectory):
+            reward = self._config.failed_reward
+        current.note(outcome, reward, group.position)
+        if current.finished:
+            del self._passes[current.name]
+            result = self._result(current)
+            self.results[current.name] = result
+            self._on_result(result)
+
+    def _result(self, current: EvaluationPass) -> EvaluationResult:
+        kind = kind_of(current.name)
+        same = (other for other in self.results.values() if kind_of(other.name) == kind)
+        base = next((other for other in same if other.mean_reward is not None), None)
+        return current.result(tuple(self._scores(current)), base, self._started_at)
+
+    def _scores(self, current: EvaluationPass) -> Iterator[DatasetScore]:
+        for name, source in self._sources.items():
+            rows = [row for row, (dataset, _) in enumerate(self._rows) if dataset == name and current.samples[row]]
+            places = [self._rows[row][1] for row in rows]
+            digest = self._digests[name] if len(rows) == len(source) else _digest(source, places)
+            rewards = filled_rows([current.rewards.get(row, []) + current.failed.get(row, []) for row in rows])
+            yield score(
+                name,
+                [
+                    source[place].task_id if row in current.failed else ""
+                    for row, place in zip(rows, places, strict=True)
+                ],
+                rewards,
+                [len(current.failed.get(row, [])) for row in rows],
+                self._config.pass_reward,
+                digest,
+            )
+
+    def recover_result(self, result: EvaluationResult) -> None:
+        self._passes.pop(result.name, None)
+        self.results[result.name] = result
+
+    def progress(self) -> list[str]:
+        """How far the unfinished passes are, in words."""
+        return [current.standing() for current in self._passes.values()]
+
+    def is_running(self, name: str) -> bool:
+        """Whether a pass of this name is queued or running."""
+        return name in self._passes
+
+    def known(self, evaluation_id: str) -> bool:
+        return any(name in self._passes or name in self.results for name in self.names_of(evaluation_id))
+
+    def pinned_versions(self) -> list[Mapping[str, int]]:
+        """Pinned versions of the unfinished passes."""
+        return [current.versions for current in self._passes.values() if current.pinned]
+
+    def group_ids(self) -> set[str]:
+        """Task groups of unfinished passes: the pass needs their rewards until its result."""
+        return {name for current in self._passes.values() for name in current.group_ids}
+
+    def unissued(self, gone: Callable[[Mapping[str, int]], bool]) -> list[TaskGroup]:
+        """All unissued groups of pinned passes whose versions are ``gone``; the caller fails them."""
+        groups: list[TaskGroup] = []
+        for current in self._passes.values():
+            if current.pinned and gone(current.versions):
+                while current.has_left:
+                    groups.append(self.draw(current))
+        return groups
+
+
+def _digest(source: TaskSource, places: Iterable[int]) -> str:
+    """Digest of these rows, in order."""
+    digest = hashlib.blake2b(digest_size=8)
+    for place in places:
+        digest.update(orjson.dumps(source[place].data, option=orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE))
+    return digest.hexdigest()
+
+
+class Evaluators:
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        evaluations: Evaluations,
+        pool: ReplicaPool,
+        may_play: Callable[[Mapping[str, Held], Mapping[str, int], tuple[str, ...]], bool],
+        newest: Callable[[str], int],
+    ) -> None:
+        """``may_play``: whether these versions are known, and exactly the required ones. ``newest``: number of a
+        policy's newest version."""
+        self._config = config
+        self._evaluations = evaluations
+        self._pool = pool
+        self._may_play = may_play
+        self._newest = newest
+
+    def place(self, current: EvaluationPass, training: bool) -> str:
+        """Decide the replicas of an undecided pass; returns the missing condition, empty when decided."""
+        awaits = current.pinned is None and (training or self.may_come(current))
+        if awaits and not self._adopt_sibling(current):
+            return self._choose(current, training)
+        if current.pinned is None:  # training is over, and no replica will hold the requested versions
+            newest = {policy: max(number, self._newest(policy)) for policy, number in current.wanted.items()}
+            current.versions, current.pinned, current.awaited = newest, True, frozenset()
+        if not current.pinned:
+            return ""
+        if self._is_newest(current) and not training:
+            current.evaluators = frozenset()
+        elif not any(self._pool.get(name) is not None for name in current.evaluators):
+            holders = self._workers(current, lambda shelf: self._holds(shelf.held, current, current.versions))
+            current.evaluators = frozenset(holders[: self._config.engines])
+        return ""
+
+    def repeats_the_end(self, current: EvaluationPass) -> bool:
+        """Whether a pass, after training, would be played by the newest versions."""
+        return not self.may_come(current) if current.pinned is None else not current.pinned or self._is_newest(current)
+
+    def _is_newest(self, current: EvaluationPass) -> bool:
+        return all(number >= self._newest(policy) for policy, number in current.versions.items())
+
+    def may_come(self, current: EvaluationPass) -> bool:
+        """Whether a replica holds the requested versions or older ones, so that they may still be evaluated."""
+        helds = (shelf.held for shelf in self._pool.free.shelves() if _serves(shelf.held, current))
+        return any(all(held[p].number <= number for p, number in current.wanted.items()) for held in helds)
+
+    def freest(self, current: EvaluationPass, num_slots: int) -> Replica | None:
+        """The replica for the next task group of this pass, with the most free slots of those that can."""
+        required = current.required()
+        if current.evaluators:
+            chosen = (self._pool.get(name) for name in current.evaluators if name in self._pool.free)
+            usable = [
+                r for r in chosen if r is not None and r.fits(num_slots) and self._holds(r.held, current, required)
+            ]
+            return max(usable, key=lambda r: (r.num_free, r.replica_id), default=None)
+        if current.pinned:
+            return self._pool.freest(num_slots, lambda shelf: self._holds(shelf.held, current, required))
+        name = self._pool.free_of_evaluations.freest(
+            num_slots,
+            lambda shelf: self._within_share(shelf.alike, num_slots) and self._holds(shelf.held, current, required),
+        )
+        return None if name is None else self._pool.get(name)
+
+    def reserved(self) -> frozenset[str]:
+        """Replicas without training groups, because an evaluation has tasks for them that may begin."""
+        waiting = (current for current in self._evaluations if current.has_left and self._evaluations.has_room(current))
+        return frozenset().union(*(current.evaluators for current in waiting))
+
+    def pinned_version(self, replica: Replica, policy: str) -> int | None:
+        """The version that the replica keeps for an evaluation, also between two of its tasks."""
+        for current in self._evaluations:
+            if current.pinned and replica.replica_id in current.evaluators and current.has_left:
+                return current.versions.get(policy)
+        return replica.pinned_version(policy)
+
+    def awaited_version(self, replica: Replica, policy: str) -> int | None:
+        """The least version that an evaluation awaits on the replica, if any."""
+        for current in self._evaluations:
+            if replica.replica_id in current.awaited and current.has_left:
+                return current.wanted.get(policy)
+        return None
+
+    def _choose(self, current: EvaluationPass, training: bool) -> str:
+        able = [shelf for shelf in self._pool.free.shelves() if _serves(shelf.held, current)]
+        is_few = sum(len(shelf.places) for shelf in able) <= self._config.engines
+        share = self._config.share if training else None
+        if is_few and share and not any(self._fits(name, current, share) for shelf in able for _, name in shelf.places):
+            current.pinned, current.versions, current.awaited = False, current.wanted, frozenset()
+            return ""
+        policies = tuple(current.wanted)
+        ready = self._workers(
+            current,
+            lambda shelf: (
+                self._may_play(shelf.held, {}, policies)
+                and all(shelf.held[p].number >= n for p, n in current.wanted.items())
+                and not any(policy in shelf.alike.moving for policy in policies)
+            ),  # the replica would leave its held version
+        )
+        if not ready:
+            # With versions that follow each other faster than they are fetched, no replica would ever stand still.
+            if not any(self._is_worker(name, current) for name in current.awaited):
+                current.awaited = frozenset(self._workers(current)[: self._config.engines])
+            return "no replica holds the version to evaluate yet"
+        current.awaited = frozenset()
+        holders = [replica for name in ready if (replica := self._pool.get(name)) is not None]
+        nearest = min(holders, key=lambda replica: sum(replica.held[policy].number for policy in policies))
+        current.versions = {policy: nearest.held[policy].number for policy in policies}
+        alike = [name for name in ready if self._holds_now(name, current.versions, policies)]
+        current.pinned, current.evaluators = True, frozenset(alike[: self._config.engines])
+        return ""
+
+    def _holds_now(self, name: str, versions: Mapping[str, int], policies: tuple[str, ...]) -> bool:
+        replica = self._pool.get(name)
+        return replica is not None and self._may_play(replica.held, versions, policies)
+
+    def _adopt_sibling(self, current: EvaluationPass) -> bool:
+        """Adopt versions and replicas of another pass of the same evaluation and policies; False without a decided one."""
+        for other in self._evaluations:
+            same = other.evaluation_id == current.evaluation_id and other.policies == current.policies
+            if other is not current and same and other.pinned is not None:
+                current.pinned, current.versions, current.evaluators = other.pinned, other.versions, other.evaluators
+                return True
+        return False
+
+    def _workers(self, current: EvaluationPass, serves: Callable[[Shelf], bool] = lambda shelf: True) -> list[str]:
+        """Replicas that take work, hold all policies of the pass and belong to shelves that ``serves``: freest first,
+        then by id. Scans every replica, so the caller asks once per decision, not per task group."""
+        able = [shelf for shelf in self._pool.free.shelves() if _serves(shelf.held, current) and serves(shelf)]
+        places = sorted((-free, name) for shelf in able for free, name in shelf.places)
+        return [name for _, name in places]
+
+    def _is_worker(self, name: str, current: EvaluationPass) -> bool:
+        replica = self._pool.get(name)
+        return replica is not None and replica.takes_work and _serves(replica.held, current)
+
+    def _holds(self, held: Mapping[str, Held], current: EvaluationPass, versions: Mapping[str, int]) -> bool:
+        return _serves(held, current) and self._may_play(held, versions, current.policies)
+
+    def _within_share(self, alike: ShelfKey, num_slots: int) -> bool:
+        share = self._config.share or 1.0  # of a pass that began in a process with a share
+        return alike.num_evaluating + num_slots <= max(num_slots, share * alike.num_slots)
+
+    def _fits(self, name: str, current: EvaluationPass, share: float) -> bool:
+        replica = self._pool.get(name)
+        return replica is not None and current.num_trajectories <= share * replica.num_slots
+
+
+def _serves(held: Mapping[str, Held], current: EvaluationPass) -> bool:
+    return all(policy in held for policy in current.wanted)

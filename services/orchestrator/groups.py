@@ -1,0 +1,242 @@
+"""Task groups: slots, outcomes and owners, and the names of their sequences.
+
+``UnfinishedGroups`` finds groups by the versions on which they began, ``OrphanedGroups`` those without a replica.
+
+Invariants: the first outcome of a slot wins. A group is complete when every slot has an outcome, trajectory or final
+failure. Independent of replicas, buffers and the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.common.records import Purpose, RolloutFailure, TaskGroupOrder, TokenSequence, Trajectory
+
+Outcome = Trajectory | RolloutFailure
+Incarnation = tuple[str, str]  # replica id and incarnation: one process of a replica
+GroupBy = Literal["attempt", "rollout", "policy"]
+MOST_STALE = 64  # entries of orphaned task groups that left, in a queue
+_Need = tuple[tuple[tuple[str, int], ...], tuple[str, ...], int]
+
+
+@dataclass(slots=True)
+class TaskGroup:
+    """One issue of one task: a slot per trajectory, and the replica that runs the group."""
+
+    order: TaskGroupOrder  # with every slot, including resolved ones
+    position: int = -1  # in the curriculum, or in the evaluation data
+    evaluation: str = ""  # the evaluation pass of this group
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    born: dict[str, int] = field(default_factory=dict)  # policy -> version on which the open slots began
+    num_lost: int = 0  # lost replicas: their lease ended while they ran the group, and they did not come back
+    owners: set[Incarnation] = field(
+        default_factory=set
+    )  # replicas that were ever given the group: each may send a slot's record
+    lacks_owner: bool = False  # the record of its replica is lost: every replica may send its records
+
+    @property
+    def id(self) -> str:
+        return self.order.task_group_id
+
+    @property
+    def is_training(self) -> bool:
+        return self.order.purpose is Purpose.TRAIN
+
+    @property
+    def unresolved(self) -> tuple[int, ...]:
+        return tuple(index for index in self.order.indices if index not in self.outcomes)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.outcomes) == len(self.order.indices)
+
+    def was_given_to(self, member: Incarnation) -> bool:
+        """Whether records of the group may come from this incarnation of a replica."""
+        return self.lacks_owner or member in self.owners
+
+    def has_slot(self, index: int) -> bool:
+        return 0 <= index < len(self.order.indices)
+
+    def resolve(self, outcome: Outcome) -> bool:
+        """Keep the outcome unless its slot has one; True for the first."""
+        if not self.has_slot(outcome.index):
+            raise ValueError(f"task group {self.id} has no slot {outcome.index}")
+        if outcome.index in self.outcomes:
+            return False
+        self.outcomes[outcome.index] = outcome
+        return True
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """The outcomes in slot order."""
+        return [t for _, t in sorted(self.outcomes.items()) if isinstance(t, Trajectory)]
+
+
+def sequence_id(task_group_id: str, index: int, position: int) -> str:
+    return f"{task_group_id}/{index}/{position}"
+
+
+def split_sequence_id(name: str) -> tuple[str, int, int]:
+    """The inverse of ``sequence_id``: task group, slot, position in the trajectory."""
+    group, index, position = name.rsplit("/", 2)
+    return group, int(index), int(position)
+
+
+def group_key(sequence: TokenSequence, group_by: GroupBy) -> tuple[str, str, int]:
+    """(policy, role, attempt) of the advantage group that a sequence belongs to."""
+    if group_by == "attempt":
+        return sequence.policy, sequence.role, sequence.attempt
+    return sequence.policy, "", 0
+
+
+class UnfinishedGroups:
+    def __init__(self) -> None:
+        self._by_version: dict[str, dict[int, dict[str, TaskGroup]]] = {}  # policy -> version -> by name, in order
+
+    def add(self, group: TaskGroup) -> None:
+        """``group.born`` must not change before the group's removal."""
+        for policy, version in group.born.items():
+            self._by_version.setdefault(policy, {}).setdefault(version, {})[group.id] = group
+
+    def remove(self, group: TaskGroup) -> None:
+        """Removing one that is not there is harmless."""
+        for policy, version in group.born.items():
+            groups = self._by_version.get(policy, {}).get(version, {})
+            groups.pop(group.id, None)
+            if not groups:
+                self._by_version.get(policy, {}).pop(version, None)
+
+    def begun_before(self, policy: str, version: int) -> list[TaskGroup]:
+        """Groups whose open slots began on an older version of the policy, oldest first."""
+        found = self._by_version.get(policy, {})
+        return [group for born in sorted(found) if born < version for group in found[born].values()]
+
+
+class OrphanedGroups:
+    """Task groups with open slots and without a replica, in the order of their loss.
+
+    They wait in one queue for each need: versions, policies and number of slots. When no replica fits the first of a
+    queue, none fits the others, so a search costs one step per need, for any number of waiting groups.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._waiting: dict[str, tuple[_Need, int]] = {}  # by name: its queue, and its place in the order of all
+        self._queues: dict[_Need, list[tuple[int, str]]] = {}  # heaps; those that left are skipped when they are first
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._waiting
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, group: TaskGroup) -> None:
+        """Append a group; a waiting group keeps its place."""
+        if group.id not in self._waiting:
+            self._put(group, next(self._numbers))
+
+    def discard(self, name: str) -> None:
+        """Remove a group that runs again or is not wanted; ignores others."""
+        self._waiting.pop(name, None)
+
+    def resolved(self, group: TaskGroup) -> None:
+        """Update a group after an outcome: the group needs fewer slots, or is complete."""
+        found = self._waiting.pop(group.id, None)
+        if found is not None and not group.complete:
+            self._put(group, found[1])
+
+    def in_turn(self) -> Iterator[str]:
+        """The names in order. If a group still waits when the caller asks for the next, no replica fits: groups with
+        the same need are skipped."""
+        heads = [(head[0], head[1], need) for need in list(self._queues) if (head := self._head(need)) is not None]
+        heapq.heapify(heads)
+        while heads:
+            _, name, need = heapq.heappop(heads)
+            yield name
+            if name not in self._waiting and (head := self._head(need)) is not None:
+                heapq.heappush(heads, (head[0], head[1], need))
+
+    def _put(self, group: TaskGroup, number: int) -> None:
+        order = group.order
+        need = tuple(sorted(order.required_versions.items())), order.policies, len(group.unresolved)
+        self._waiting[group.id] = need, number
+        queue = self._queues.setdefault(need, [])
+        if len(queue) > MOST_STALE + 2 * len(
+            self._waiting
+        ):  # else those that left behind a first one that stays would pile up
+            queue[:] = [(number, name) for number, name in queue if self._waiting.get(name) == (need, number)]
+            heapq.heapify(queue)
+        heapq.heappush(queue, (number, group.id))
+
+    def _head(self, need: _Need) -> tuple[int, str] | None:
+        queue = self._queues.get(need)
+        while queue:
+            number, name = queue[0]
+            if self._waiting.get(name) == (need, number):
+                return queue[0]
+            heapq.heappop(queue)
+        self._queues.pop(need, None)
+        return None
+
+
+# --------
+# State of the run, pause and stop. Independent of the parts that act on them.
+
+
+class RunState(enum.StrEnum):
+    STARTING = "starting"  # waiting for the first weights and replicas
+    EVALUATING_START = "evaluating_start"
+    TRAINING = "training"
+    PAUSED = "paused"
+    EVALUATING_END = "evaluating_end"
+    FINISHED = "finished"  # all steps are done
+    STOPPED = "stopped"  # ended before the last step
+
+
+class RunControl:
+    """``phase`` is the progress of the run; a pause hides the phase in ``state`` and keeps the phase."""
+
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        self._on_change = on_change
+        self.phase = RunState.STARTING
+        self.paused = False
+        self.stop_reason = ""
+        self.stop_requested = asyncio.Event()
+
+    @property
+    def state(self) -> RunState:
+        return RunState.PAUSED if self.paused and not self.ended else self.phase
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in (RunState.FINISHED, RunState.STOPPED)
+
+    def enter(self, phase: RunState) -> None:
+        if phase is not self.phase:
+            self.phase = phase
+            self._on_change()
+
+    def pause(self) -> bool:
+        """False for a run that is paused already, or has ended."""
+        return self._set_paused(True)
+
+    def resume(self) -> bool:
+        return self._set_paused(False)
+
+    def _set_paused(self, paused: bool) -> bool:
+        if self.paused is paused or self.ended:
+            return False
+        self.paused = paused
+        self._on_change()
+        return True
+
+    def stop(self, reason: str) -> None:
+        if not self.ended and not self.stop_requested.is_set():
+            self.stop_reason = reason
+            self.stop_requested.set()

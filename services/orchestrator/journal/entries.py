@@ -1,0 +1,795 @@
+"""The journal's lines of trajectories and failures, in pairs as in ``records``.
+
+The arrays of a segment are packed as text: bytes by significance (all lowest bytes, then all next ones), in base64.
+Bytes of one significance are alike, so zstd halves them: 6.4 bytes per token with its log-probability, against 7.3 of
+decimal numbers, for less time to write and read. ``plain_trajectory`` gives a line with lists of numbers instead.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from binascii import Error, a2b_base64, b2a_base64
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from services.common import errors, records
+from services.common.errors import CorruptDataError
+from services.common.records import (
+    Interval,
+    MinibatchTotals,
+    Origin,
+    Purpose,
+    RolloutFailure,
+    RolloutPhase,
+    RolloutTiming,
+    Sampling,
+    Segment,
+    StopReason,
+    Task,
+    TaskGroupOrder,
+    TokenSequence,
+    TokenSource,
+    Trajectory,
+    WeightVersion,
+    by_name,
+)
+from services.orchestrator.groups import RunState
+
+if TYPE_CHECKING:
+    from services.orchestrator.journal.journal import Journal
+
+
+# --------
+# Scores of an evaluation: avg@k, pass@k and differences with 95% intervals, per dataset and overall.
+
+
+_Z = 1.959964  # 95%, two-sided
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetScore:
+    """One dataset of an evaluation pass. Rewards are means in their own unit; pass@k are shares in [0, 1]."""
+
+    name: str
+    num_items: int
+    samples_per_item: int
+    mean_reward: Estimate | None  # None where every sample failed: a failure is no reward
+    pass_at: tuple[tuple[int, Estimate], ...]  # (k, pass@k), k = 1, 2, 4, ... up to the samples
+    failed: tuple[str, ...]  # task ids with a failed sample, in order
+    items: str = ""  # digest of the tasks: scores with the same one are of the same items
+    item_rewards: tuple[float, ...] = ()  # mean over the samples of each item, in order
+    difference: Estimate | None = None  # to the first evaluation of its kind; None for that one, or with one item
+
+
+def score(
+    name: str,
+    task_ids: Sequence[str],
+    rewards: Sequence[Sequence[float]],
+    failed: Sequence[int],
+    pass_reward: float,
+    items: str = "",
+) -> DatasetScore:
+    """``rewards``: (items, samples), every item with the same number, those of its ``failed`` samples last: they never
+    pass, with any reward. Where every sample failed there is no estimate."""
+    num_samples = len(rewards[0])
+    played = sum(failed) < num_samples * len(rewards)
+    means = tuple(errors.mean(item) for item in rewards)
+    passed = [
+        sum(reward >= pass_reward for reward in item[: num_samples - num_failed])
+        for item, num_failed in zip(rewards, failed, strict=True)
+    ]
+    ks = [2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples]
+    return DatasetScore(
+        name=name,
+        num_items=len(rewards),
+        samples_per_item=num_samples,
+        mean_reward=estimate(means) if played else None,
+        pass_at=tuple((k, estimate([pass_at_k(num_samples, count, k) for count in passed])) for k in ks if played),
+        failed=tuple(task_id for task_id, num_failed in zip(task_ids, failed, strict=True) if num_failed),
+        items=items,
+        item_rewards=means,
+    )
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Chance that k of the samples, drawn without replacement, hold a right one: 1 - C(n-c, k) / C(n, k).
+
+    Source: Chen et al., arXiv 2107.03374.
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
+    (0.25, 0.5, 1.0)
+    """
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def estimate(items: Sequence[float]) -> Estimate:
+    """Mean over items with its interval; shares get Wilson's, which never leaves [0, 1] and is never empty.
+
+    >>> estimate([1.0, 0.0, 1.0, 1.0]).value
+    0.75
+    """
+    count = len(items)
+    listed, exponent = errors.scaled(items) if max(map(abs, items)) > 1.0 else (items, 0)
+    mean = math.fsum(listed) / count
+    error = math.sqrt(math.fsum((item - mean) ** 2 for item in listed) / (count - 1) / count) if count > 1 else 0.0
+    if exponent or min(items) < 0.0 or max(items) > 1.0:
+        return Estimate(*(errors.unscaled(v, exponent) for v in (mean, mean - _Z * error, mean + _Z * error)))
+    variance = error**2  # 0 for an error that is too small for its square
+    observations = max(float(count), mean * (1.0 - mean) / variance) if variance else float(count)
+    spread = _Z**2 / observations
+    centre = (mean + spread / 2) / (1 + spread)
+    half = _Z * math.sqrt(mean * (1.0 - mean) / observations + spread / (4 * observations)) / (1 + spread)
+    return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
+
+
+def overall(scores: Sequence[DatasetScore]) -> float | None:
+    """Mean reward over datasets, each with the same weight; None without one, and unless every dataset has a value."""
+    return _overall([found.mean_reward for found in scores])
+
+
+def overall_pass_at(scores: Sequence[DatasetScore], k: int) -> float | None:
+    """pass@k over datasets, each counted once; None as in ``overall``, and where k is none of theirs."""
+    return _overall([dict(found.pass_at).get(k) for found in scores])
+
+
+def _overall(found: Sequence[Estimate | None]) -> float | None:
+    values = [estimate.value for estimate in found if estimate is not None]
+    return errors.mean(values) if found and len(values) == len(found) else None
+
+
+def difference(base: DatasetScore, other: DatasetScore) -> Estimate | None:
+    """Mean difference of the rewards of ``other`` and ``base``, item by item; None for different items, for a single item,
+    and where every sample of one failed."""
+    if not base.items or base.items != other.items or None in (base.mean_reward, other.mean_reward):
+        return None
+    return mean_difference([_differences(base, other)])
+
+
+def _differences(base: DatasetScore, other: DatasetScore) -> list[float]:
+    return [errors.finite(b - a) for a, b in zip(base.item_rewards, other.item_rewards, strict=True)]
+
+
+def compared(base: Sequence[DatasetScore], scores: Sequence[DatasetScore]) -> tuple[DatasetScore, ...]:
+    """``scores`` with their differences to the datasets of the same names in ``base``."""
+    known = {found.name: found for found in base}
+    return tuple(replace(s, difference=difference(known[s.name], s) if s.name in known else None) for s in scores)
+
+
+def overall_difference(base: Sequence[DatasetScore], other: Sequence[DatasetScore]) -> Estimate | None:
+    """The mean over datasets, each with the same weight; None unless every dataset has a value."""
+    if len(base) != len(other) or any(difference(a, b) is None for a, b in zip(base, other, strict=True)):
+        return None
+    return mean_difference([_differences(a, b) for a, b in zip(base, other, strict=True)])
+
+
+def mean_difference(datasets: Sequence[Sequence[float]]) -> Estimate | None:
+    """Mean over datasets of the mean over their items, with its t interval (degrees of freedom after Welch and Satterthwaite);
+    None without a dataset, and with one of fewer than two items.
+
+    >>> mean_difference([[1.0, 0.0, 0.0, 1.0]])
+    Estimate(value=0.5, low=-0.41869311315694757, high=1.4186931131569476)
+    """
+    if not datasets or any(len(items) < 2 for items in datasets):
+        return None
+    flat, exponent = errors.scaled([item for items in datasets for item in items])
+    if exponent:
+        rest = iter(flat)
+        found = mean_difference([[next(rest) for _ in items] for items in datasets])
+        assert found is not None
+        return Estimate(*(errors.unscaled(value, exponent) for value in (found.value, found.low, found.high)))
+    means = [math.fsum(items) / len(items) for items in datasets]
+    variances = [  # of the means
+        math.fsum((item - mean) ** 2 for item in items) / (len(items) - 1) / len(items)
+        for items, mean in zip(datasets, means, strict=True)
+    ]
+    value, variance = math.fsum(means) / len(means), math.fsum(variances)
+    if not variance:
+        return Estimate(value, value, value)
+    # Of shares where squares would be too large or too small for a float.
+    unit = 1.0 if 1e-150 < variance < 1e150 else variance
+    freedom = (variance / unit) ** 2 / math.fsum(
+        (v / unit) ** 2 / (len(items) - 1) for v, items in zip(variances, datasets, strict=True)
+    )
+    half = t_quantile(freedom) * math.sqrt(variance) / len(means)
+    return Estimate(value, value - half, value + half)
+
+
+def t_quantile(freedom: float) -> float:
+    """The 97.5% quantile of Student's t, for 1 degree of freedom or more, to within 0.2%: bisection on its distribution
+    function, which Simpson's rule integrates over atan(t / sqrt(freedom)).
+
+    >>> round(t_quantile(1), 2), round(t_quantile(9), 3)
+    (12.71, 2.262)
+    """
+    if freedom > 1000:
+        return _Z
+    wanted = 0.475 * math.sqrt(math.pi) * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
+    low, high = 0.0, math.pi / 2
+    for _ in range(40):
+        angle = (low + high) / 2
+        low, high = (angle, high) if _integral_of_cosine(angle, freedom - 1) < wanted else (low, angle)
+    return math.sqrt(freedom) * math.tan((low + high) / 2)
+
+
+def _integral_of_cosine(angle: float, power: float, num_steps: int = 100) -> float:
+    """Of cos(x) ** power, from 0 to ``angle``."""
+    step = angle / num_steps
+    inner = math.fsum((4 if i % 2 else 2) * math.pow(math.cos(i * step), power) for i in range(1, num_steps))
+    return (1.0 + inner + math.pow(math.cos(angle), power)) * step / 3
+
+
+# --------
+# Format of the journal's lines, in pairs: ``x_to_json`` and ``x_from_json``.
+
+
+# Kinds of records; each is the name of its segment files.
+RUN = "runs"
+GROUP = "task_groups"
+ASSIGNMENT = "assignments"
+TRAJECTORY = "trajectories"
+FAILURE = "failures"
+VERDICT = "verdicts"  # the fates of a task group's advantage groups at its completion
+CLOSED = "closed_groups"
+OBSERVATION = "observations"  # the rewards of a prompt, for the curation
+BATCH = "batches"
+VERSION = "versions"
+EVALUATION_START = "evaluation_starts"
+EVALUATION = "evaluations"
+STATE = "states"
+SET_ASIDE = "set_aside"  # a record that is not used, and why
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRecord:
+    """An issued task group."""
+
+    order: TaskGroupOrder
+    position: int
+    evaluation: str
+    replica_id: str
+    incarnation: str
+    born: Mapping[str, int] = field(default_factory=dict)  # policy -> version that the replica held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchEntry:
+    """One sequence of a recorded batch, without its tokens."""
+
+    sequence_id: str
+    minibatch: int
+    position: int  # order inside the minibatch
+    group_mean: float
+    group_std: float
+    group_size: int  # rewards in these statistics
+    staleness: int
+    num_tokens: int
+    reward: float | None = None  # the trained reward; None: as in the trajectory
+    replayed: bool = False  # an earlier batch contained the sequence, too
+    trained_from: int = 0  # policy tokens of older versions are masked; 0 masks none
+    num_masked_tokens: int = 0
+    advantage_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRecord:
+    """A batch, assembled once for (policy, training step)."""
+
+    policy: str
+    training_step: int
+    entries: tuple[BatchEntry, ...]
+    minibatches: tuple[MinibatchTotals, ...]
+    statistics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    name: str  # "start/greedy"
+    versions: Mapping[str, int]
+    newest_versions: Mapping[str, int]  # differ from `versions` for an unpinned pass: the range of used versions
+    pinned: bool
+    mean_reward: (
+        float | None
+    )  # over datasets, each counted once; failed ones as `evaluation.failed_reward` says; None where every sample of a dataset failed
+    num_trajectories: int
+    num_failed: int
+    datasets: tuple[DatasetScore, ...] = ()
+    roles: Mapping[str, float] = field(default_factory=dict)  # "policy/role/attempt" -> mean reward of its sequences
+    compared_with: str = ""  # the run's first evaluation of this kind; empty for that one
+    difference: Estimate | None = None  # to that pass, of mean_reward, paired by items; None where unknown
+    elapsed_s: float = 0.0  # from the begin of the run to its last trajectory
+    num_opaque: int = 0  # trajectories whose reward the program can forge, by opaque tests
+
+
+def pairs(values: Mapping[str, float]) -> list[Json]:
+    return [{"name": name, "value": float(value)} for name, value in values.items()]
+
+
+def from_pairs(values: list[Json]) -> dict[str, float]:
+    # JSON has no NaN: null replaces NaN.
+    return {v["name"]: math.nan if v["value"] is None else float(v["value"]) for v in values}
+
+
+def group_to_json(record: GroupRecord) -> Json:
+    order = record.order
+    return {
+        "task_group_id": order.task_group_id,
+        "task_id": order.task.task_id,
+        "data_json": orjson.dumps(order.task.data).decode(),
+        "num_slots": len(order.indices),
+        "purpose": order.purpose.value,
+        **by_name(order.sampling),
+        "required_versions": _versions_to_json(order.required_versions),
+        "policies": list(order.policies),
+        "seed": order.seed,
+        "timeout_s": order.timeout_s,
+        "source": order.source,
+        "position": record.position,
+        "evaluation": record.evaluation,
+        "replica_id": record.replica_id,
+        "incarnation": record.incarnation,
+        "born": _versions_to_json(record.born),
+    }
+
+
+def group_from_json(record: Json) -> GroupRecord:
+    return GroupRecord(
+        order=TaskGroupOrder(
+            task_group_id=record["task_group_id"],
+            task=Task(task_id=record["task_id"], data=orjson.loads(record["data_json"])),
+            indices=tuple(range(record["num_slots"])),
+            purpose=Purpose(record["purpose"]),
+            sampling=Sampling(**{name: record[name] for name in Sampling.__slots__}),
+            required_versions=_versions_from_json(record["required_versions"]),
+            policies=tuple(record["policies"]),
+            seed=record["seed"],
+            timeout_s=record["timeout_s"],
+            source=record["source"],
+        ),
+        position=record["position"],
+        evaluation=record["evaluation"],
+        replica_id=record["replica_id"],
+        incarnation=record["incarnation"],
+        born=_versions_from_json(record["born"]),
+    )
+
+
+def assignment_to_json(task_group_id: str, replica_id: str, incarnation: str, born: Mapping[str, int]) -> Json:
+    """Record of open slots that are issued again; ``born``: their start versions."""
+    return {
+        "task_group_id": task_group_id,
+        "replica_id": replica_id,
+        "incarnation": incarnation,
+        "born": _versions_to_json(born),
+    }
+
+
+def assignment_from_json(record: Json) -> tuple[str, str, dict[str, int]]:
+    """(replica id, incarnation, start versions by policy)."""
+    return record["replica_id"], record["incarnation"], _versions_from_json(record["born"])
+
+
+def closed_to_json(task_group_id: str, reason: records.ClosedReason) -> Json:
+    return {"task_group_id": task_group_id, "reason": reason.value}
+
+
+def close_group(journal: Journal, task_group_id: str, reason: records.ClosedReason) -> None:
+    """Submit the record of the end of a task group."""
+    record = closed_to_json(task_group_id, reason)
+    journal.submit(CLOSED, task_group_id, lambda: record)
+
+
+def closed_reason(record: Json) -> str:
+    """A ``ClosedReason``."""
+    return str(record["reason"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberFate:
+    """Fate of one sequence at the completion of its task group."""
+
+    index: int  # slot of its rollout
+    position: int  # in the rollout's trajectory
+    num_tokens: int  # that the policy wrote
+    fate: records.GroupFate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupVerdict:
+    """Fate of one advantage group at the completion of its task group."""
+
+    policy: str
+    role: str
+    attempt: int
+    num_sequences: int  # of the group
+    num_kept: int  # that went into the buffer
+    mean: float
+    std: float
+    outcome: records.GroupFate
+    num_expired: int = 0  # members that were too old already; they count in mean and std
+    members: tuple[MemberFate, ...] = ()  # all of them
+
+
+_VERDICT_FIELDS = tuple(found.name for found in fields(GroupVerdict) if found.name != "members")
+
+
+def verdicts_to_json(task_group_id: str, verdicts: Iterable[GroupVerdict]) -> Json:
+    return {"task_group_id": task_group_id, "advantage_groups": [_verdict_to_json(verdict) for verdict in verdicts]}
+
+
+def _verdict_to_json(verdict: GroupVerdict) -> Json:
+    members = [
+        {"index": m.index, "position": m.position, "num_tokens": m.num_tokens, "fate": m.fate.value}
+        for m in verdict.members
+    ]
+    return {**{name: getattr(verdict, name) for name in _VERDICT_FIELDS}, "members": members}
+
+
+def verdicts_from_json(record: Json) -> list[GroupVerdict]:
+    return [_verdict_from_json(found) for found in record["advantage_groups"]]
+
+
+def _verdict_from_json(record: Json) -> GroupVerdict:
+    members = (MemberFate(**{**m, "fate": records.GroupFate(m["fate"])}) for m in record["members"])
+    return GroupVerdict(**{**record, "outcome": records.GroupFate(record["outcome"]), "members": tuple(members)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside:
+    """A record that is set aside: its identity, its position, and the reason."""
+
+    kind: str
+    key: str
+    number: int  # of the record, in the order in which records were submitted
+    segment: int
+    offset: int
+    reason: records.SetAsideReason
+    detail: str = ""
+
+
+def set_aside_to_json(record: SetAside) -> Json:
+    return {**by_name(record), "reason": record.reason.value}
+
+
+def set_aside_from_json(record: Json) -> SetAside:
+    return SetAside(**{**record, "reason": records.SetAsideReason(record["reason"])})
+
+
+def batch_key(policy: str, training_step: int) -> str:
+    return f"{policy}/{training_step}"
+
+
+def batch_to_json(batch: BatchRecord) -> Json:
+    return {
+        "policy": batch.policy,
+        "training_step": batch.training_step,
+        "minibatches": list(map(by_name, batch.minibatches)),
+        "statistics": pairs(batch.statistics),
+        "sequences": list(map(by_name, batch.entries)),
+    }
+
+
+def batch_from_json(record: Json) -> BatchRecord:
+    return BatchRecord(
+        policy=record["policy"],
+        training_step=record["training_step"],
+        entries=tuple(BatchEntry(**e) for e in record["sequences"]),
+        minibatches=tuple(MinibatchTotals(**m) for m in record["minibatches"]),
+        statistics=from_pairs(record["statistics"]),
+    )
+
+
+def version_to_json(
+    version: WeightVersion,
+    checkpoint_step: int,
+    metrics: Mapping[str, float],
+    compute: Iterable[Interval] = (),
+) -> Json:
+    """``compute``: intervals in which the trainer computed the step."""
+    return {
+        "policy": version.policy,
+        "number": version.number,
+        "digest": version.digest,
+        "sources": list(version.sources),
+        "checkpoint_step": checkpoint_step,
+        "metrics": pairs(metrics),
+        "compute": [{"begin": begin, "end": end} for begin, end in compute],
+    }
+
+
+def version_from_json(record: Json) -> tuple[WeightVersion, int, dict[str, float]]:
+    """(version, step of the newest durable checkpoint then, metrics of its training step)."""
+    version = WeightVersion(
+        policy=record["policy"], number=record["number"], digest=record["digest"], sources=tuple(record["sources"])
+    )
+    return version, record["checkpoint_step"], from_pairs(record["metrics"])
+
+
+def compute_from_json(record: Json) -> tuple[Interval, ...]:
+    """Intervals in which the trainer computed the step of a version."""
+    return tuple((stretch["begin"], stretch["end"]) for stretch in record["compute"])
+
+
+def evaluation_to_json(result: EvaluationResult) -> Json:
+    return {
+        **asdict(result),
+        "versions": _versions_to_json(result.versions),
+        "newest_versions": _versions_to_json(result.newest_versions),
+        "datasets": [
+            {**asdict(found), "pass_at": [{"k": k, **asdict(share)} for k, share in found.pass_at]}
+            for found in result.datasets
+        ],
+        "roles": pairs(result.roles),
+    }
+
+
+def evaluation_from_json(record: Json) -> EvaluationResult:
+    read = {
+        "versions": _versions_from_json(record["versions"]),
+        "newest_versions": _versions_from_json(record["newest_versions"]),
+        "datasets": tuple(_dataset_from_json(found) for found in record["datasets"]),
+        "roles": from_pairs(record["roles"]),
+        "difference": _estimate_from_json(record["difference"]),
+    }
+    return EvaluationResult(**{**record, **read})
+
+
+def _dataset_from_json(found: Json) -> DatasetScore:
+    read = {
+        "mean_reward": _estimate_from_json(found["mean_reward"]),
+        "pass_at": tuple((v["k"], Estimate(v["value"], v["low"], v["high"])) for v in found["pass_at"]),
+        "failed": tuple(found["failed"]),
+        "item_rewards": tuple(found["item_rewards"]),
+        "difference": _estimate_from_json(found["difference"]),
+    }
+    return DatasetScore(**{**found, **read})
+
+
+def _estimate_from_json(found: Json | None) -> Estimate | None:
+    return None if found is None else Estimate(**found)
+
+
+def _versions_to_json(versions: Mapping[str, int]) -> list[Json]:
+    return [{"policy": policy, "number": number} for policy, number in versions.items()]
+
+
+def _versions_from_json(found: list[Json]) -> dict[str, int]:
+    return {version["policy"]: version["number"] for version in found}
+
+
+# --------
+
+
+def trajectory_key(task_group_id: str, index: int) -> str:
+    return f"{task_group_id}/{index}"
+
+
+def trajectory_to_json(trajectory: Trajectory) -> Json:
+    return {
+        **by_name(trajectory),
+        "reward": float(trajectory.reward),
+        "metrics": pairs(trajectory.metrics),
+        "timing": timing_to_json(trajectory.timing),
+        "sequences": [_sequence_to_json(s) for s in trajectory.sequences],
+    }
+
+
+def trajectory_from_json(record: Json) -> Trajectory:
+    read = {
+        "reward": float(record["reward"]),
+        "metrics": from_pairs(record["metrics"]),
+        "timing": timing_from_json(record["timing"]),
+        "sequences": tuple(_sequence_from_json(s) for s in record["sequences"]),
+    }
+    return Trajectory(**{**record, **read})
+
+
+def plain_trajectory(record: Json) -> Json:
+    """A trajectory's line with its token ids and log-probabilities as lists, for readers other than Rollmill."""
+    return {**record, "sequences": [_plain_sequence(s) for s in record["sequences"]]}
+
+
+def _plain_sequence(sequence: Json) -> Json:
+    segments = [
+        {
+            **segment,
+            "token_ids": unpack_tokens(segment["token_ids"], segment["num_tokens"]).tolist(),
+            "logprobs": unpack_floats(segment["logprobs"]),  # float32: orjson writes the shortest decimals
+            "teacher_logprobs": unpack_floats(segment["teacher_logprobs"]),
+        }
+        for segment in sequence["segments"]
+    ]
+    return {**sequence, "segments": segments}
+
+
+def _sequence_to_json(sequence: TokenSequence) -> Json:
+    return {
+        **by_name(sequence),
+        "origin": sequence.origin.value,
+        "reward": float(sequence.reward),
+        "stop_reason": sequence.stop_reason.value,
+        "metrics": pairs(sequence.metrics),
+        "segments": [
+            {
+                "source": segment.source.value,
+                "weight_version": segment.weight_version,
+                "mixed_cache": segment.mixed_cache,
+                "kept": base64.b64encode(segment.kept).decode() if segment.kept else "",
+                "temperature": segment.temperature,
+                "num_tokens": segment.num_tokens,
+                "token_ids": pack_tokens(segment.token_ids),
+                "logprobs": pack_floats(segment.logprobs),
+                "teacher_logprobs": pack_floats(segment.teacher_logprobs),
+            }
+            for segment in sequence.segments
+        ],
+    }
+
+
+def _sequence_from_json(record: Json) -> TokenSequence:
+    read = {
+        "origin": Origin(record["origin"]),
+        "reward": float(record["reward"]),
+        "stop_reason": StopReason(record["stop_reason"]),
+        "metrics": from_pairs(record["metrics"]),
+        "segments": tuple(
+            Segment(
+                source=TokenSource(s["source"]),
+                token_ids=unpack_tokens(s["token_ids"], s["num_tokens"]),
+                logprobs=unpack_floats(s["logprobs"]),
+                weight_version=s["weight_version"],
+                mixed_cache=s["mixed_cache"],
+                kept=base64.b64decode(s["kept"]),
+                temperature=s["temperature"],
+                teacher_logprobs=unpack_floats(s["teacher_logprobs"]),
+            )
+            for s in record["segments"]
+        ),
+    }
+    return TokenSequence(**{**record, **read})
+
+
+def failure_to_json(failure: RolloutFailure) -> Json:
+    return {**by_name(failure), "timing": timing_to_json(failure.timing)}
+
+
+def failure_from_json(record: Json) -> RolloutFailure:
+    return RolloutFailure(**{**record, "timing": timing_from_json(record["timing"])})
+
+
+def timing_to_json(timing: RolloutTiming) -> Json:
+    return {**by_name(timing), "phases": list(map(by_name, timing.phases))}
+
+
+def timing_from_json(record: Json) -> RolloutTiming:
+    return RolloutTiming(**{**record, "phases": tuple(RolloutPhase(**phase) for phase in record["phases"])})
+
+
+_TOKEN = np.dtype("<i4")
+_FLOAT = np.dtype("<f4")
+_WIDTH = 4  # bytes of either
+
+
+def pack_tokens(token_ids: npt.NDArray[np.int32]) -> str:
+    """Token ids, [num_tokens] int32: three bytes each where sufficient."""
+    if not len(token_ids):
+        return ""
+    planes = _planes(token_ids, _TOKEN)
+    return _text(planes if planes[_WIDTH - 1].strip(b"\0") else planes[: _WIDTH - 1])
+
+
+def unpack_tokens(text: str, num_tokens: int) -> npt.NDArray[np.int32]:
+    """[num_tokens] int32; raises ``CorruptDataError`` for text that does not hold as many."""
+    return _array(text, num_tokens, _TOKEN).astype(np.int32, copy=False)
+
+
+def pack_floats(values: npt.NDArray[np.float32]) -> str:
+    """Log-probabilities, [num_tokens] float32, bit by bit."""
+    return _text(_planes(values, _FLOAT)) if len(values) else ""
+
+
+def unpack_floats(text: str) -> npt.NDArray[np.float32]:
+    """[num_tokens] float32, bit by bit; raises ``CorruptDataError`` for text that ``pack_floats`` does not write."""
+    return _array(text, None, _FLOAT).astype(np.float32, copy=False)
+
+
+def _planes(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> list[bytes]:
+    """The lowest byte of every number, the next of every number, and so on. Slices of bytes: for some dozens of numbers they
+    take half as long as numpy does, and no longer for thousands."""
+    data = values.astype(dtype, copy=False).tobytes()
+    return [data[significance::_WIDTH] for significance in range(_WIDTH)]
+
+
+def _text(planes: list[bytes]) -> str:
+    return b2a_base64(b"".join(planes), newline=False).decode("ascii")
+
+
+def _array(text: str, count: int | None, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    if not text and not count:
+        return np.zeros(0, dtype)
+    try:
+        data = np.frombuffer(a2b_base64(text), np.uint8)
+    except (Error, ValueError) as error:
+        raise CorruptDataError(f"an array of a record is not base64: {error}") from error
+    count = len(data) // _WIDTH if count is None else count
+    width = len(data) // count if count > 0 else 0
+    if not 0 < width <= _WIDTH or width * count != len(data):
+        raise CorruptDataError(f"an array of a record has {len(data)} bytes for {count} numbers")
+    found = np.zeros((count, _WIDTH), np.uint8)
+    found[:, :width] = data.reshape(width, count).T
+    return found.view(dtype)[:, 0]
+
+
+# --------
+# Parsers of the journal's records, by kind: JSON to the values that recovery applies.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRecord:
+    """Values that no other record holds."""
+
+    phase: RunState
+    paused: bool
+    counters: Mapping[str, int]
+    timeline: Mapping[str, float]
+
+
+def state_from_json(record: dict[str, Any]) -> StateRecord:
+    return StateRecord(
+        phase=RunState(record["phase"]),
+        paused=bool(record["paused"]),
+        counters={name: int(value) for name, value in from_pairs(record["counters"]).items()},
+        timeline=from_pairs(record["timeline"]),
+    )
+
+
+def _observation(record: dict[str, Any]) -> tuple[str, int, list[float]]:
+    """(source, row, rewards)"""
+    return str(record["source"]), int(record["row"]), [float(reward) for reward in record["rewards"]]
+
+
+def _version(record: dict[str, Any]) -> tuple[WeightVersion, dict[str, float]]:
+    version, _, metrics = version_from_json(record)
+    return version, metrics
+
+
+def settled_batch_from_json(record: dict[str, Any]) -> BatchRecord:
+    """A batch record without its sequences, which were trained long ago."""
+    return BatchRecord(
+        policy=record["policy"],
+        training_step=record["training_step"],
+        entries=(),
+        minibatches=(),
+        statistics=from_pairs(record["statistics"]),
+    )
+
+
+def _evaluation_start(record: dict[str, Any]) -> tuple[str, dict[str, int]]:
+    return record["evaluation_id"], {v["policy"]: v["number"] for v in record["versions"]}
+
+
+PARSERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    ASSIGNMENT: assignment_from_json,
+    TRAJECTORY: trajectory_from_json,
+    FAILURE: failure_from_json,
+    OBSERVATION: _observation,
+    VERSION: _version,
+    BATCH: batch_from_json,
+    EVALUATION_START: _evaluation_start,
+    EVALUATION: evaluation_from_json,
+}

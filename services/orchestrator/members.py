@@ -1,0 +1,750 @@
+"""State of one replica, and the index of all replicas that take work by their free slots.
+
+A replica is its own report and the ledger of the slots that the orchestrator gave to the replica. The ledger keeps
+counters, so a query for each trajectory does not sum over task groups. The orchestrator compares the reported number of
+free slots with its ledger and logs a difference; only the ledger decides about new orders.
+
+The index goes by held versions and number of free slots:
+
+    shelf (replicas with the same key)  ->  [(free slots, replica id), ...] in ascending order
+
+Shelves are few for any number of replicas: replicas hold one of a few versions. The freest replica that fits is the
+last of a shelf, so a choice costs one step per shelf, and a change of a replica a binary search. The index places a
+changed replica at the next choice, once for any number of changes: a commit of the journal resolves many slots of one
+replica. Independent of task groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Generic, NamedTuple, TypeVar
+
+from services.common.errors import CapacityError, LeaseLostError, RollmillError, SupersededError
+from services.common.records import DeviceTurn, FetchPlan, TaskGroupOrder, WeightVersion
+from services.common.telemetry.accounts import AccountState, Component, PeerState
+from services.common.telemetry.accounts import replica as replica_component
+from services.orchestrator.groups import Incarnation
+
+# --------
+# Commands of the orchestrator to replicas and trainers, as plain records, and the queue in which they wait for one
+# peer.
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PlayGroup:
+    order: TaskGroupOrder
+
+
+@dataclass(frozen=True, slots=True)
+class CancelGroup:
+    task_group_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceVersion:
+    version: WeightVersion
+    plan: FetchPlan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LeavePool:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class UseGateway:
+    address: str
+
+
+ReplicaCommand = PlayGroup | CancelGroup | AnnounceVersion | LeavePool | UseGateway | DeviceTurn
+
+
+@dataclass(frozen=True, slots=True)
+class PauseTraining:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeTraining:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCheckpoint:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class StopTraining:
+    reason: str
+
+
+TrainerCommand = PauseTraining | ResumeTraining | SaveCheckpoint | StopTraining | DeviceTurn
+
+
+class Mailbox(Generic[T]):
+    """A bounded queue with one reader: commands on their way to one peer.
+
+    The sender never waits: a peer that does not read loses its stream (``overflow``) and must join again; after that the
+    sender repeats all wanted commands. Independent of the kind of the items.
+    """
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self._capacity = capacity
+        self._items: deque[T] = deque()
+        self._changed = asyncio.Event()
+        self._error: RollmillError | None = None
+        self.closed = False
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: T) -> bool:
+        """False when the mailbox is closed or full."""
+        if self.closed or len(self._items) >= self._capacity:
+            return False
+        self._items.append(item)
+        self._changed.set()
+        return True
+
+    def close(self, error: RollmillError | None = None) -> None:
+        """Close the mailbox. Without an error the reader still gets the queued items; with one the reader gets the
+        error at once."""
+        if self.closed:
+            return
+        self.closed = True
+        self._error = error
+        self._changed.set()
+
+    async def get(self) -> T | None:
+        """The next item, or None after the end of the mailbox.
+
+        Has no deadline: the wait lasts as long as the peer's stream, and the owner ends the wait with ``close``.
+        """
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self._items:
+                return self._items.popleft()
+            if self.closed:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+
+
+# --------
+
+
+Holdings = tuple[tuple[str, int, str], ...]  # (policy, version, digest), by policy
+_Place = tuple[int, str]  # free slots, replica id: the greatest is chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A policy's weights in a replica; -1 before the first load."""
+
+    number: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Facts of a replica at its join."""
+
+    replica_id: str
+    incarnation: str
+    num_slots: int
+    held: Mapping[str, Held]
+    running: tuple[str, ...] = ()  # task groups that the replica runs
+    labels: Mapping[str, str] = field(default_factory=dict)
+    weights_address: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Assignment:
+    """Slots of one task group at one replica."""
+
+    open_slots: set[int]
+    since: float
+    pinned: Mapping[str, int]  # versions that must not change meanwhile (evaluation)
+    evaluates: bool = False
+    issued: bool = False  # durable: the order may be sent
+    num_unseen: int = 0  # reports since the issue without this task group
+
+
+@dataclass(slots=True, kw_only=True)
+class Replica:
+    """``assignments``, ``held`` and ``announced`` change only through methods: the methods also update derived values."""
+
+    replica_id: str
+    incarnation: str
+    lease_until: float
+    num_slots: int = 0
+    held: Mapping[str, Held] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    weights_address: str = ""
+    mailbox: Mailbox[ReplicaCommand] | None = None  # None while its stream is broken
+    silent_since: float | None = None  # time at which the stream broke, without a report since
+    draining: bool = False
+    assignments: dict[str, Assignment] = field(default_factory=dict)
+    num_running: int = 0  # open slots of all assignments
+    num_evaluating: int = 0  # of these, of evaluations
+    announced: dict[str, tuple[int, float]] = field(default_factory=dict)  # policy -> (version, when)
+    holdings: Holdings = ()  # ``held``, to compare replicas by
+    moving: tuple[str, ...] = ()  # policies with an announced version newer than the held one
+    num_tokens: int = 0
+    new_tokens: int = 0  # between the newest report and the one before
+    tokens_per_s: float = 0.0
+    reported_at: float | None = None
+    gauges: Mapping[str, float] = field(default_factory=dict)
+    num_reports: int = 0
+    device_turn: int = 0  # the newest that the replica has carried out
+    accounts: tuple[AccountState, ...] = ()
+    peers: tuple[PeerState, ...] = ()  # state of its dependencies, as the replica reports them
+    component: Component = field(init=False)  # its name in accounts and stalls
+    _pinning: dict[str, None] = field(default_factory=dict)  # assignments with pinned versions, in order
+    _unseen: dict[str, None] = field(default_factory=dict)  # assignments that the replica has never confirmed
+
+    def __post_init__(self) -> None:
+        self.component = replica_component(self.replica_id)
+
+    @property
+    def key(self) -> Incarnation:
+        return self.replica_id, self.incarnation
+
+    @property
+    def num_free(self) -> int:
+        """Free slots by the ledger; negative for a replica that came back with fewer slots than its running task groups
+        need."""
+        return self.num_slots - self.num_running
+
+    @property
+    def takes_work(self) -> bool:
+        return self.mailbox is not None and not self.draining
+
+    def fits(self, num_slots: int) -> bool:
+        """Whether the replica has room for a whole task group, or is idle and the group is larger than the replica."""
+        return self.num_free >= num_slots or not self.assignments
+
+    # --- versions ----------------------------------------------------------------------------------------------------
+
+    def hold(self, held: Mapping[str, Held]) -> None:
+        """Record the versions that the replica reports as held."""
+        if held != self.held:
+            self.held = dict(held)
+            self.holdings = tuple(sorted((policy, found.number, found.digest) for policy, found in held.items()))
+            self._note_moving()
+
+    def tell(self, policy: str, number: int, now: float) -> None:
+        """Record an announced version."""
+        self.announced[policy] = (number, now)
+        self._note_moving()
+
+    def untell(self) -> None:
+        """Forget announced versions: the announcement may have been lost."""
+        self.announced.clear()
+        self._note_moving()
+
+    def _note_moving(self) -> None:
+        told = self.announced.items()
+        self.moving = tuple(
+            sorted(p for p, (number, _) in told if (held := self.held.get(p)) is not None and number > held.number)
+        )
+
+    def pinned_version(self, policy: str) -> int | None:
+        """The version that an evaluation pins."""
+        pinned = (self.assignments[name].pinned for name in self._pinning)
+        return next((versions[policy] for versions in pinned if policy in versions), None)
+
+    # --- the ledger --------------------------------------------------------------------------------------------------
+
+    def take(self, name: str, assignment: Assignment) -> None:
+        self.assignments[name] = assignment
+        self._unseen[name] = None
+        if assignment.pinned:
+            self._pinning[name] = None
+        self._count(assignment, len(assignment.open_slots))
+
+    def resolve(self, name: str, slot: int) -> bool:
+        """Remove a resolved slot; returns whether no slot of the task group is open here."""
+        assignment = self.assignments[name]
+        if slot in assignment.open_slots:
+            assignment.open_slots.remove(slot)
+            self._count(assignment, -1)
+        return not assignment.open_slots
+
+    def drop(self, name: str) -> None:
+        """Remove a task group from this replica."""
+        assignment = self.assignments.pop(name)
+        self._unseen.pop(name, None)
+        self._pinning.pop(name, None)
+        self._count(assignment, -len(assignment.open_slots))
+
+    def drop_all(self) -> list[str]:
+        """Remove all task groups from this replica; returns them."""
+        names = list(self.assignments)
+        for name in names:
+            self.drop(name)
+        return names
+
+    def given_before(self, moment: float) -> list[str]:
+        """The task groups that the replica was given before this moment, in the order of their issue."""
+        given = takewhile(lambda item: item[1].since < moment, self.assignments.items())
+        return [name for name, _ in given]
+
+    def prolong_work(self, seconds: float) -> None:
+        """Do not count these seconds against its task groups: the replica could not compute."""
+        for assignment in self.assignments.values():
+            assignment.since += seconds
+
+    def _count(self, assignment: Assignment, num_slots: int) -> None:
+        self.num_running += num_slots
+        if assignment.evaluates:
+            self.num_evaluating += num_slots
+
+    # --- reported task groups ----------------------------------------------------------------------------------------
+
+    def note_running(self, task_group_ids: Iterable[str] | None) -> None:
+        """Compare the reported task groups with the assigned ones; None for a replica that does not report them."""
+        if task_group_ids is None or not self._unseen:
+            return
+        said = frozenset(task_group_ids)
+        for name in list(self._unseen):
+            assignment = self.assignments[name]
+            if not assignment.issued:
+                continue
+            if name in said:
+                del self._unseen[name]
+            else:
+                assignment.num_unseen += 1
+
+    def unseen(self, num_reports: int) -> list[Assignment]:
+        """Task groups that this many reports or more did not contain."""
+        if not self._unseen:
+            return []
+        return [found for name in self._unseen if (found := self.assignments[name]).num_unseen >= num_reports]
+
+
+class ShelfKey(NamedTuple):
+    """Common properties of the replicas on a shelf."""
+
+    holdings: Holdings
+    moving: tuple[str, ...]  # policies of which they were told a newer version than they hold
+    idle: bool  # no slot is assigned
+    num_slots: int  # this and the next are 0 where shelves do not go by them
+    num_evaluating: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Shelf:
+    alike: ShelfKey
+    held: Mapping[str, Held]
+    places: list[_Place] = field(default_factory=list)
+
+
+class FreeSlots:
+    def __init__(self, *, by_evaluating: bool = False) -> None:
+        """``by_evaluating``: the number of slots, and of slots in evaluations, are part of the shelf's key."""
+        self._by_evaluating = by_evaluating
+        self._shelves: dict[ShelfKey, Shelf] = {}
+        self._places: dict[str, tuple[Shelf, _Place]] = {}
+        self._changed: dict[str, Replica] = {}  # not in their places yet
+        self.num_placed = 0  # how often a replica was put into a place
+
+    def __len__(self) -> int:
+        self._settle()
+        return len(self._places)
+
+    def __contains__(self, replica_id: str) -> bool:
+        self._settle()
+        return replica_id in self._places
+
+    def shelves(self) -> Iterator[Shelf]:
+        """The shelves that are not empty."""
+        self._settle()
+        return iter(self._shelves.values())
+
+    def place(self, replica: Replica) -> None:
+        """Mark a replica for its new place, found at the next choice; a replica that takes no work has none."""
+        if replica.takes_work:
+            self._changed[replica.replica_id] = replica
+        else:
+            self.remove(replica.replica_id)
+
+    def _settle(self) -> None:
+        if self._changed:
+            changed, self._changed = self._changed, {}
+            for replica in changed.values():
+                self._put(replica)
+
+    def _put(self, replica: Replica) -> None:
+        known = self._places.get(replica.replica_id)
+        alike = self._alike(replica)
+        place = (replica.num_free, replica.replica_id)
+        if known is not None:
+            if known[1] == place and known[0].alike == alike:
+                return
+            self._take_out(replica.replica_id)
+        self.num_placed += 1
+        shelf = self._shelves.get(alike)
+        if shelf is None:
+            shelf = self._shelves[alike] = Shelf(alike=alike, held=replica.held)
+        insort(shelf.places, place)
+        self._places[replica.replica_id] = shelf, place
+
+    def remove(self, replica_id: str) -> None:
+        """Take a replica out; ignores a replica without a place."""
+        self._changed.pop(replica_id, None)
+        self._take_out(replica_id)
+
+    def _take_out(self, replica_id: str) -> None:
+        found = self._places.pop(replica_id, None)
+        if found is None:
+            return
+        shelf, place = found
+        del shelf.places[bisect_left(shelf.places, place)]
+        if not shelf.places:
+            del self._shelves[shelf.alike]
+
+    def freest(self, num_slots: int, serves: Callable[[Shelf], bool], without: Collection[str] = ()) -> str | None:
+        """The replica with the most free slots, of several the one with the greatest id, that has ``num_slots`` free or
+        is idle, on a shelf that ``serves``."""
+        self._settle()
+        best: _Place | None = None
+        for shelf in self._shelves.values():
+            if (best is not None and shelf.places[-1] <= best) or not serves(shelf):
+                continue
+            found = _last(shelf, num_slots, without)
+            if found is not None and (best is None or found > best):
+                best = found
+        return None if best is None else best[1]
+
+    def _alike(self, replica: Replica) -> ShelfKey:
+        return ShelfKey(
+            replica.holdings,
+            replica.moving,
+            not replica.assignments,
+            replica.num_slots if self._by_evaluating else 0,
+            replica.num_evaluating if self._by_evaluating else 0,
+        )
+
+
+def _last(shelf: Shelf, num_slots: int, without: Collection[str]) -> _Place | None:
+    for place in reversed(shelf.places):
+        if place[0] < num_slots and not shelf.alike.idle:
+            return None
+        if place[1] not in without:
+            return place
+    return None
+
+
+# --------
+# The replica pool: leases, held versions, and the slots of task groups that each replica runs.
+
+
+REPORT_S = 2.0  # between two reports of a replica
+MOST_REPORTS_PER_S = 200.0  # of all replicas: a larger pool reports less often
+MOST_REPORT_S = 5.0  # and never less often than this
+# At least: a live replica tries to rejoin within a fraction of a second, and has reported twice by then.
+REJOIN_S = 4.0
+MOST_MET = 65_536  # incarnations that are remembered
+SPARE_COMMANDS = 1024  # on their way to a replica, beside the orders for its slots
+
+
+class ReplicaPool:
+    def __init__(
+        self, lease_s: float, clock: Callable[[], float], on_orphaned: Callable[[list[str]], None] = lambda groups: None
+    ) -> None:
+        """``on_orphaned`` receives task groups with open slots that no replica runs."""
+        self.lease_s = lease_s
+        self._clock = clock
+        self._on_orphaned = on_orphaned
+        self.resumed = False  # an earlier process may have counted the samples before the first report here
+        self._sampled: dict[tuple[str, str], int] = {}  # tokens, by replica and incarnation; outlives leases
+        self._replicas: dict[str, Replica] = {}
+        self._owners: dict[str, str] = {}  # task group -> replica id
+        self._met: dict[Incarnation, None] = {}  # incarnations that ever joined, newest last; outlives leases
+        # Of the replicas that take work; ``_changed`` keeps them right.
+        self.free = FreeSlots()
+        self.free_of_evaluations = FreeSlots(by_evaluating=True)
+        self.num_running = 0  # slots of all replicas
+        self.takers = 0  # changes when other replicas take work, or they hold other versions or serve elsewhere
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(list(self._replicas.values()))
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    @property
+    def report_every_s(self) -> float:
+        """Interval of a replica's reports: as short as the total rate allows, and several times in a lease."""
+        seldom = min(len(self._replicas) / MOST_REPORTS_PER_S, MOST_REPORT_S, self.lease_s / 6)
+        return max(REPORT_S, seldom)
+
+    def get(self, replica_id: str) -> Replica | None:
+        return self._replicas.get(replica_id)
+
+    def freest(self, num_slots: int, serves: Callable[[Shelf], bool], without: Collection[str] = ()) -> Replica | None:
+        """The replica with the most free slots on a shelf that ``serves``, of the replicas that take work and have this
+        many free slots or no running slots."""
+        name = self.free.freest(num_slots, serves, without)
+        return None if name is None else self._replicas[name]
+
+    def owner(self, task_group_id: str) -> Replica | None:
+        name = self._owners.get(task_group_id)
+        return None if name is None else self._replicas.get(name)
+
+    def has_met(self, replica_id: str, incarnation: str) -> bool:
+        """Whether this incarnation of a replica has ever joined, as far as this process knows."""
+        return (replica_id, incarnation) in self._met
+
+    # --- leases ------------------------------------------------------------------------------------------------------
+
+    def join(self, hello: Hello) -> Replica:
+        """Begin a stream of a replica with a new mailbox. The caller sends the wanted orders again."""
+        replica = self._replicas.get(hello.replica_id)
+        if replica is not None and replica.incarnation != hello.incarnation:
+            again = f"replica {hello.replica_id} was started again elsewhere"
+            self._end(replica, LeaseLostError(again, holder=hello.incarnation))
+            replica = None
+        if replica is None:
+            replica = self._admit(hello.replica_id, hello.incarnation)
+        if replica.mailbox is not None:
+            replica.mailbox.close(SupersededError("the same replica opened a newer stream"))
+        replica.mailbox = Mailbox(SPARE_COMMANDS + hello.num_slots)  # an order for each slot, at most
+        replica.silent_since = None
+        replica.num_slots = hello.num_slots
+        replica.labels = hello.labels
+        replica.weights_address = hello.weights_address
+        replica.hold(hello.held)
+        replica.untell()
+        self._renew(replica)
+        self._takes_other_work(replica)
+        return replica
+
+    def expect(self, replica_id: str, incarnation: str) -> Replica:
+        """Register a replica that had work from an earlier orchestrator; the replica has one lease to come back."""
+        replica = self._replicas.get(replica_id)
+        if replica is None or replica.incarnation != incarnation:
+            if replica is not None:
+                self._end(replica, None)
+            replica = self._admit(replica_id, incarnation)
+        return replica
+
+    def report(
+        self,
+        replica_id: str,
+        incarnation: str,
+        *,
+        held: Mapping[str, Held],
+        num_tokens: int,
+        gauges: Mapping[str, float],
+        running: Iterable[str] | None = None,
+        accounts: tuple[AccountState, ...] = (),
+        peers: tuple[PeerState, ...] = (),
+        device_turn: int = 0,
+    ) -> Replica:
+        """Renew the lease.
+
+        Raises:
+            LeaseLostError: the lease ended, or a newer incarnation holds the lease; the replica must join again.
+        """
+        replica = self._replicas.get(replica_id)
+        if replica is None or replica.incarnation != incarnation:
+            raise LeaseLostError(
+                f"replica {replica_id} ({incarnation}) holds no lease: join again", replica_id=replica_id
+            )
+        now = self._clock()
+        key = replica_id, incarnation
+        known = self._sampled.get(key, num_tokens if self.resumed else 0)
+        replica.new_tokens, self._sampled[key] = max(num_tokens - known, 0), num_tokens
+        if replica.reported_at is not None and now > replica.reported_at:
+            replica.tokens_per_s = replica.new_tokens / (now - replica.reported_at)
+        replica.reported_at, replica.num_tokens = now, num_tokens
+        replica.silent_since = None
+        if held != replica.held:
+            replica.hold(held)
+            self._takes_other_work(replica)
+        replica.gauges = gauges
+        replica.num_reports += 1
+        replica.device_turn = device_turn
+        replica.note_running(running)
+        replica.accounts, replica.peers = accounts, peers
+        self._renew(replica)
+        return replica
+
+    def prolong(self, seconds: float) -> None:
+        """Extend all leases by the seconds during which this process did not run and received no reports."""
+        for replica in self._replicas.values():
+            replica.lease_until += seconds
+            if replica.silent_since is not None:
+                replica.silent_since += seconds
+
+    def prolong_work(self, seconds: float) -> None:
+        """Extend the time of all task groups by seconds in which no replica could compute."""
+        for replica in self._replicas.values():
+            replica.prolong_work(seconds)
+
+    def stream_ended(self, replica: Replica, mailbox: Mailbox[ReplicaCommand]) -> None:
+        """End a broken or closed stream; the lease continues, except for a drained replica without running slots."""
+        if replica.mailbox is not mailbox:
+            return
+        replica.mailbox = None
+        replica.silent_since = self._clock()
+        self._takes_other_work(replica)
+        self._end_if_drained(replica)
+
+    def give_away(self) -> list[Replica]:
+        """Take the task groups from replicas with a broken stream and no report for two intervals; their leases
+        continue. Returns these replicas."""
+        before = self._clock() - max(REJOIN_S, 2 * self.report_every_s)
+        silent = (r for r in self._replicas.values() if r.silent_since is not None and r.silent_since <= before)
+        found = [replica for replica in silent if replica.assignments]
+        for replica in found:
+            self._orphan(replica)
+        return found
+
+    def expire(self) -> list[Replica]:
+        """End the leases that have run out; returns their replicas."""
+        now = self._clock()
+        lost = [replica for replica in self._replicas.values() if replica.lease_until <= now]
+        for replica in lost:
+            self._end(replica, LeaseLostError(f"replica {replica.replica_id} did not report for {self.lease_s} s"))
+        return lost
+
+    def drain_all(self, reason: str) -> None:
+        """Stop all work: no replica gets orders, and every replica may leave."""
+        for replica in self:
+            replica.draining = True
+            self._takes_other_work(replica)
+            self.send(replica, LeavePool(reason))
+
+    def close(self) -> None:
+        """End all streams, so that the server can stop."""
+        for replica in self._replicas.values():
+            if replica.mailbox is not None:
+                replica.mailbox.close()
+
+    def _admit(self, replica_id: str, incarnation: str) -> Replica:
+        replica = Replica(replica_id=replica_id, incarnation=incarnation, lease_until=self._clock() + self.lease_s)
+        self._replicas[replica_id] = replica
+        self._met[replica_id, incarnation] = None
+        if len(self._met) > MOST_MET:
+            del self._met[next(iter(self._met))]
+        return replica
+
+    def _renew(self, replica: Replica) -> None:
+        replica.lease_until = self._clock() + self.lease_s
+
+    def _end(self, replica: Replica, error: LeaseLostError | None) -> None:
+        del self._replicas[replica.replica_id]
+        if replica.mailbox is not None:
+            replica.mailbox.close(error)
+            replica.mailbox = None
+        self._takes_other_work(replica)
+        self._orphan(replica)
+
+    def _orphan(self, replica: Replica) -> None:
+        """Mark the task groups of this replica as orphaned."""
+        self.num_running -= replica.num_running
+        orphans = replica.drop_all()
+        for task_group_id in orphans:
+            del self._owners[task_group_id]
+        self._changed(replica)
+        if orphans:
+            self._on_orphaned(orphans)
+
+    # --- work --------------------------------------------------------------------------------------------------------
+
+    def assign(
+        self,
+        replica: Replica,
+        task_group_id: str,
+        slots: Iterable[int],
+        pinned: Mapping[str, int],
+        *,
+        evaluates: bool = False,
+    ) -> None:
+        assert task_group_id not in self._owners
+        assignment = Assignment(open_slots=set(slots), since=self._clock(), pinned=pinned, evaluates=evaluates)
+        replica.take(task_group_id, assignment)
+        self._owners[task_group_id] = replica.replica_id
+        self.num_running += len(assignment.open_slots)
+        self._changed(replica)
+
+    def resolved(self, task_group_id: str, index: int) -> Replica | None:
+        """Record the outcome of a slot from any replica; returns the replica that had the slot."""
+        replica = self.owner(task_group_id)
+        if replica is None:
+            return None
+        before = replica.num_running
+        is_over = replica.resolve(task_group_id, index)
+        self.num_running -= before - replica.num_running
+        if is_over:
+            self.release(task_group_id)
+        else:
+            self._changed(replica)
+        return replica
+
+    def release(self, task_group_id: str) -> Replica | None:
+        """Take this task group from its replica; returns that replica."""
+        replica = self.owner(task_group_id)
+        if replica is not None:
+            del self._owners[task_group_id]
+            before = replica.num_running
+            replica.drop(task_group_id)
+            self.num_running -= before - replica.num_running
+            self._changed(replica)
+            self._end_if_drained(replica)
+        return replica
+
+    def _end_if_drained(self, replica: Replica) -> None:
+        """Remove a draining replica after its stream has ended and its slots are resolved."""
+        gone = replica.draining and replica.mailbox is None and not replica.assignments
+        if gone and self._replicas.get(replica.replica_id) is replica:
+            self._end(replica, None)
+
+    def send(self, replica: Replica, command: ReplicaCommand) -> bool:
+        """Queue a command. A replica that does not read loses its stream, and gets every command again after a rejoin."""
+        if replica.mailbox is None:
+            return False
+        if replica.mailbox.put(command):
+            return True
+        replica.mailbox.close(CapacityError("commands pile up unread: join again", retry_after_s=1.0))
+        replica.mailbox = None
+        self._takes_other_work(replica)
+        return False
+
+    def tell(self, replica: Replica, version: AnnounceVersion) -> None:
+        """Queue the announcement of a version."""
+        replica.tell(version.version.policy, version.version.number, self._clock())
+        self._changed(replica)
+        self.send(replica, version)
+
+    # --- consequences of a change -------------------------------------------------------------------------------------
+
+    def _changed(self, replica: Replica) -> None:
+        """Update the indexes of free replicas after a change of this replica."""
+        if self._replicas.get(replica.replica_id, replica) is not replica:
+            return  # an older incarnation: the place is of the newer one
+        self.free.place(replica)
+        self.free_of_evaluations.place(replica)
+
+    def _takes_other_work(self, replica: Replica) -> None:
+        """Note a change of a replica's availability or held versions."""
+        self.takers += 1
+        self._changed(replica)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(replica.tokens_per_s for replica in self._replicas.values())

@@ -1,1 +1,0 @@
-"""Replicas and trainers of the run: leases, slots and the commands on their way."""

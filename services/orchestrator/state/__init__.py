@@ -1,1 +1,0 @@
-"""State of the run in memory: task groups, quotas, versions, phase and scores."""

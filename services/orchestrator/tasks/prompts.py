@@ -1,0 +1,198 @@
+"""Leaves out tasks whose prompt is longer than their dataset's ``max_prompt_tokens``, and counts them.
+
+Counts the tokens of the row's text by the models' tokenizers, without chat template and instruction: the rule depends
+on the data and not on the workflow. Needs only the package ``tokenizers``, no model. A task stays when its prompt is
+short enough for every policy. Independent of the order of tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import structlog
+
+from services.common.config.data import is_training
+from services.common.config.recipe import Recipe
+from services.common.dataset_rows import PROMPT_FIELDS
+from services.common.errors import DatasetError
+from services.common.installing import install
+from services.common.records import Task
+from services.orchestrator.tasks.datasets import TaskSource
+from services.orchestrator.tasks.rows import SkippedRows
+
+log = structlog.get_logger()
+CountTokens = Callable[[list[str]], list[int]]
+_ROWS_AT_ONCE = 512
+
+
+class ShortPrompts:
+    """The tasks of another source with prompts of at most ``limit`` tokens; checked once at the opening.
+
+    A task without a prompt counts as an unusable row. ``where`` names the dataset's section.
+
+    Raises:
+        DatasetError: no task has a prompt that is short enough.
+    """
+
+    def __init__(
+        self, source: TaskSource, limit: int, counters: Sequence[CountTokens], field: str | None, where: str
+    ) -> None:
+        self._source = source
+        self._rows: list[int] = []
+        self.num_too_long = 0
+        self.left_out = SkippedRows(source.left_out.count, list(source.left_out.reasons))
+        for row, length in enumerate(_lengths(source, counters, field, self.left_out)):
+            if length is not None and length <= limit:
+                self._rows.append(row)
+            self.num_too_long += length is not None and length > limit
+        if not self._rows:
+            others = f"; rows that cannot be used: {self.left_out}" if self.left_out.count else ""
+            raise DatasetError(
+                f"{where}.max_prompt_tokens: no prompt of {len(source)} has at most {limit} tokens: write a larger limit{others}"
+            )
+        log.info("dataset.long_prompts", dataset=where, limit_tokens=limit, rows=len(self), left_out=self.num_too_long)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> Task:
+        return self._source[self._rows[row]]
+
+
+def short_prompts(sources: Mapping[str, TaskSource], recipe: Recipe, run_dir: Path) -> dict[str, TaskSource]:
+    """Each dataset's tasks without those that are too long, by its section (``data.train``, ``data.evaluation.NAME``).
+
+    A tokenizer is opened only where a section sets a limit; training data of a recipe without steps stay as they are.
+    """
+    sections = recipe.data.sections()
+    trains = recipe.run.steps > 0
+    limits = {
+        where: sections[where].max_prompt_tokens if trains or not is_training(where) else None for where in sources
+    }
+    counters: list[CountTokens] = []
+    if any(limit is not None for limit in limits.values()):
+        paths = {recipe.model_path(policy, run_dir): policy for policy in recipe.policies}
+        counters = [open_tokenizer(path, f"policies.{policy}.model.path") for path, policy in paths.items()]
+    found = dict(sources)
+    for where, limit in limits.items():
+        if limit is not None:
+            field = recipe.workflow_of(where).settings.get("prompt_field")
+            found[where] = ShortPrompts(sources[where], limit, counters, field, where)
+    return found
+
+
+def open_tokenizer(path: str, setting: str) -> CountTokens:
+    """Counts tokens with the ``tokenizer.json`` in a model directory, or on the hub under that name.
+
+    Raises:
+        DatasetError: there is none; names the ``setting``.
+    """
+    try:
+        from huggingface_hub import hf_hub_download
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise DatasetError(f"max_prompt_tokens needs the package `tokenizers`: {install('orchestrator')}") from error
+    directory = Path(path)
+    try:
+        file = str(directory / "tokenizer.json") if directory.is_dir() else hf_hub_download(path, "tokenizer.json")
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DatasetError(
+            f"max_prompt_tokens: no tokenizer.json of {path} ({setting}): {error}; "
+            "name a model directory that holds one, or leave max_prompt_tokens out"
+        ) from error
+    tokenizer = Tokenizer.from_str(text)
+
+    def count(texts: list[str]) -> list[int]:
+        return [len(encoding.ids) for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    return count
+
+
+def prompt_text(row: Mapping[str, Any], field: str | None, where: str) -> str:
+    """The prompt of a row: a text, or the contents of its messages.
+
+    >>> prompt_text({"messages": [{"role": "user", "content": "2+2?"}]}, None, "row 1")
+    '2+2?'
+    """
+    names = (field,) if field else PROMPT_FIELDS
+    for name in names:
+        value = row.get(name)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list):
+            return "\n".join(str(message.get("content", "")) for message in value if isinstance(message, Mapping))
+    raise DatasetError(f"{where} has no prompt to measure: looked for {', '.join(names)} in {sorted(row)}")
+
+
+def _lengths(
+    source: TaskSource, counters: Sequence[CountTokens], field: str | None, left_out: SkippedRows
+) -> Iterator[int | None]:
+    """Tokens of each task's prompt; None, and a row more in ``left_out``, for one that has no prompt."""
+    for begin in range(0, len(source), _ROWS_AT_ONCE):
+        texts: list[str | None] = []
+        for row in range(begin, min(begin + _ROWS_AT_ONCE, len(source))):
+            task = source[row]
+            try:
+                texts.append(prompt_text(task.data, field, f"task {task.task_id}"))
+            except DatasetError as error:
+                left_out.add(error.message)
+                texts.append(None)
+        counted = [count([text or "" for text in texts]) for count in counters]
+        for text, *lengths in zip(texts, *counted, strict=True):
+            yield None if text is None else max(lengths)
+
+
+# --------
+# Number of embedding rows of each policy, as far as known without its trainer.
+
+
+CONFIG = "config.json"
+
+
+def vocab_sizes(recipe: Recipe, run_dir: Path) -> dict[str, int | None]:
+    """By policy; None without a ``config.json`` on this machine, or without the number there."""
+    found = {policy: vocab_size(recipe.model_path(policy, run_dir)) for policy in recipe.policies}
+    log.info("policies.vocabulary", sizes=found)
+    return found
+
+
+def vocab_size(model: str) -> int | None:
+    """Of a model directory, or of a hub name that was fetched before."""
+    file = _config_file(model)
+    if file is None:
+        return None
+    try:
+        config = orjson.loads(file.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        log.warning("policies.unreadable_config", path=str(file), error=str(error))
+        return None
+    if not isinstance(config, dict):
+        return None
+    text = config.get("text_config")  # of models that also see
+    for section in (config, text if isinstance(text, dict) else {}):
+        size = section.get("vocab_size")
+        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+            return size
+    return None
+
+
+def _config_file(model: str) -> Path | None:
+    directory = Path(model)
+    if directory.is_dir():
+        return directory / CONFIG if (directory / CONFIG).is_file() else None
+    if model.count("/") != 1 or model.startswith(("/", ".", "~")):
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:  # an orchestrator alone may not have the package
+        return None
+    try:
+        cached = try_to_load_from_cache(model, CONFIG)
+    except HFValidationError:  # no hub name either: the trainer reports the number
+        return None
+    return Path(cached) if isinstance(cached, str) else None

@@ -1,0 +1,373 @@
+"""Published versions: applied to the run, then announced to the replicas with the peers that serve them.
+
+    durable version -> ledger -> staleness of the experience, batches, curation -> announcement to the replicas
+
+``PublishedVersions`` applies a version and answers how far training is. ``Announcer`` chooses the version to announce to
+each replica: the newest of a policy that the replica lacks, unless an evaluation pins the current one. A replica that stays
+behind hears of the version again. ``FanOut`` plans the sources, so that the publisher sends little more than one copy.
+
+None of them decides about work. Independent of grpc and of the trainers' leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from services.common.errors import InvalidRequestError, VersionConflictError
+from services.common.records import FetchPlan, RunCount, WeightVersion
+from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
+from services.orchestrator.evaluation import Evaluators, Threshold
+from services.orchestrator.journal import entries
+from services.orchestrator.journal.journal import Journal
+from services.orchestrator.members import AnnounceVersion, Held, Replica, ReplicaPool
+from services.orchestrator.tasks.orders import TrainingOrders
+
+# --------
+# Version ledger of one policy: its weight versions, their digests, and the addresses that serve them.
+
+
+class VersionLedger:
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self._versions: dict[int, WeightVersion] = {}
+        self.newest_number = -1  # before the first version
+        self._offered_otherwise = -1  # the newest number that its trainer offered with another digest
+
+    @property
+    def offered_otherwise(self) -> bool:
+        """Whether the trainer offered the newest version with another digest: it replayed a recorded batch to other bits, so
+        a replica that does not hold the version cannot fetch it."""
+        return self.newest_number >= 0 and self._offered_otherwise == self.newest_number
+
+    @property
+    def newest(self) -> WeightVersion | None:
+        """None before the first version, and while the record of the newest version is lost."""
+        return self._versions.get(self.newest_number)
+
+    @property
+    def lacks_newest(self) -> bool:
+        """The newest version exists, but its record is lost: its trainer has to offer the version again."""
+        return self.newest_number >= 0 and self.newest_number not in self._versions
+
+    def get(self, number: int) -> WeightVersion | None:
+        return self._versions.get(number)
+
+    def knows(self, number: int, digest: str) -> bool:
+        version = self._versions.get(number)
+        return version is not None and version.digest == digest
+
+    def check(self, version: WeightVersion) -> bool:
+        """Whether this version may be recorded: True for a new version, False for a known one.
+
+        Raises:
+            VersionConflictError: the number has another digest.
+            InvalidRequestError: the number leaves a gap.
+        """
+        known = self._versions.get(version.number)
+        if known is not None:
+            if known.digest != version.digest:
+                self._offered_otherwise = max(self._offered_otherwise, version.number)
+                raise VersionConflictError(
+                    f"version {version.number} of {self.policy} has digest {known.digest}, not {version.digest}: "
+                    "the trainer did not replay its recorded batches exactly; replicas that do not hold it wait for the next "
+                    "version",
+                    policy=self.policy,
+                    version=str(version.number),
+                )
+            if self._offered_otherwise == version.number:
+                self._offered_otherwise = -1  # a trainer serves it as recorded again
+            return False
+        if not 0 <= version.number <= self.newest_number + 1:
+            raise InvalidRequestError(
+                f"version {version.number} of {self.policy} cannot follow version {self.newest_number}",
+                policy=self.policy,
+            )
+        return True
+
+    def record(self, version: WeightVersion) -> bool:
+        """Record a version, or refresh the addresses of a known one; True for a new version."""
+        new = self.check(version)
+        if new or version.sources:
+            self._versions[version.number] = version
+            self.newest_number = max(self.newest_number, version.number)
+        return new
+
+    def lose(self, number: int) -> None:
+        """Versions up to this number exist, also those of which there is no record."""
+        self.newest_number = max(self.newest_number, number)
+
+
+# --------
+
+
+AT_ONCE = 16  # replicas that are told of a version at one moment
+NEXT, NEXT_S = 4, 0.01  # how many of the others follow at a time, and when: later where the event loop is busy
+ANNOUNCE_AGAIN_S = 15.0  # interval of announcements to a replica that holds another version
+MAX_HOLDERS = 3  # named to a late receiver before the publisher
+
+
+class PublishedVersions:
+    def __init__(
+        self,
+        *,
+        ledgers: Mapping[str, VersionLedger],
+        batches: Mapping[str, Batches],
+        experience: ExperiencePipeline,
+        curation: TrainingOrders,
+        threshold: Threshold | None,
+        announcer: Announcer,
+        schedule: Callable[[], None],
+        journal: Journal,
+        num_steps: int,
+        lockstep: bool,
+        on_change: Callable[[], None],
+    ) -> None:
+        """``batches`` are of the policies with a trainer; ``schedule`` issues task groups soon; ``on_change`` is called after
+        every live change."""
+        self._ledgers = ledgers
+        self._batches = batches
+        self._experience = experience
+        self._curation = curation
+        self._threshold = threshold
+        self._announcer = announcer
+        self._schedule = schedule
+        self._journal = journal
+        self._lockstep = lockstep
+        self._on_change = on_change
+        self.num_steps = num_steps
+        self.trained_ledgers = {policy: ledgers[policy] for policy in batches}  # of the policies with a trainer
+        self.last_metrics: dict[str, dict[str, float]] = {policy: {} for policy in ledgers}  # of the newest versions
+
+    def apply(self, version: WeightVersion, metrics: Mapping[str, float]) -> None:
+        """Apply a durable version, live or during recovery."""
+        policy = version.policy
+        if self._ledgers[policy].record(version) and policy in self._batches:
+            self._advanced(policy, version.number)
+            self.last_metrics[policy] = dict(metrics)
+
+    def lose(self, policy: str, number: int) -> None:
+        """Handle a published version with a lost record: advance the staleness; the trainer offers the version again."""
+        self._ledgers[policy].lose(number)
+        if policy in self._batches:
+            self._advanced(policy, number)
+
+    def _advanced(self, policy: str, number: int) -> None:
+        if number <= self._batches[policy].newest_version:  # a lost one that was offered again
+            return
+        self._experience.advanced(policy, number)
+        self._batches[policy].published(number)
+        if policy == next(iter(self._batches)):  # a step of the run, regardless of other policies
+            self._curation.advanced()
+
+    def adopt(self, version: WeightVersion) -> None:
+        """Record version 0 of a policy without a trainer as the newest."""
+        self._journal.submit(entries.VERSION, f"{version.policy}/0", lambda: entries.version_to_json(version, 0, {}))
+        self.apply(version, {})
+        self._on_change()
+
+    def announce(self, policy: str, is_new: bool) -> None:
+        """Announce a policy's newest version to the replicas, or (not ``is_new``) its changed sources."""
+        if is_new:
+            self._announcer.plan_fetches(policy)
+        self._announcer.sync_all(again=not is_new)
+        for batches in self._batches.values():
+            batches.notify()
+        self._schedule()
+        self._on_change()
+
+    def may_begin(self, training_step: int) -> bool:
+        """Whether the recipe lets any policy begin this step by now."""
+        behind = training_step - 1
+        if self.reached_threshold:
+            return False
+        return not self._lockstep or all(ledger.newest_number >= behind for ledger in self.trained_ledgers.values())
+
+    @property
+    def reached_threshold(self) -> bool:
+        """Whether training ends before its last step because ``run.until`` holds: no further batch begins."""
+        return self._threshold is not None and self._threshold.reached
+
+    def last_step(self, policy: str) -> int:
+        """The last training step of a policy, as far as known."""
+        return self._batches[policy].newest_step if self.reached_threshold else self.num_steps
+
+    @property
+    def all_trained(self) -> bool:
+        """Whether every policy has taken its last step, with its version published."""
+        if self.reached_threshold:
+            return all(batches.settled for batches in self._batches.values())
+        return all(ledger.newest_number >= self.num_steps for ledger in self.trained_ledgers.values())
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether training is over before its last step: a trainer does not know that its newest step is the last."""
+        return self.reached_threshold and self.all_trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receiver:
+    """A replica that may receive a version."""
+
+    replica_id: str
+    address: str  # of its WeightService; empty when unreachable
+    base: tuple[int, str]  # number and digest of the held version
+
+
+class FanOut:
+    """Plans of the newest version of each policy, and the number of uses of each holder.
+
+    Replicas that hold the same base fetch the same payload. Some of them are relays: relay i fetches shard i of the payload
+    from the publisher, and every replica gets the other shards from the other relays. A late replica, or one with a failed
+    transfer, fetches from replicas that hold the version, those with the fewest plans first. Works on addresses and held
+    versions only.
+    """
+
+    def __init__(self, max_relays: Mapping[str, int]) -> None:
+        """``max_relays`` by policy; 0 makes every replica fetch from the publisher."""
+        self._max_relays = max_relays
+        self._plans: dict[str, dict[str, FetchPlan]] = {}
+        self._named: Counter[str] = Counter()
+
+    def published(self, policy: str, receivers: Iterable[Receiver]) -> None:
+        """Plan the transfers of a new version for all present replicas. Plans of the previous version become void."""
+        groups: dict[tuple[int, str], list[Receiver]] = {}
+        for receiver in receivers:
+            groups.setdefault(receiver.base, []).append(receiver)
+        self._plans[policy] = {}
+        for members in groups.values():
+            self._plans[policy] |= _plan(members, self._max_relays.get(policy, 0))
+
+    def is_relay(self, replica_id: str) -> bool:
+        """Whether other replicas fetch from this replica, which should then hear of the version early."""
+        plans = (plans.get(replica_id) for plans in self._plans.values())
+        return any(plan is not None and plan.own_shard is not None for plan in plans)
+
+    def take_plan(self, policy: str, replica_id: str) -> FetchPlan | None:
+        """The plan of a replica, once: a second announcement means that the first plan was lost."""
+        return self._plans.get(policy, {}).pop(replica_id, None)
+
+    def sources(self, version: WeightVersion, own_address: str, holders: Iterable[str]) -> tuple[str, ...]:
+        """Sources for a late receiver: holders, those with the fewest uses first, then the publisher."""
+        if not self._max_relays.get(version.policy, 0):
+            return version.sources
+        others = {h for h in holders if h and h != own_address}
+        chosen = heapq.nsmallest(MAX_HOLDERS, others, key=lambda h: (self._named[h], h))
+        if chosen:
+            self._named[chosen[0]] += 1  # the other sources are a fallback
+        return (*chosen, *version.sources)
+
+
+class Announcer:
+    """Announces the versions of all policies to the replicas of a pool."""
+
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        ledgers: Mapping[str, VersionLedger],
+        evaluators: Evaluators,
+        fanout: FanOut,
+        counters: Counter[str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = pool
+        self._ledgers = ledgers
+        self._evaluators = evaluators
+        self._fanout = fanout
+        self._counters = counters
+        self._clock = clock
+        self._to_sync: dict[str, bool] = {}  # replicas that are still to be told, in order; whether also again
+        self._syncing = False
+        # By policy: of which version, and of which state of the pool, these addresses are the holders.
+        self._known_holders: dict[str, tuple[tuple[int, str, int] | None, list[str]]] = {}
+
+    def sync_all(self, *, again: bool = False) -> None:
+        """Announce to every replica, relays first: at once to ``AT_ONCE`` of them, then to ``NEXT`` each ``NEXT_S``.
+
+        An announced version makes a replica fetch, swap and report, which costs the event loop half a millisecond: a
+        thousand at once would delay orders and records for half a second.
+        """
+        for replica in sorted(self._pool, key=lambda replica: not self._fanout.is_relay(replica.replica_id)):
+            self._to_sync[replica.replica_id] = again or self._to_sync.pop(replica.replica_id, False)
+        if not self._syncing:
+            self._sync_some(AT_ONCE)
+
+    def _sync_some(self, count: int) -> None:
+        for name in list(islice(self._to_sync, count)):
+            again = self._to_sync.pop(name)
+            if (replica := self._pool.get(name)) is not None:
+                self.sync(replica, again=again)
+        self._syncing = bool(self._to_sync)
+        if self._syncing:
+            asyncio.get_running_loop().call_later(NEXT_S, self._sync_some, NEXT)
+
+    def sync(self, replica: Replica, *, again: bool = False) -> None:
+        """Announce to a replica the newest missing version of each policy, unless an evaluation pins the current one."""
+        now = self._clock()
+        for policy, held in replica.held.items():
+            newest = self._ledgers[policy].newest if policy in self._ledgers else None
+            if newest is None or (held.number == newest.number and held.digest == newest.digest):
+                continue
+            told, when = replica.announced.get(policy, (-1, 0.0))
+            told_lately = now - when < ANNOUNCE_AGAIN_S
+            if told == newest.number and told_lately and not again:
+                continue
+            if self._is_kept(replica, policy, held, told_lately):
+                continue
+            if not self._ledgers[policy].knows(held.number, held.digest) and held.number >= 0:
+                self._counters[RunCount.WRONG_DIGEST_HELD.value] += 1
+            self._pool.tell(replica, self._announcement(replica, newest))
+
+    def _is_kept(self, replica: Replica, policy: str, held: Held, told_lately: bool) -> bool:
+        """Whether an evaluation pins the replica to its held or announced version."""
+        if self._evaluators.pinned_version(replica, policy) == held.number:
+            return True
+        # A pending version would become active in the middle of the evaluation that waits for the replica.
+        awaited = self._evaluators.awaited_version(replica, policy)
+        is_on_its_way = policy in replica.moving and told_lately
+        return awaited is not None and (is_on_its_way or held.number >= awaited)
+
+    def plan_fetches(self, policy: str) -> None:
+        """Plan the transfers of a published version, ahead of its announcements."""
+        receivers = [
+            Receiver(replica_id=r.replica_id, address=r.weights_address, base=(held.number, held.digest))
+            for r in self._pool
+            if r.takes_work
+            and (held := r.held.get(policy)) is not None
+            and self._evaluators.pinned_version(r, policy) is None
+        ]
+        self._fanout.published(policy, receivers)
+
+    def _announcement(self, replica: Replica, newest: WeightVersion) -> AnnounceVersion:
+        plan = self._fanout.take_plan(newest.policy, replica.replica_id)
+        if plan is not None:
+            return AnnounceVersion(newest, plan)
+        sources = self._fanout.sources(newest, replica.weights_address, self._holders(newest))
+        return AnnounceVersion(replace(newest, sources=sources))
+
+    def _holders(self, newest: WeightVersion) -> Iterator[str]:
+        """Addresses of replicas that hold a version. The search runs again only after a replica changes its held
+        versions: an announcement to all replicas asks once per replica."""
+        known, addresses = self._known_holders.get(newest.policy, (None, []))
+        if known != (newest.number, newest.digest, self._pool.takers):
+            current = Held(newest.number, newest.digest)
+            shelves = (shelf for shelf in self._pool.free.shelves() if shelf.held.get(newest.policy) == current)
+            replicas = (self._pool.get(name) for shelf in shelves for _, name in shelf.places)
+            addresses = [r.weights_address for r in replicas if r is not None and r.weights_address]
+            known = newest.number, newest.digest, self._pool.takers
+            self._known_holders[newest.policy] = known, addresses
+        yield from addresses
+
+
+def _plan(members: list[Receiver], max_relays: int) -> dict[str, FetchPlan]:
+    """Plans for replicas with one base. None for a single replica: a shard helps only when another replica wants the
+    shard."""
+    relays = sorted({m.address for m in members if m.address})[:max_relays]
+    if len(members) < 2 or not relays:
+        return {}
+    shard_of = {address: shard for shard, address in enumerate(relays)}
+    return {m.replica_id: FetchPlan(relays=tuple(relays), own_shard=shard_of.get(m.address)) for m in members}

@@ -1,1 +1,0 @@
-"""Advantages of sequences and of single tokens."""

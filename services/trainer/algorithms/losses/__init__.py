@@ -1,1 +1,0 @@
-"""Losses per token, one short file each."""

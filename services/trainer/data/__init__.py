@@ -1,1 +1,0 @@
-"""Packs training sequences into rows, and checks batches."""

@@ -1,0 +1,489 @@
+"""Runs one training step: one optimizer update per minibatch of a rank's share of a batch; returns metrics.
+
+    advantages (stamped statistics) -> pack -> [credit of single tokens] -> [proximal pass] -> per minibatch:
+        [trust region or keep mask over all micro-batches and ranks]
+        per micro-batch: forward -> per-token loss -> share of the minibatch's loss -> backward
+        clip -> update, or (early_stop_ratio) no update of this and the remaining minibatches
+
+The gradient does not depend on packing, micro-batch size or ranks: denominators are the minibatch's global totals,
+statistics are gathered over ranks, and a rank without work computes zeros beside the others. On a CPU the same batch
+from the same state gives the same bits.
+
+Independent of gRPC, versions, checkpoints and publishing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import numpy as np
+import structlog
+import torch
+
+from services.common import errors
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.errors import ConfigError
+from services.common.records import MinibatchTotals, RankBatch
+from services.trainer.advantages import (
+    Moments,
+    at_last_token,
+    discounted_sums,
+    distillation_advantages,
+    gae,
+    normalize,
+    over_batch_deviation,
+    reward_moments,
+    scaled_by_source,
+    sequence_advantages,
+)
+from services.trainer.losses import (
+    LossError,
+    PolicyLoss,
+    TokenBatch,
+    aggregate,
+    algorithm_of,
+    check_shape,
+    kl_per_token,
+    num_not_finite,
+    value_loss,
+)
+from services.trainer.metrics import GradientAudit, StepMetrics, Sums, Usage, add_mismatch, add_ratios, step_metrics
+from services.trainer.micro_batches import (
+    Logprobs,
+    MicroTensors,
+    MinibatchContext,
+    check_batch,
+    check_taught,
+    forward,
+    forward_with_values,
+    logprob_dtype,
+    minibatch_context,
+    pack_for_ranks,
+)
+from services.trainer.model.optimizer import PolicyOptimizer, Update
+from services.trainer.model.policy_model import PolicyModel, Scorer
+from services.trainer.packing import Document
+from services.trainer.ranks import Ranks
+
+# --------
+# Computes advantages of single tokens from those of sequences, before the first update of a training step.
+
+
+Minibatches = Seq[Seq[MicroTensors]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditModels:
+    """The models that contribute to credit, as far as the settings ask for them."""
+
+    policy: PolicyModel  # with a value head for GAE
+    reference: Scorer | None = None
+    teacher: PolicyModel | None = None
+
+
+@torch.no_grad()
+def with_credit(
+    minibatches: Minibatches,
+    models: CreditModels,
+    config: AlgorithmConfig,
+    ranks: Ranks,
+    sums: Sums,
+    *,
+    temperature: float,
+    on_progress: Callable[[], None],
+) -> list[list[MicroTensors]]:
+    """The micro-batches with an advantage per token. A collective when the models are sharded."""
+    result: list[list[MicroTensors]] = []
+    for minibatch in minibatches:
+        result.append([])
+        for batch in minibatch:
+            result[-1].append(_credited(batch, models, config, sums, temperature))
+            on_progress()
+    if config.batch_normalize_advantages:
+        result = _normalized(result, ranks, config)
+    for minibatch in result:
+        for batch in minibatch:
+            # Here with the behaviour policy's log-probabilities: the updates compute the policy's own.
+            taught = with_teacher(batch, batch.behaviour, config)
+            sums.add("advantage_abs", taught.advantages.abs().sum(dtype=torch.float64))
+    return result
+
+
+def with_teacher(batch: MicroTensors, logprobs: torch.Tensor, config: AlgorithmConfig) -> MicroTensors:
+    """Add the teacher's term to the advantages, given the policy's own log-probabilities. No change without a teacher."""
+    if config.distillation is None or batch.teacher is None:
+        return batch
+    advantages = distillation_advantages(
+        batch.advantages,
+        logprobs if config.distillation.student == "current" else batch.behaviour,
+        batch.teacher,
+        coefficient=config.distillation.coefficient,
+        task_coefficient=config.distillation.task_coefficient,
+        clamp=config.log_ratio_clamp,
+    )
+    return replace(batch, advantages=advantages)
+
+
+def value_loss_share(
+    batch: MicroTensors, values: torch.Tensor, totals: MinibatchTotals, config: AlgorithmConfig, sums: Sums
+) -> torch.Tensor:
+    """This micro-batch's share of the weighted value loss of the minibatch. []
+
+    Over all trained tokens, also those that a policy loss leaves out: they have a return all the same. ``values`` come
+    from the current weights and carry the gradient.
+    """
+    head = config.value_head
+    assert head is not None and batch.old_values is not None and batch.returns is not None
+    per_token, clipped = value_loss(values, batch.old_values, batch.returns, head.clip)
+    everything = torch.ones_like(clipped)
+    loss = aggregate(per_token, everything, batch.sequence_index, batch.num_sequences, totals, config)
+    sums.add("value_loss", loss)
+    sums.add("value_clipped_tokens", clipped.sum())
+    return head.coefficient * loss
+
+
+def _credited(
+    batch: MicroTensors, models: CreditModels, config: AlgorithmConfig, sums: Sums, temperature: float
+) -> MicroTensors:
+    index, dtype = batch.sequence_index, batch.advantages.dtype
+    sums.add("credited", batch.num_targets)
+    rewards = at_last_token(batch.advantages.double(), index)
+    if config.kl_reward_coefficient > 0.0:
+        assert models.reference is not None
+        reference, _ = forward(models.reference, batch, temperature)
+        kl = kl_per_token(batch.behaviour, reference, "k1", config.log_ratio_clamp)
+        sums.add("kl_reference", kl.sum())
+        rewards = rewards - config.kl_reward_coefficient * kl.double()
+    if models.teacher is not None:
+        teacher, _ = forward(models.teacher, batch, temperature)
+        batch = replace(batch, teacher=teacher)
+    if config.distillation is not None and batch.teacher is not None:
+        sums.add("distillation_kl", (batch.behaviour - batch.teacher).sum(dtype=torch.float64))
+    if config.advantage == "gae":
+        _, _, values = forward_with_values(models.policy, batch, temperature)
+        assert values is not None
+        advantages, returns = gae(rewards, values, index, config.gamma, config.gae_lambda)
+        _add_fit(sums, values.double(), returns)
+        batch = replace(batch, old_values=values, returns=returns.to(values.dtype))
+    else:
+        advantages = discounted_sums(rewards, index, config.gamma)
+    return replace(batch, advantages=advantages.to(dtype))
+
+
+def _add_fit(sums: Sums, values: torch.Tensor, returns: torch.Tensor) -> None:
+    """Add the sums from which ``explained_variance`` is computed."""
+    errors = returns - values
+    sums.add("value", values.sum())
+    for name, numbers in (("return", returns), ("value_error", errors)):
+        sums.add(name, numbers.sum())
+        sums.add(f"{name}_squared", numbers.square().sum())
+
+
+def _normalized(minibatches: Minibatches, ranks: Ranks, config: AlgorithmConfig) -> list[list[MicroTensors]]:
+    """Normalise to mean 0 and standard deviation 1 over the trained tokens of the global batch."""
+    own = [batch.advantages.double() for minibatch in minibatches for batch in minibatch]
+    flat = torch.cat(own) if own else torch.zeros(0, dtype=torch.float64, device=ranks.device)
+    count = torch.tensor(float(len(flat)), dtype=torch.float64, device=flat.device)
+    moments = Moments(*ranks.sum(torch.stack([count, flat.sum(), flat.square().sum()])).tolist())
+    divisor = moments.divisor(config)
+    return [
+        [
+            replace(b, advantages=((b.advantages.double() - moments.mean) / divisor).to(b.advantages.dtype))
+            for b in minibatch
+        ]
+        for minibatch in minibatches
+    ]
+
+
+# --------
+
+
+log = structlog.get_logger(__name__)
+BeforeUpdate = Callable[[RankBatch, torch.Tensor, torch.Tensor], None]
+
+
+class TrainStep:
+    """Updates a model from a batch."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        optimizer: PolicyOptimizer,
+        config: AlgorithmConfig,
+        ranks: Ranks,
+        *,
+        max_tokens_per_micro_batch: int,
+        temperature: float = 1.0,  # of the sampling distribution that behaviour log-probabilities belong to
+        reference: Scorer | None = None,
+        teacher: PolicyModel | None = None,
+        peak_flops: float | None = None,  # of this rank's device, for the metric mfu
+    ) -> None:
+        if config.needs_reference and reference is None:
+            raise ConfigError(
+                f"algorithm.kl_coefficient is {config.kl_coefficient} and kl_reward_coefficient "
+                f"{config.kl_reward_coefficient}: a value above 0 needs a reference model"
+            )
+        if (config.distillation is not None and config.distillation.teacher_model is not None) != (teacher is not None):
+            raise ConfigError(
+                "algorithm.distillation.teacher_model and a teacher model belong together: one of them is missing"
+            )
+        if (config.value_head is None) != (model.value_head is None):
+            raise ConfigError(
+                "algorithm.value_head and a model with a value head belong together: one of them is missing"
+            )
+        if temperature <= 0.0:
+            raise ConfigError(f"temperature is {temperature}: greedy samples have no log-probabilities to train on")
+        self.model = model
+        self.optimizer = optimizer
+        self.config = config
+        self.ranks = ranks
+        self.reference = reference
+        self.teacher = teacher
+        self._credit_models = CreditModels(policy=model, reference=reference, teacher=teacher)
+        self._algorithm = algorithm_of(config)
+        self._has_credit = config.gives_token_credit  # then advantages are normalised per token
+        self.max_tokens = max_tokens_per_micro_batch
+        self.temperature = temperature
+        self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch's forward and backward
+        self._dtype = logprob_dtype(model)
+        self.vocab_size: int = model.causal_lm.get_input_embeddings().num_embeddings
+        self._usage = Usage(model, ranks, peak_flops)
+        self._audit = GradientAudit(config.log_ratio_clamp, ranks.device)
+
+    def run(self, batch: RankBatch, check: BeforeUpdate | None = None) -> StepMetrics:
+        """Train on one batch. A collective: every rank passes its own share of the same batch.
+
+        ``check`` gets the batch, and of its first minibatch the sum of |trainer - engine| over the fresh tokens and their
+        number. It may raise: the weights have not changed.
+        """
+        started = time.perf_counter()
+        self._usage.begin()
+        self._audit = GradientAudit(self.config.log_ratio_clamp, self.ranks.device)
+        sums = Sums(self.ranks.device)
+        minibatches = self._pack(batch, sums)
+        proximal = self._proximal(minibatches)
+        updates: list[Update] = []
+        num_computed, stopped = 0, False
+        for index, (micro_batches, totals) in enumerate(zip(minibatches, batch.minibatches, strict=True)):
+            if stopped or totals.num_trained_tokens == 0:
+                self.optimizer.skip()
+                continue
+            fresh_version = batch.training_step - 1 if index == 0 else None
+            where = f"the loss {self.config.name} at training step {batch.training_step}, minibatch {index},"
+            ratios, num_kept = self._backward_minibatch(
+                index, micro_batches, totals, proximal[index], sums, fresh_version, where
+            )
+            if check is not None and index == 0:
+                check(batch, sums["fresh_abs"], sums["fresh_tokens"])
+            num_computed += 1
+            stopped = self._stops_early(batch.training_step, index, ratios, totals)
+            if stopped or num_kept == 0:
+                self.optimizer.skip()
+            else:
+                updates.append(self.optimizer.update())
+        seconds = time.perf_counter() - started
+        self._audit.add_to(sums)
+        total = sums.reduce(self.ranks)
+        return step_metrics(
+            batch,
+            total,
+            updates,
+            num_computed=num_computed,
+            num_micro_batches=sum(len(m) for m in minibatches),
+            seconds=seconds,
+            usage=self._usage.metrics(total, seconds),
+        )
+
+    # -- preparation -------------------------------------------------------------------------------------------------
+
+    def _pack(self, batch: RankBatch, sums: Sums) -> list[list[MicroTensors]]:
+        check_batch(batch, self.ranks, self.vocab_size)
+        advantages = sequence_advantages(batch.sequences, self.config)
+        trained = np.array([s.sequence.num_trained_tokens for s in batch.sequences], dtype=np.float64)
+        if self.config.deviation == "batch":
+            rewards = self._everywhere(reward_moments(batch.sequences))
+            advantages = over_batch_deviation(advantages, rewards, self.config)
+        if self.config.batch_normalize_advantages and not self._has_credit:
+            advantages = normalize(advantages, self._everywhere(Moments.of(advantages, trained)), self.config)
+        advantages = scaled_by_source(advantages, batch.sequences)
+        sums.add("sequences", len(batch.sequences))
+        sums.add("reward", errors.total(s.sequence.reward for s in batch.sequences))
+        sums.add("staleness", sum(s.staleness for s in batch.sequences))
+        if not self._has_credit:
+            sums.add("advantage_abs", float((abs(advantages) * trained).sum()))
+        minibatches: list[list[Document]] = [[] for _ in batch.minibatches]
+        for item, advantage in zip(batch.sequences, advantages.tolist(), strict=True):
+            document = Document.from_training_sequence(item, advantage)
+            check_taught(item.sequence_id, document, self.config)
+            minibatches[item.minibatch].append(document)
+        packed = pack_for_ranks(minibatches, self.max_tokens, self.ranks, self._dtype)
+        if not self._has_credit:
+            return packed
+        return with_credit(
+            packed,
+            self._credit_models,
+            self.config,
+            self.ranks,
+            sums,
+            temperature=self.temperature,
+            on_progress=self.on_progress,
+        )
+
+    def _everywhere(self, own: Moments) -> Moments:
+        """The moments over all ranks."""
+        flat = torch.tensor([own.count, own.total, own.total_squares], dtype=torch.float64, device=self.ranks.device)
+        return Moments(*self.ranks.sum(flat).tolist())
+
+    @torch.no_grad()
+    def _logprobs(self, micro_batches: Seq[MicroTensors]) -> list[torch.Tensor]:
+        found = []
+        for micro_batch in micro_batches:
+            found.append(forward(self.model, micro_batch, self.temperature)[0])
+            self.on_progress()
+        return found
+
+    def _proximal(self, minibatches: Seq[Seq[MicroTensors]]) -> list[list[torch.Tensor] | None]:
+        """Log-probabilities under the weights at step start.
+
+        None for the first minibatch if its own forward pass, with the same weights, computes them anyway.
+        """
+        if not (self._algorithm.needs_proximal or self._algorithm.needs_whole_proximal):
+            return [None for _ in minibatches]
+        return [
+            self._logprobs(m) if index > 0 or (self._algorithm.needs_whole_proximal and len(m) > 1) else None
+            for index, m in enumerate(minibatches)
+        ]
+
+    # -- one minibatch -----------------------------------------------------------------------------------------------
+
+    def _backward_minibatch(
+        self,
+        number: int,
+        micro_batches: Seq[MicroTensors],
+        totals: MinibatchTotals,
+        proximal: Seq[torch.Tensor] | None,
+        sums: Sums,
+        fresh_version: int | None,
+        where: str,
+    ) -> tuple[torch.Tensor, int]:
+        """Compute the gradients of the minibatch.
+
+        Returns the sum of policy / behaviour over this rank's trained tokens, [], and the number of tokens of all ranks in
+        the loss: if the number is 0, the gradient is 0 and there must be no update.
+
+        Raises:
+            LossError: the loss returned an unusable result; ``where`` names the loss. On every rank.
+        """
+        context: MinibatchContext | None = None
+        not_finite = torch.zeros((), dtype=torch.int64, device=self.ranks.device)
+        ratios = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        if len(micro_batches) > 1:
+            current: Logprobs | None = None
+            if self._algorithm.needs_trust_region:
+                at_start = number == 0 and proximal is not None  # here the proximal policy is the current one
+                current = proximal if at_start else self._logprobs(micro_batches)
+            taught = micro_batches
+            if current is not None and self.config.distillation is not None:
+                taught = [with_teacher(m, own, self.config) for m, own in zip(micro_batches, current, strict=True)]
+            context = self._context(taught, totals, current, proximal)
+        for index, untaught in enumerate(micro_batches):
+            logprobs, entropy, values = forward_with_values(self.model, untaught, self.temperature)
+            micro_batch = untaught
+            if self.config.distillation is not None:
+                micro_batch = with_teacher(untaught, logprobs.detach(), self.config)
+            own_proximal = proximal[index] if proximal is not None else logprobs.detach()
+            if context is None:  # the only micro-batch: its own forward pass has all inputs
+                context = self._context([micro_batch], totals, [logprobs.detach()], [own_proximal])
+            ratios += add_ratios(sums, number, micro_batch, logprobs, self.config.log_ratio_clamp)
+            if fresh_version is not None:
+                add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
+            given = own_proximal if self._algorithm.needs_proximal else None
+            tokens = context.tokens(index, micro_batch, self._audit.view(logprobs), given)
+            policy_loss = self._algorithm.loss(tokens, self.config)
+            check_shape(policy_loss, tokens, where)
+            not_finite += num_not_finite(policy_loss.per_token, tokens)
+            loss = self._loss(index, micro_batch, logprobs, tokens, policy_loss, entropy, context, sums)
+            if values is not None:
+                loss = loss + value_loss_share(micro_batch, values, totals, self.config, sums)
+            self.ranks.backward(loss)
+            self._audit.count(tokens, policy_loss)
+            self.on_progress()
+        assert context is not None
+        if count := int(self.ranks.sum(not_finite)):
+            raise LossError(
+                f"{where} returned NaN or infinity for {count} of {context.num_kept} tokens, although their inputs are "
+                "finite; expected a finite number for each. The trainer made no update"
+            )
+        if context.region is not None:
+            share = 1.0 / self.ranks.world_size  # every rank holds the same region, and the sum is over ranks
+            sums.add("m2po_eps_low", context.region.eps_low * share)
+            sums.add("m2po_eps_high", context.region.eps_high * share)
+            sums.add("m2po_second_moment", context.region.mean_second_moment * share)
+        return ratios, context.num_kept
+
+    def _stops_early(self, step: int, minibatch: int, ratios: torch.Tensor, totals: MinibatchTotals) -> bool:
+        """Whether the policy is too far from the behaviour policy of the minibatch. A collective with early_stop_ratio.
+
+        Computed over the whole minibatch, so that the result does not depend on packing.
+        """
+        limit = self.config.early_stop_ratio
+        if limit is None:
+            return False
+        mean = float(self.ranks.sum(ratios)) / totals.num_trained_tokens
+        if mean > limit:
+            log.warning("step.stopped_early", training_step=step, minibatch=minibatch, mean_ratio=mean, limit=limit)
+        return mean > limit
+
+    def _context(
+        self,
+        micro_batches: Seq[MicroTensors],
+        totals: MinibatchTotals,
+        current: Logprobs | None,
+        proximal: Logprobs | None,
+    ) -> MinibatchContext:
+        return minibatch_context(
+            self._algorithm, self.config, micro_batches, totals, self.ranks, current=current, proximal=proximal
+        )
+
+    def _loss(
+        self,
+        index: int,
+        batch: MicroTensors,
+        logprobs: torch.Tensor,
+        tokens: TokenBatch,
+        policy_loss: PolicyLoss,
+        entropy: torch.Tensor,
+        context: MinibatchContext,
+        sums: Sums,
+    ) -> torch.Tensor:
+        """This micro-batch's share of the minibatch's loss. []"""
+        config, mask = self.config, tokens.mask
+        if self._algorithm.needs_whole_proximal:
+            sums.add("left_out_tokens", batch.num_targets - mask.sum())
+        per_token = policy_loss.per_token
+        for name, count in policy_loss.counts.items():
+            sums.add(name, count)
+        if self.reference is not None and config.kl_coefficient > 0.0:
+            with torch.no_grad():
+                reference_logprobs, _ = forward(self.reference, batch, self.temperature)
+            kl = kl_per_token(
+                logprobs, reference_logprobs, config.kl_estimator, config.log_ratio_clamp, config.kl_clamp
+            )
+            if config.kl_reward_coefficient == 0.0:
+                sums.add("kl_reference", kl.sum())  # otherwise known from the sampled tokens
+            per_token = per_token + config.kl_coefficient * kl
+        if config.entropy_coefficient > 0.0:
+            per_token = per_token - config.entropy_coefficient * entropy
+        axes = (batch.sequence_index, batch.num_sequences)
+        loss = aggregate(per_token, mask, *axes, context.totals, config, counted=context.counted[index])
+        sums.add("loss", loss)
+        sums.add("entropy", entropy.sum())
+        sums.add("trained_tokens", batch.num_targets)
+        sums.add("sole_choice_tokens", 0 if batch.drawn is None else batch.drawn.num_sole_choices)
+        sums.add("tokens", batch.num_given_tokens)
+        sums.add("computed", 0 if batch.is_dummy else batch.num_tokens)
+        self._usage.add(batch, sums)
+        return loss
