@@ -64,7 +64,7 @@ def test_common_is_importable_piece_by_piece(repository: Path) -> None:
 )
 def test_one_module_alone_speaks_to_a_server_program(repository: Path, engine: str, some: set[str]) -> None:
     """Its routes stand in the engine's client, so that another version of the program changes one file."""
-    client = repository / f"services/inference/engine/{engine}/client.py"
+    client = repository / f"services/inference/engine/{engine}.py"
     routes = set(re.findall(r'"(/[a-z0-9_/]+)', client.read_text())) - {"/health", "/metrics"}
     assert some <= routes
     elsewhere = {

@@ -274,7 +274,7 @@ class RunModel:
             group.evaluated_at = self._evaluated.get(group.evaluation, 0.0)
         if group.purpose == Purpose.TRAIN:
             self.num_positions = max(self.num_positions, record["position"] + 1)
-            policies = group.policies or tuple(self.newest)
+            policies = group.policies or tuple(one["policy"] for one in record["born"]) or tuple(self.newest)
             group.steps = {policy: max(0, self.newest.get(policy, 0)) + 1 for policy in policies}
 
     def _resolved(self, row: Row, record: Json | None) -> None:

@@ -58,8 +58,6 @@ MODULES = (
     "services.trainer.link",
     "services.trainer.loop",
     "services.trainer.publish",
-    "services.trainer.app",
-    "services.trainer.supervised",
     "services.trainer.supervised",
     "services.inference.app",
     "services.inference.engine.torch.engine",

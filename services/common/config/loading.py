@@ -256,7 +256,7 @@ def _inner(annotation: Any) -> Any:
 # ``extends``: finds the recipe that another one names, and merges the two.
 
 
-RECIPES = Path(__file__).resolve().parents[4] / "recipes"  # those that come with Rollmill
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"  # those that come with Rollmill
 # Settings of a dataset that belong to its source; the others (limit, samples_per_task, ...) are kept.
 _OF_SOURCE = (*SOURCES, "size", "settings", "subset", "split", "form", "id_field", "columns")
 
