@@ -200,8 +200,7 @@ class GraderFailedError(InfrastructureError):
     reason = "GRADER_FAILED"
 
 
-# --------
-# Sums, means and deviations of numbers of any magnitude: finite in, finite out, without errors.
+# --- Sums, means and deviations of numbers of any magnitude: finite in, finite out, without errors.
 
 
 MOST = sys.float_info.max
@@ -265,8 +264,7 @@ def mean_and_deviation(values: Iterable[float]) -> tuple[float, float]:
     return unscaled(centre, exponent), unscaled(spread, exponent)
 
 
-# --------
-# Derives every seed of a run from ``run.seed``.
+# --- Derives every seed of a run from ``run.seed``.
 
 
 def derived_seed(seed: int, *parts: str | int) -> int:
@@ -284,8 +282,7 @@ def slot_seed(group_seed: int, index: int) -> int:
     return derived_seed(group_seed, "slot", index)
 
 
-# --------
-# Divides a sequence into parts of a bounded size.
+# --- Divides a sequence into parts of a bounded size.
 
 
 T = TypeVar("T")

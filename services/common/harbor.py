@@ -19,8 +19,7 @@ from typing import Any
 
 from services.common.errors import DatasetError
 
-# --------
-# Directories below the root that a Harbor task may write; each is a part of the work dir of its sandbox.
+# --- Directories below the root that a Harbor task may write; each is a part of the work dir of its sandbox.
 
 
 ENVIRONMENT = "harbor"  # the gateway's environment that plays the tasks
@@ -41,8 +40,7 @@ def is_writable(path: PurePosixPath) -> bool:
     return len(path.parts) > 1 and path.parts[1] in WRITABLE and ".." not in path.parts
 
 
-# --------
-# Reads the part of a Dockerfile that needs no container engine.
+# --- Reads the part of a Dockerfile that needs no container engine.
 
 
 _WITHOUT_EFFECT = ("FROM", "USER", "LABEL", "MAINTAINER", "EXPOSE", "CMD", "STOPSIGNAL", "HEALTHCHECK", "SHELL")
@@ -195,9 +193,6 @@ def _split(line: int, parts: list[str]) -> tuple[int, str, str]:
 
 def _shown(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
-
-
-# --------
 
 
 COLUMN = "harbor"  # of a row: {"directory": of the task, "run": what the machine must have, or empty}
@@ -372,8 +367,7 @@ def _variables(section: Mapping[str, Any], where: str, name: str) -> dict[str, s
     return dict(found)
 
 
-# --------
-# The files that a task's sandbox starts with, and those of its tests: path, mode and content, bounded.
+# --- The files that a task's sandbox starts with, and those of its tests: path, mode and content, bounded.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

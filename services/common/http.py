@@ -201,8 +201,7 @@ def json_answer(value: object, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(encodable(value)), status=status, content_type="application/json")
 
 
-# --------
-# Authenticates and authorises HTTP requests by group of routes, before a request's body is read.
+# --- Authenticates and authorises HTTP requests by group of routes, before a request's body is read.
 
 
 _BASIC = "Basic "
@@ -266,8 +265,7 @@ def _certificate(request: web.Request) -> bytes | None:
     return connection.getpeercert(binary_form=True) if connection is not None else None
 
 
-# --------
-# Limits of one address at an HTTP server: connections, and time to send a request.
+# --- Limits of one address at an HTTP server: connections, and time to send a request.
 
 
 # Of one address, those included that wait between two requests: an agent loop for each rollout has one.
@@ -377,8 +375,7 @@ def _hang_up(connection: Any, why: str) -> None:
         connection.transport.abort()
 
 
-# --------
-# Listens for HTTP on one port: with keys over TLS for authorised roles, without keys on loopback only.
+# --- Listens for HTTP on one port: with keys over TLS for authorised roles, without keys on loopback only.
 
 
 _STOP_S = 5.0

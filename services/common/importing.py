@@ -22,8 +22,7 @@ from typing import Any
 
 from services.common.errors import ConfigError
 
-# --------
-# Locates code of the user, and gives the correction where its signature does not fit.
+# --- Locates code of the user, and gives the correction where its signature does not fit.
 
 
 # Of code of the user outside an event loop. KeyboardInterrupt is left out: there it is a Ctrl-C.
@@ -153,9 +152,6 @@ def _parameters(line: str) -> list[str]:
     """Names of the parameters in a line such as ``def step(self, action: str) -> StepResult``."""
     inside = line.partition("(")[2].partition(")")[0]
     return [part.partition(":")[0].strip() for part in inside.split(",") if part.strip()]
-
-
-# --------
 
 
 _directories: list[str] = []  # besides the current one
@@ -363,8 +359,7 @@ def _names_of(tree: ast.AST) -> dict[str, Any]:
     return names
 
 
-# --------
-# Lists the public names of the package ``rollmill``, each with its place of definition.
+# --- Lists the public names of the package ``rollmill``, each with its place of definition.
 
 
 PUBLIC: dict[str, str] = {

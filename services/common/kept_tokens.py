@@ -357,8 +357,7 @@ def _read_varints(data: Bytes) -> tuple[Ints, Ints]:
     return values, ends
 
 
-# --------
-# Causes of rollouts without a reward that the policy has not caused, as replicas report and the run counts them.
+# --- Causes of rollouts without a reward that the policy has not caused, as replicas report and the run counts them.
 
 
 class MaskedCount(enum.StrEnum):

@@ -389,8 +389,7 @@ class RankBatch:
     sequences: tuple[TrainingSequence, ...]  # of this rank, ordered by (minibatch, position)
 
 
-# --------
-# A turn on a device whose memory rollouts and training share.
+# --- A turn on a device whose memory rollouts and training share.
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,8 +407,7 @@ class DeviceTurn:
 NO_TURN = DeviceTurn(number=0, yours=False)
 
 
-# --------
-# The fates of trajectories and sequences, as the orchestrator writes them to the journal and tools read them.
+# --- The fates of trajectories and sequences, as the orchestrator writes them to the journal and tools read them.
 
 
 TOO_OLD = "TOO_OLD"
@@ -511,8 +509,7 @@ class PhaseKind(enum.StrEnum):
     NOT_RECORDED = "not_recorded"  # counts the phases beyond the bound
 
 
-# --------
-# Reasons for refusing a record, which the orchestrator sends and replicas read.
+# --- Reasons for refusing a record, which the orchestrator sends and replicas read.
 
 
 class RefusalReason(enum.StrEnum):

@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from services.common.errors import ConfigError
 
-# --------
-# A page of our own text from which the tiny tokenizer learns its merges: prose, formulas, programs, rooms, shops.
+# --- A page of our own text from which the tiny tokenizer learns its merges: prose, formulas, programs, rooms, shops.
 
 
 TEXT = r"""
@@ -86,9 +85,6 @@ WebShop [SEP] Instruction: [SEP] i am looking for a wireless speaker that is fas
 Thought: I think the first one fits; I look at it. Action: search[wireless speaker] Action: click[Buy Now] color: blue, size: large
 You may call tools to help with the task. Write one JSON object with the name of the function and its arguments.
 """
-
-
-# --------
 
 
 Kind = Literal["qwen3", "qwen2"]
@@ -216,8 +212,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int, special_tokens: Se
     )
 
 
-# --------
-# Rows with reference answers for trying a recipe without its data, and for environments.
+# --- Rows with reference answers for trying a recipe without its data, and for environments.
 
 
 def sums(seed: int) -> Iterator[dict[str, Any]]:

@@ -53,8 +53,7 @@ from services.envgateway.tools.mcp import McpServer
 from services.envgateway.tools.registry import ToolBox, load_tools
 from services.envgateway.tools.tools import built_in_tools
 
-# --------
-# Metrics of the environment gateway and of its workers: their gauges under the names of the field.
+# --- Metrics of the environment gateway and of its workers: their gauges under the names of the field.
 
 
 _QUEUE = (
@@ -92,9 +91,6 @@ WORKER_METRICS = (
     *_QUEUE[1:],
     Metric("rollmill_worker_jobs_total", "counter", "Jobs by outcome, at this worker.", "{event}"),
 )  # fmt: skip
-
-
-# --------
 
 
 _WORKER_GRACE_S = 30.0  # for its running programs

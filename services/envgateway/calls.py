@@ -19,9 +19,6 @@ from services.common.system.threads import DaemonThreads
 THREADS = DaemonThreads(64)  # they run mostly Python, so more would only take turns
 
 
-# --------
-
-
 Result = TypeVar("Result")
 
 
@@ -163,8 +160,7 @@ class SharedCalls(Generic[Result]):
             self._weight -= self._weigh(oldest)
 
 
-# --------
-# Interface and results of reward functions.
+# --- Interface and results of reward functions.
 
 
 class RewardOutcome(enum.StrEnum):

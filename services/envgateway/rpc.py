@@ -184,8 +184,7 @@ def _case_to_proto(case: CaseResult) -> judge_pb.CaseResult:
     )
 
 
-# --------
-# Batched calls: each call of a message runs separately and is answered as soon as it ends.
+# --- Batched calls: each call of a message runs separately and is answered as soon as it ends.
 
 
 log = structlog.get_logger()
@@ -254,8 +253,7 @@ def time_left_s(context: grpc.aio.ServicerContext[Any, Any]) -> float:
     return _UNNAMED_S if left_s is None else float(left_s)
 
 
-# --------
-# Membership in a run: tells the orchestrator the gateway's address, and hears the end of the run.
+# --- Membership in a run: tells the orchestrator the gateway's address, and hears the end of the run.
 
 
 FIRST_S = 3600.0  # for an orchestrator that has never answered: starting checkpoints are made before its start
@@ -352,8 +350,7 @@ def _check_run(own: str, found: str) -> None:
         )
 
 
-# --------
-# gRPC servicer of the gateway: convert, call, convert. No other module of the gateway sees grpc or protobuf.
+# --- gRPC servicer of the gateway: convert, call, convert. No other module of the gateway sees grpc or protobuf.
 
 
 EnvironmentRpcContext = grpc.aio.ServicerContext[Any, Any]
@@ -461,8 +458,7 @@ def _is_graded(result: RewardResult) -> bool:
     return result.outcome is not RewardOutcome.GRADER_FAILED
 
 
-# --------
-# gRPC servicer of the judge: convert, call the queue, convert. No module behind this one sees grpc or protobuf.
+# --- gRPC servicer of the judge: convert, call the queue, convert. No module behind this one sees grpc or protobuf.
 
 
 JudgeContext = grpc.aio.ServicerContext[Any, Any]

@@ -57,8 +57,7 @@ from services.envgateway.envs.agentbench import (
 from services.envgateway.envs.base import EndStatus, Observation, StepResult
 from services.envgateway.envs.episodes import LONGEST_SWEEP_PAUSE_S, EnvironmentRegistry, EpisodeManager
 
-# --------
-# Served tasks: a name for clients, an environment of the gateway, indices, and their rows.
+# --- Served tasks: a name for clients, an environment of the gateway, indices, and their rows.
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +131,6 @@ class Tasks:
             except ValueError as error:
                 raise InvalidRequestError(f"the index {given!r} is no number") from error
         return given if given in self._known[task.name] else None
-
-
-# --------
 
 
 log = structlog.get_logger()
@@ -337,8 +333,7 @@ def _opening(observation: Observation) -> list[Message]:
     return [{"role": _ROLES.get(m["role"], m["role"]), "content": m["content"]} for m in messages]
 
 
-# --------
-# Reading requests and writing answers: JSON both ways, with the error bodies that AgentBench's clients know.
+# --- Reading requests and writing answers: JSON both ways, with the error bodies that AgentBench's clients know.
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -386,8 +381,7 @@ def _json(value: object, status: int) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json")
 
 
-# --------
-# The protocol of task-server adapters: one conversation as an episode, named by a uuid.
+# --- The protocol of task-server adapters: one conversation as an episode, named by a uuid.
 
 
 class AdapterProtocol:
@@ -476,8 +470,7 @@ def _refusal(error: RollmillError) -> Refusal:
     return Refusal(status, error.message)
 
 
-# --------
-# The protocol of AgentBench's classic controller: sessions by number, the whole history in every answer.
+# --- The protocol of AgentBench's classic controller: sessions by number, the whole history in every answer.
 
 
 _WORKER = 0
@@ -658,8 +651,7 @@ def _classic_refusal(error: RollmillError) -> Refusal:
     return Refusal(status, f"Error: {error.message}")
 
 
-# --------
-# The task server: both protocols of AgentBench on one port, over the gateway's episodes.
+# --- The task server: both protocols of AgentBench on one port, over the gateway's episodes.
 
 
 PREFIX = "/api"

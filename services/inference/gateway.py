@@ -45,8 +45,7 @@ from services.inference.workflows.base import (
     Step,
 )
 
-# --------
-# Batches calls of one event-loop iteration into one message; each call returns as soon as its answer comes.
+# --- Batches calls of one event-loop iteration into one message; each call returns as soon as its answer comes.
 
 
 MOST_CALLS = 64  # of one message
@@ -130,9 +129,6 @@ class CallBatcher(Generic[Request, Response]):
             for _, answer in message:
                 if not answer.done():
                     answer.set_result(None)
-
-
-# --------
 
 
 T = TypeVar("T")

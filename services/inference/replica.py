@@ -56,8 +56,7 @@ from services.inference.loading import LoadedPolicy
 from services.inference.records_out import TrajectorySender
 from services.inference.rollouts import RolloutPlayer
 
-# --------
-# Carries out device turns in a replica: frees the memory of its engines, or fills it again from the mirrors.
+# --- Carries out device turns in a replica: frees the memory of its engines, or fills it again from the mirrors.
 
 
 log = structlog.get_logger(__name__)
@@ -121,8 +120,7 @@ class EngineTurns:
         log.info("engine.filled", seconds=round(time.monotonic() - began, 3))
 
 
-# --------
-# Sends the reports of a replica over one stream, and opens another stream after a failure.
+# --- Sends the reports of a replica over one stream, and opens another stream after a failure.
 
 
 Call = grpc.aio.StreamStreamCall[pool_pb2.StreamReportsRequest, pool_pb2.StreamReportsResponse]
@@ -207,8 +205,7 @@ class ReportStream:
             self._call = None
 
 
-# --------
-# Records the time intervals in which an engine samples tokens, for the report to the orchestrator.
+# --- Records the time intervals in which an engine samples tokens, for the report to the orchestrator.
 
 
 JOIN_GAP_S = 0.05  # pauses shorter than this belong to the interval: a decoding step of a busy machine
@@ -250,9 +247,6 @@ class EmissionLog:
                 taken.append((self._begin, self._end))
                 self._begin = None
             return taken
-
-
-# --------
 
 
 _ENGINE_CHECK_S = 1.0
@@ -374,8 +368,7 @@ class Replica:
                     raise InfrastructureError(f"the engine of policy {name} died: {health.detail}")
 
 
-# --------
-# Membership in the orchestrator's pool: the stream of commands and the report that renews the lease.
+# --- Membership in the orchestrator's pool: the stream of commands and the report that renews the lease.
 
 
 REPORT_PERIOD_S = 2.0
@@ -608,8 +601,7 @@ class PoolClient:
         return True
 
 
-# --------
-# Gauges of a replica's process, for its status and its report, and their names as metrics.
+# --- Gauges of a replica's process, for its status and its report, and their names as metrics.
 
 
 METRICS = (

@@ -73,8 +73,7 @@ from services.inference.workflows.base import (
 )
 from services.inference.workflows.scripts import Scene, ScriptBook
 
-# --------
-# Records the phases of one rollout for its record; costs a few microseconds per phase.
+# --- Records the phases of one rollout for its record; costs a few microseconds per phase.
 
 
 MAX_PHASES = 512  # of one rollout; one last phase counts the phases beyond
@@ -226,8 +225,7 @@ class TimedGateway:
             return outcomes
 
 
-# --------
-# A replica's served policies, and the policy object that one rollout uses.
+# --- A replica's served policies, and the policy object that one rollout uses.
 
 
 _SEED_MASK = (1 << 63) - 1
@@ -310,8 +308,7 @@ class RolloutPolicy:
         return self._scene.forced_ids(self._policy.script, self.name, self.chat, prompt_ids)
 
 
-# --------
-# Scores finished rollouts with teachers: log-probabilities of the tokens that the students sampled.
+# --- Scores finished rollouts with teachers: log-probabilities of the tokens that the students sampled.
 
 
 class Teachers:
@@ -384,8 +381,7 @@ def _with_scores(sequence: TokenSequence, logprobs: np.ndarray[tuple[int], np.dt
     return replace(sequence, segments=tuple(segments))
 
 
-# --------
-# Plays one slot: enforces its time limit, retries infrastructure failures, checks the required versions.
+# --- Plays one slot: enforces its time limit, retries infrastructure failures, checks the required versions.
 
 
 log = structlog.get_logger(__name__)
@@ -568,9 +564,6 @@ def _check_outcome(outcome: Outcome, required: Mapping[str, int]) -> None:
                 raise WeightsStaleError(
                     f"policy {sequence.policy} moved to version {segment.weight_version} during an evaluation of {number}"
                 )
-
-
-# --------
 
 
 SlotKey = tuple[str, int]  # (task group, index)

@@ -45,8 +45,7 @@ from services.orchestrator.tasks.prompts import short_prompts, vocab_sizes
 from services.orchestrator.trackers import TrackersProcess
 from services.orchestrator.watch import Watch
 
-# --------
-# Waits for free disk space before the start: SQLite makes its own files before the first read.
+# --- Waits for free disk space before the start: SQLite makes its own files before the first read.
 
 
 log = structlog.get_logger()
@@ -72,9 +71,6 @@ async def wait_for_room(run_dir: Path) -> None:
         await asyncio.sleep(LOOK_S)
     if told:
         log.info("orchestrator.room_again", place=str(run_dir))
-
-
-# --------
 
 
 MIN_FAREWELL_S = 1.0  # observers see the last state

@@ -53,8 +53,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     return Settings(run_dir=options.run_dir, port=options.port)
 
 
-# --------
-# File lock of a run directory: one orchestrator and one launcher; the kernel drops the lock when the process dies.
+# --- File lock of a run directory: one orchestrator and one launcher; the kernel drops the lock when the process dies.
 
 
 _LOOKS_S = 5.0  # longest wait for processes that look; each look takes microseconds, on a busy machine milliseconds

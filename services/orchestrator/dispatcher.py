@@ -356,8 +356,7 @@ def _versions(required: Mapping[str, int]) -> str:
     return ", ".join(f"{policy} version {number}" for policy, number in required.items())
 
 
-# --------
-# Re-issues lost task groups; fails them after the sixth loss; ends evaluations whose version is gone.
+# --- Re-issues lost task groups; fails them after the sixth loss; ends evaluations whose version is gone.
 
 
 MAX_LOST = 5  # replicas that may be lost under a task group before its open slots are given up

@@ -49,8 +49,7 @@ from services.orchestrator.members import Held, Replica, ReplicaPool, Shelf, She
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, sampling_of
 
-# --------
-# Decides whether an evaluation has reached the threshold of ``run.until``, and when.
+# --- Decides whether an evaluation has reached the threshold of ``run.until``, and when.
 
 
 START = "start"
@@ -178,8 +177,7 @@ class Threshold:
         return [found for found in result.datasets if self._config.dataset in (None, found.name)]
 
 
-# --------
-# One pass of an evaluation: the issued part, the outcomes so far, and the result. Independent of replicas and
+# --- One pass of an evaluation: the issued part, the outcomes so far, and the result. Independent of replicas and
 # datasets.
 
 
@@ -330,9 +328,6 @@ class EvaluationPass:
             roles={role: total / count for role, (total, count) in sorted(self.roles.items())},
             elapsed_s=max(0.0, self.finished_at - started_at),
         )
-
-
-# --------
 
 
 class Evaluations:

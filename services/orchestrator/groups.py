@@ -185,8 +185,7 @@ class OrphanedGroups:
         return None
 
 
-# --------
-# State of the run, pause and stop. Independent of the parts that act on them.
+# --- State of the run, pause and stop. Independent of the parts that act on them.
 
 
 class RunState(enum.StrEnum):

@@ -30,8 +30,7 @@ from services.common.telemetry.accounts import AccountState, Component, PeerStat
 from services.common.telemetry.accounts import replica as replica_component
 from services.orchestrator.groups import Incarnation
 
-# --------
-# Commands of the orchestrator to replicas and trainers, as plain records, and the queue in which they wait for one
+# --- Commands of the orchestrator to replicas and trainers, as plain records, and the queue in which they wait for one
 # peer.
 
 
@@ -139,9 +138,6 @@ class Mailbox(Generic[T]):
                 return None
             self._changed.clear()
             await self._changed.wait()
-
-
-# --------
 
 
 Holdings = tuple[tuple[str, int, str], ...]  # (policy, version, digest), by policy
@@ -447,8 +443,7 @@ def _last(shelf: Shelf, num_slots: int, without: Collection[str]) -> _Place | No
     return None
 
 
-# --------
-# The replica pool: leases, held versions, and the slots of task groups that each replica runs.
+# --- The replica pool: leases, held versions, and the slots of task groups that each replica runs.
 
 
 REPORT_S = 2.0  # between two reports of a replica

@@ -27,8 +27,7 @@ from services.common.telemetry.accounts import replica as replica_component
 from services.common.telemetry.logs import LogEvent
 from services.orchestrator.members import Mailbox, Replica, ReplicaPool, TrainerCommand
 
-# --------
-# The trainers: one lease per policy, and commands to the holder of each lease.
+# --- The trainers: one lease per policy, and commands to the holder of each lease.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -187,9 +186,6 @@ class TrainerLeases:
         for trainer in self:
             if trainer.mailbox is not None:
                 trainer.mailbox.close()
-
-
-# --------
 
 
 log = structlog.get_logger()
@@ -356,8 +352,7 @@ class DeviceTurns:
             trainer.mailbox.put(DeviceTurn(self._number, self.holder == trainer.policy))
 
 
-# --------
-# Ends the leases of silent members, and notes which components are lost until they return.
+# --- Ends the leases of silent members, and notes which components are lost until they return.
 
 
 class Absences:

@@ -27,8 +27,7 @@ from services.orchestrator.journal.journal import Journal
 from services.orchestrator.members import AnnounceVersion, Held, Replica, ReplicaPool
 from services.orchestrator.tasks.orders import TrainingOrders
 
-# --------
-# Version ledger of one policy: its weight versions, their digests, and the addresses that serve them.
+# --- Version ledger of one policy: its weight versions, their digests, and the addresses that serve them.
 
 
 class VersionLedger:
@@ -100,9 +99,6 @@ class VersionLedger:
     def lose(self, number: int) -> None:
         """Versions up to this number exist, also those of which there is no record."""
         self.newest_number = max(self.newest_number, number)
-
-
-# --------
 
 
 AT_ONCE = 16  # replicas that are told of a version at one moment

@@ -186,8 +186,7 @@ def _advantage(is_right: bool, wrong: int, size: int, k: int, eps: float) -> flo
     return (failing - failing_with_it) / (std + eps)
 
 
-# --------
-# Computes advantages of tokens: discounted sums to the end of a sequence, GAE over a value model, and distillation.
+# --- Computes advantages of tokens: discounted sums to the end of a sequence, GAE over a value model, and distillation.
 
 
 def discounted_sums(values: torch.Tensor, sequence_index: torch.Tensor, factor: float) -> torch.Tensor:

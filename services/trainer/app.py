@@ -57,8 +57,7 @@ if TYPE_CHECKING:
     from services.trainer.step import TrainStep
 
 
-# --------
-# Prometheus metrics of a trainer and of its weight publisher. Imports no torch.
+# --- Prometheus metrics of a trainer and of its weight publisher. Imports no torch.
 
 
 METRICS = (
@@ -80,8 +79,7 @@ PUBLISHER_METRICS = (
 )  # fmt: skip
 
 
-# --------
-# Builds the training step of a policy from its section of the recipe, for the trainer and for offline replay.
+# --- Builds the training step of a policy from its section of the recipe, for the trainer and for offline replay.
 
 
 # Timeout of the ranks' wait for the first, which waits for the orchestrator; a dead rank is noticed at once.
@@ -213,9 +211,6 @@ def open_checkpoints(
         ranks,
         model_files,
     )
-
-
-# --------
 
 
 log = structlog.get_logger()

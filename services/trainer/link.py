@@ -436,8 +436,7 @@ async def _read_batch(call: Any, policy: str, training_step: int) -> RankBatch:
     )
 
 
-# --------
-# Implements ``OrchestratorLink`` over gRPC: synchronous calls for the training loop, coroutines in a thread of their
+# --- Implements ``OrchestratorLink`` over gRPC: synchronous calls for the training loop, coroutines in a thread of their
 # own.
 
 

@@ -37,8 +37,7 @@ from services.trainer.numerics import MismatchError
 from services.trainer.ranks import Ranks
 from services.trainer.step import BeforeUpdate, TrainStep
 
-# --------
-# Carries out device turns in a trainer, between two training steps: parks the trainer's tensors of the device, or
+# --- Carries out device turns in a trainer, between two training steps: parks the trainer's tensors of the device, or
 # brings them back.
 
 
@@ -124,9 +123,6 @@ class DeviceTurns:
             yield from (tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.device.type == kind)
         for state in step.optimizer.adamw.state.values():
             yield from (tensor for tensor in state.values() if tensor.device.type == kind)
-
-
-# --------
 
 
 _GO, _PAUSE, _STOP = 0, 1, 2

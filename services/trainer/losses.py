@@ -229,8 +229,7 @@ def kl_per_token(
     return estimate if clamp_estimate is None else estimate.clamp(-clamp_estimate, clamp_estimate)
 
 
-# --------
-# Loads a user's own loss by import path: ``name: my_losses:clipped``.
+# --- Loads a user's own loss by import path: ``name: my_losses:clipped``.
 
 
 def loss_by_path(path: str) -> LossFunction:
@@ -252,8 +251,7 @@ def loss_by_path(path: str) -> LossFunction:
     return loss
 
 
-# --------
-# Importance weights between two policies: per token, or one for all tokens of a sequence.
+# --- Importance weights between two policies: per token, or one for all tokens of a sequence.
 
 
 def importance_weights(
@@ -304,8 +302,7 @@ def cispo(tokens: TokenBatch, config: Cispo) -> PolicyLoss:
     return PolicyLoss(per_token=masked(loss, tokens.mask), counts={"truncated_tokens": count})
 
 
-# --------
-# PPO's clipped surrogate, with clip-higher and dual clip. ``grpo`` is this loss over group advantages.
+# --- PPO's clipped surrogate, with clip-higher and dual clip. ``grpo`` is this loss over group advantages.
 
 
 def ppo_clip(tokens: TokenBatch, config: ClipSettings) -> PolicyLoss:
@@ -341,8 +338,7 @@ def decoupled_ppo(tokens: TokenBatch, config: DecoupledPpo | M2poMask) -> Policy
     )
 
 
-# --------
-# GSPO: one ratio per sequence (arXiv 2507.18071).
+# --- GSPO: one ratio per sequence (arXiv 2507.18071).
 
 
 def gspo(tokens: TokenBatch, config: Gspo) -> PolicyLoss:
@@ -360,8 +356,7 @@ def gspo(tokens: TokenBatch, config: Gspo) -> PolicyLoss:
     )
 
 
-# --------
-# M2PO: a trust region whose width follows from the second moment of the log ratio (arXiv 2510.01161).
+# --- M2PO: a trust region whose width follows from the second moment of the log ratio (arXiv 2510.01161).
 
 
 CAP_LOW, CAP_HIGH = math.log1p(-0.95), math.log1p(20.0)
@@ -460,8 +455,7 @@ def kept_tokens(
     return mask & ((behaviour - proximal).square() <= limit)
 
 
-# --------
-# DPPO and IPO: a trust region in probability instead of in the ratio (arXiv 2602.04879; prime-rl's default loss).
+# --- DPPO and IPO: a trust region in probability instead of in the ratio (arXiv 2602.04879; prime-rl's default loss).
 
 
 def dppo(tokens: TokenBatch, config: Dppo) -> PolicyLoss:
@@ -493,8 +487,7 @@ def reinforce(tokens: TokenBatch, config: Reinforce) -> PolicyLoss:
     return PolicyLoss(per_token=masked(-tokens.advantages * tokens.logprobs, tokens.mask))
 
 
-# --------
-# SAPO: a soft gate on the ratio instead of a clip (arXiv 2511.20347).
+# --- SAPO: a soft gate on the ratio instead of a clip (arXiv 2511.20347).
 
 
 FADED_BELOW = 0.5  # share of the gradient at r = 1 below which a token counts as clipped
@@ -533,8 +526,7 @@ def tis(tokens: TokenBatch, config: Tis) -> PolicyLoss:
     )
 
 
-# --------
-# Losses, advantages and a mask, and the dict that names the losses.
+# --- Losses, advantages and a mask, and the dict that names the losses.
 
 
 @dataclass(frozen=True, slots=True)
@@ -582,8 +574,7 @@ def algorithm_of(config: AlgorithmConfig) -> Algorithm:
     return found
 
 
-# --------
-# Rejection masks: remove tokens or sequences on which the trainer's policy and the engine's differ too much.
+# --- Rejection masks: remove tokens or sequences on which the trainer's policy and the engine's differ too much.
 
 
 _CRITERIA: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

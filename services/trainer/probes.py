@@ -28,8 +28,7 @@ from services.trainer.packing import Document, dummy_micro_batch, pack
 from services.trainer.ranks import full, local_rows, peer_loss, reshard
 from services.trainer.step import TrainStep
 
-# --------
-# Other prompts that an engine may have read instead of a row's own: for ``probes``.
+# --- Other prompts that an engine may have read instead of a row's own: for ``probes``.
 
 
 ONE_TOKEN, TEMPLATE = "one token more or less", "template"
@@ -76,9 +75,6 @@ def prompt_changes(tokenizer: Any) -> list[tuple[str, str, Change]]:
         **{f"in its template, {name} system turn": partial(rendered, system=text) for name, text in SYSTEM.items()},
     }
     return [*found, *((TEMPLATE, label, again(render)) for label, render in ways.items())]
-
-
-# --------
 
 
 log = structlog.get_logger(__name__)

@@ -299,8 +299,7 @@ class HostGroup:
         return rows
 
 
-# --------
-# Detects lost nodes of a trainer: the launcher of each node increments a heartbeat counter in the rendezvous store.
+# --- Detects lost nodes of a trainer: the launcher of each node increments a heartbeat counter in the rendezvous store.
 
 
 BEAT_S = 2.0
@@ -380,8 +379,7 @@ def _key(node: int, what: str) -> str:
     return f"rollmill/nodes/{node}/{what}"
 
 
-# --------
-# Makes a rank leave on a signal, also while its main thread is inside a collective.
+# --- Makes a rank leave on a signal, also while its main thread is inside a collective.
 
 
 log = structlog.get_logger()

@@ -68,8 +68,7 @@ from services.trainer.model.policy_model import PolicyModel, Scorer
 from services.trainer.packing import Document
 from services.trainer.ranks import Ranks
 
-# --------
-# Computes advantages of single tokens from those of sequences, before the first update of a training step.
+# --- Computes advantages of single tokens from those of sequences, before the first update of a training step.
 
 
 Minibatches = Seq[Seq[MicroTensors]]
@@ -196,9 +195,6 @@ def _normalized(minibatches: Minibatches, ranks: Ranks, config: AlgorithmConfig)
         ]
         for minibatch in minibatches
     ]
-
-
-# --------
 
 
 log = structlog.get_logger(__name__)

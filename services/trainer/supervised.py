@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from services.trainer.packing import Document
 
 
-# --------
-# Supervised updates for a warm start: cross entropy over the masked tokens of demonstrations.
+# --- Supervised updates for a warm start: cross entropy over the masked tokens of demonstrations.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +101,6 @@ class SupervisedStep:
             num_trained_tokens=trained,
             seconds=time.perf_counter() - started,
         )
-
-
-# --------
 
 
 log = structlog.get_logger()

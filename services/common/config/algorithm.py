@@ -15,8 +15,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from services.common.config.base import Section
 
-# --------
-# Settings of credit assignment: discount, value head, teacher, normalisation of advantages.
+# --- Settings of credit assignment: discount, value head, teacher, normalisation of advantages.
 
 
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce", "gae", "pass_at_k", "max_rl"]
@@ -127,9 +126,6 @@ class CreditConfig(Section):
         if self.advantage == "pass_at_k":
             return reward in (0.0, 1.0)
         return self.advantage != "max_rl" or 0.0 <= reward <= 1.0
-
-
-# --------
 
 
 LossAggregation = Literal["token_mean", "sequence_mean", "constant", "sum"]
@@ -285,8 +281,7 @@ class AlgorithmConfig(CreditConfig):
         return self
 
 
-# --------
-# One settings class per policy loss, and their union by ``name``: settings of other losses are refused.
+# --- One settings class per policy loss, and their union by ``name``: settings of other losses are refused.
 
 
 M2poScope = Literal["minibatch", "micro_batch"]

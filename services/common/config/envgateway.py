@@ -12,8 +12,7 @@ from pydantic import Field, model_validator
 from services.common.config.base import Section
 from services.common.errors import ConfigError
 
-# --------
-# Settings of the environments that the gateway offers.
+# --- Settings of the environments that the gateway offers.
 
 
 class EnginePoolConfig(Section):
@@ -234,8 +233,7 @@ class HarborConfig(Section):
     """Largest size of a task's `environment`, and of its `tests`."""
 
 
-# --------
-# Settings of the MCP servers whose tools the gateway offers.
+# --- Settings of the MCP servers whose tools the gateway offers.
 
 
 MCP = "mcp:"  # begins the name of a server's tools: `mcp:SERVER` for all, `mcp:SERVER/TOOL` for one
@@ -317,9 +315,6 @@ def split_name(name: str) -> tuple[str, str]:
     """
     server, _, tool = name.removeprefix(MCP).partition("/")
     return server, tool
-
-
-# --------
 
 
 class SandboxConfig(Section):

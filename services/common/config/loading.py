@@ -33,8 +33,7 @@ from services.common.dataset_rows import BuiltInWorkflow
 from services.common.errors import ConfigError
 from services.common.importing import look_in, new_name
 
-# --------
-# The key ``defaults`` of a recipe: settings of all its policies and of all its inference services, written once.
+# --- The key ``defaults`` of a recipe: settings of all its policies and of all its inference services, written once.
 
 
 SECTIONS = ("policies", "inference")
@@ -101,8 +100,7 @@ def _completed(section: Any, base: Any) -> Any:
     return {**section, "workflow": merge(base, own)}
 
 
-# --------
-# Formats pydantic's errors: path, error, and the setting to write instead.
+# --- Formats pydantic's errors: path, error, and the setting to write instead.
 
 
 Location = Sequence[str | int]
@@ -252,8 +250,7 @@ def _inner(annotation: Any) -> Any:
     return annotation
 
 
-# --------
-# ``extends``: finds the recipe that another one names, and merges the two.
+# --- ``extends``: finds the recipe that another one names, and merges the two.
 
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"  # those that come with Rollmill
@@ -358,9 +355,6 @@ def _without_source(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict
 def _mapping(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     found = tree.get(key)
     return found if isinstance(found, Mapping) else {}
-
-
-# --------
 
 
 RESOLVED = "recipe.json"

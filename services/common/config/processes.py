@@ -14,8 +14,7 @@ from services.common.config.base import Section, with_device
 from services.common.config.training import PolicyConfig
 from services.common.installing import install, missing
 
-# --------
-# Settings of engines that are servers: SGLang's and vLLM's. The context length is the policy's
+# --- Settings of engines that are servers: SGLang's and vLLM's. The context length is the policy's
 # `model.context_length`.
 
 
@@ -67,9 +66,6 @@ class SglangConfig(ServersConfig):
 
 class VllmConfig(ServersConfig):
     """vLLM has the shared settings only."""
-
-
-# --------
 
 
 OutcomeRule = Literal["penalise", "mask", "as_scored"]  # what a rollout is that was not played to its end
@@ -322,8 +318,7 @@ class MetricsConfig(Section):
     without a port takes a free one."""
 
 
-# --------
-# The sizes of an embedded engine's KV cache, for the engine and for `rollmill check`.
+# --- The sizes of an embedded engine's KV cache, for the engine and for `rollmill check`.
 
 
 BLOCK_TOKENS = 32
@@ -357,8 +352,7 @@ def too_small(limit_bytes: float, context_length: int, token_bytes: int) -> str 
     )
 
 
-# --------
-# Assigns devices of nodes to the processes of a recipe, and checks the assignment.
+# --- Assigns devices of nodes to the processes of a recipe, and checks the assignment.
 
 
 SHARED_ENGINES = ("torch", "forced", "scripted")  # which free their memory on request
@@ -540,8 +534,7 @@ def _check_nodes(where: str, policy: PolicyConfig) -> None:
         )
 
 
-# --------
-# The trackers that a run can send its metrics to, and the package that each needs.
+# --- The trackers that a run can send its metrics to, and the package that each needs.
 
 
 class Tracker(enum.StrEnum):

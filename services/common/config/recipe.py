@@ -44,8 +44,7 @@ from services.common.dataset_rows import BuiltInWorkflow
 from services.common.harbor import ENVIRONMENT as HARBOR
 from services.common.net.hosts import is_loopback
 
-# --------
-# Checks of a recipe that concern several of its sections: what one asks for, another must have.
+# --- Checks of a recipe that concern several of its sections: what one asks for, another must have.
 
 
 ENGINES_WITH_ADAPTERS = ("torch", "sglang", "forced", "scripted")
@@ -410,9 +409,6 @@ def _of_engines(inference: Mapping[str, InferenceConfig]) -> list[str]:
                 if value != wanted:
                     found.append(f"{where}.{key} is {value}: write {wanted}")
     return found
-
-
-# --------
 
 
 class SecurityConfig(Section):

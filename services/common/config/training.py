@@ -13,8 +13,7 @@ from services.common.config.algorithm import LossConfig, M2po
 from services.common.config.base import Section, with_device
 from services.common.config.data import DatasetConfig, EvaluationConfig
 
-# --------
-# The ``adapter`` section of a policy: LoRA. Plain pydantic, no torch.
+# --- The ``adapter`` section of a policy: LoRA. Plain pydantic, no torch.
 
 
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
@@ -83,8 +82,7 @@ def check_adapter(*, trained: bool, offload: Sequence[str], has_teacher: bool) -
         )
 
 
-# --------
-# The ``optimizer`` section of a recipe: AdamW, its schedule, gradient clipping. Plain pydantic, no torch.
+# --- The ``optimizer`` section of a recipe: AdamW, its schedule, gradient clipping. Plain pydantic, no torch.
 
 
 ScheduleName = Literal["constant", "linear", "cosine"]
@@ -135,9 +133,6 @@ class OptimizerConfig(BaseModel):
                 f"total_updates ({self.total_updates}) must be more than warmup_updates ({self.warmup_updates})"
             )
         return self
-
-
-# --------
 
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -456,8 +451,7 @@ class PolicyConfig(Section):
         return self
 
 
-# --------
-# Settings of the threshold of an evaluation that ends training (`run.until`).
+# --- Settings of the threshold of an evaluation that ends training (`run.until`).
 
 
 _PASS_AT = re.compile(r"pass@([1-9][0-9]*)")

@@ -34,8 +34,7 @@ from services.common.security import identity
 from services.common.security.identity import Identity, refusal
 from services.common.security.keys import SERVICES, Bundle, Peer, Role
 
-# --------
-# TLS credentials for gRPC servers and channels, from an identity, and a synchronous channel with them.
+# --- TLS credentials for gRPC servers and channels, from an identity, and a synchronous channel with them.
 
 
 # Services reach each other at their own addresses; a proxy of the environment is for the outside.
@@ -87,8 +86,7 @@ def sync_channel(address: str, peer: Peer = Peer.MEMBER) -> grpc.Channel:
     return grpc.secure_channel(address, credentials, options=[DIRECT, *channel_options(peer)])
 
 
-# --------
-# Errors as gRPC statuses and back, from one table.
+# --- Errors as gRPC statuses and back, from one table.
 
 
 DOMAIN = "rollmill"
@@ -193,9 +191,6 @@ def _cut(text: str, size_bytes: int) -> str:
     if len(encoded) <= size_bytes:
         return encoded.decode()
     return encoded[:size_bytes].decode(errors="ignore") + "..."
-
-
-# --------
 
 
 _KEYS = {"run": "x-run-id", "request": "x-request-id"}
@@ -474,8 +469,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-# --------
-# Asks a service whether it is ready; ``python -m services.common.rpc.client HOST:PORT`` exits with 0 when
+# --- Asks a service whether it is ready; ``python -m services.common.rpc.client HOST:PORT`` exits with 0 when
 # ready.
 
 
@@ -514,8 +508,7 @@ def main(arguments: list[str]) -> int:
     return 1 if silent else 0
 
 
-# --------
-# Distinguishes a peer that is down, and may come back, from one that the keys separate from us for ever.
+# --- Distinguishes a peer that is down, and may come back, from one that the keys separate from us for ever.
 
 
 LOOK_EVERY_S = 5.0

@@ -23,8 +23,7 @@ from services.common.security.identity import allowed
 from services.common.telemetry.accounts import AnyActivity, TimeAccount
 from services.common.telemetry.logs import LogEvent, Repeats
 
-# --------
-# Limits of messages and connections of gRPC. Independent of gRPC.
+# --- Limits of messages and connections of gRPC. Independent of gRPC.
 
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -65,9 +64,6 @@ def server_options(service: str) -> list[tuple[str, Any]]:
         ("grpc.max_connection_idle_ms", int(HANDSHAKE_S * 1000)),
         ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
     ]
-
-
-# --------
 
 
 log = structlog.get_logger()

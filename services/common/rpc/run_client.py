@@ -110,8 +110,7 @@ class PeerWatch:
         )
 
 
-# --------
-# Fetches the resolved recipe, for a process that knows only the orchestrator's address.
+# --- Fetches the resolved recipe, for a process that knows only the orchestrator's address.
 
 
 FIRST_CONTACT_S = 120.0

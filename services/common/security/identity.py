@@ -199,8 +199,7 @@ def check_keys_are_there(needed: bool, identity: Identity | None) -> None:
         )
 
 
-# --------
-# The caller of the request that is being served. No heavy imports: limits and logs use this module in processes
+# --- The caller of the request that is being served. No heavy imports: limits and logs use this module in processes
 # without keys.
 
 
@@ -220,8 +219,7 @@ caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
 """Of the call that is being served; None in a process without keys."""
 
 
-# --------
-# Finds the reason why a connection to a peer fails because of keys.
+# --- Finds the reason why a connection to a peer fails because of keys.
 
 
 PROBE_S = 2.0  # for connecting, and again for the handshake
@@ -374,8 +372,7 @@ def _anyone() -> ssl.SSLContext:
     return context
 
 
-# --------
-# The table of permissions: which roles may call each RPC and each group of HTTP routes. Unlisted methods are denied.
+# --- The table of permissions: which roles may call each RPC and each group of HTTP routes. Unlisted methods are denied.
 
 
 _LOOKING = {Role.OPERATOR, Role.VIEWER}
@@ -442,8 +439,7 @@ def allowed(what: str) -> frozenset[Role]:
     return _ALLOWED.get(what, frozenset())
 
 
-# --------
-# TLS from an identity for everything that takes an ``ssl.SSLContext``: HTTP servers.
+# --- TLS from an identity for everything that takes an ``ssl.SSLContext``: HTTP servers.
 
 
 def server_context(who: Identity) -> ssl.SSLContext:

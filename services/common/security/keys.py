@@ -25,8 +25,7 @@ from pathlib import Path
 
 from services.common.errors import ConfigError, UnauthenticatedError
 
-# --------
-# The roles of a run, with least privilege each, and the names of servers in certificates.
+# --- The roles of a run, with least privilege each, and the names of servers in certificates.
 
 
 DOMAIN = "rollmill.internal"
@@ -81,9 +80,6 @@ PEERS_OF: dict[Role, tuple[Peer, ...]] = {
     Role.ENVGATEWAY: (Peer.MEMBER, Peer.ENVGATEWAY),
 }
 """Names for which the certificate of each role is valid. Roles without a server are absent."""
-
-
-# --------
 
 
 VARIABLE = "ROLLMILL_KEYS"
@@ -216,8 +212,7 @@ def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name != VARIABLE}
 
 
-# --------
-# Checks the validity period of a certificate or token, with messages that reveal two differing clocks.
+# --- Checks the validity period of a certificate or token, with messages that reveal two differing clocks.
 
 
 LEEWAY_S = 60.0  # by which clocks of two machines may differ

@@ -26,8 +26,7 @@ def num_cores(quota: Path = _QUOTA) -> float:
     return cores if time == "max" else min(cores, int(time) / int(period))
 
 
-# --------
-# Disks: errors of the system and SQLite that say one is full; names that survive a power cut.
+# --- Disks: errors of the system and SQLite that say one is full; names that survive a power cut.
 
 
 RESERVE_BYTES = 1024 * 1024  # with less than this a disk counts as full
@@ -54,8 +53,7 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-# --------
-# Finds ports for processes that start in a moment, which no other process takes meanwhile.
+# --- Finds ports for processes that start in a moment, which no other process takes meanwhile.
 
 
 LOOPBACK = "127.0.0.1"
@@ -114,8 +112,7 @@ def _begin_of_ephemeral() -> int:
         return _DEFAULT_BEGIN
 
 
-# --------
-# Makes glibc keep freed memory, for processes that free and allocate the same megabytes repeatedly; free memory in
+# --- Makes glibc keep freed memory, for processes that free and allocate the same megabytes repeatedly; free memory in
 # bytes.
 
 
@@ -158,8 +155,7 @@ def available_bytes() -> int:
     return min(of_machine, int(limit) - int(used) + int(stat.get("inactive_file", 0)))
 
 
-# --------
-# Collects reference cycles in small steps, in a process that holds many objects and must answer at once.
+# --- Collects reference cycles in small steps, in a process that holds many objects and must answer at once.
 
 
 _LOOK_EVERY_S, _LOOKS = 0.1, 5  # a sweep at the fifth look at the latest

@@ -24,8 +24,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple, NewType
 
-# --------
-# Names of activities and waits, which time accounts report and the stall detector reads.
+# --- Names of activities and waits, which time accounts report and the stall detector reads.
 
 
 ActivityLabel = NewType("ActivityLabel", str)
@@ -111,8 +110,7 @@ class TrainerState(enum.StrEnum):
     FINISHED = "finished"
 
 
-# --------
-# Names of components in time accounts, stalls and metrics: built and recognised here only.
+# --- Names of components in time accounts, stalls and metrics: built and recognised here only.
 
 
 Component = NewType("Component", str)
@@ -214,9 +212,6 @@ def split(component: str) -> tuple[Component, Component]:
         if between and is_of_replica(whole):
             return Component(whole), Component(f"{inner}{rest}")
     return Component(component), NOBODY
-
-
-# --------
 
 
 class Activity(NamedTuple):

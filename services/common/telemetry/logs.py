@@ -216,8 +216,7 @@ class Repeats:
         return {"and_before": count} if (count := self._untold.pop(kind, 0)) else {}
 
 
-# --------
-# Names of log events that tools read. Other events are for people only and are plain strings where they are logged.
+# --- Names of log events that tools read. Other events are for people only and are plain strings where they are logged.
 
 
 class LogEvent(enum.StrEnum):

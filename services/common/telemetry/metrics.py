@@ -163,8 +163,7 @@ class MetricsWriter:
         self._file.close()
 
 
-# --------
-# Contents of ``summary.json``: the orchestrator writes the file at the end of a run, and the launcher adds its
+# --- Contents of ``summary.json``: the orchestrator writes the file at the end of a run, and the launcher adds its
 # figures.
 
 
@@ -235,8 +234,7 @@ class RunSummary(TypedDict):
     load: NotRequired[float]
 
 
-# --------
-# The lanes and gauges of the environment gateway's queue, which the gateway reports and the stall detector reads.
+# --- The lanes and gauges of the environment gateway's queue, which the gateway reports and the stall detector reads.
 
 
 class Lane(enum.StrEnum):

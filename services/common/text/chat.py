@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# --------
-# Keeps text that looks like a token of the chat template from acting as one, so that no message begins or ends a
+# --- Keeps text that looks like a token of the chat template from acting as one, so that no message begins or ends a
 # turn.
 
 
@@ -144,9 +143,6 @@ def _deep(value: Any, split: Split) -> Any:
     if isinstance(value, (list, tuple)):
         return [_deep(inner, split) for inner in value]
     return value
-
-
-# --------
 
 
 _DUMMY_USER: Message = {"role": "user", "content": "question"}
@@ -451,8 +447,7 @@ class Chat:
         return _MARKER in self._render([_DUMMY_USER], invite=True, tools=tools)
 
 
-# --------
-# Hugging Face models and tokenizers: loading, weight names, and the question whether two of them belong together.
+# --- Hugging Face models and tokenizers: loading, weight names, and the question whether two of them belong together.
 
 
 _CONFIG_FIELDS = (

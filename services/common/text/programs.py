@@ -147,8 +147,7 @@ def _defines(program: str, name: str) -> bool:
     )
 
 
-# --------
-# ``ast.parse`` for threads: CPython 3.11 counts the depth of a tree for the whole process, so that two threads that
+# --- ``ast.parse`` for threads: CPython 3.11 counts the depth of a tree for the whole process, so that two threads that
 # build trees at once raise SystemError ("AST constructor recursion depth mismatch").
 
 
@@ -167,8 +166,7 @@ def parsed_expression(text: str | bytes) -> ast.expr:
         return ast.parse(text, mode="eval").body
 
 
-# --------
-# Reads test code without running it: which names are calls into the program, and whether the tests can judge a
+# --- Reads test code without running it: which names are calls into the program, and whether the tests can judge a
 # program.
 
 

@@ -203,8 +203,7 @@ def _joined(options: Iterable[str]) -> str:
     return " or ".join(options)
 
 
-# --------
-# Tool calls as text: the Hermes calls of an assistant turn, and the status, text and counts of their results.
+# --- Tool calls as text: the Hermes calls of an assistant turn, and the status, text and counts of their results.
 
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -41,8 +41,7 @@ from services.common.errors import (
 )
 from services.common.system.processes import is_there
 
-# --------
-# Elements of weights in numpy: types, casts between floating types, and the steps between two elements.
+# --- Elements of weights in numpy: types, casts between floating types, and the steps between two elements.
 
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]  # one unsigned integer per element, little-endian
@@ -203,9 +202,6 @@ def _sign_bit(bits: Bits) -> Any:
 
 def _one(bits: Bits) -> Any:
     return bits.dtype.type(1)
-
-
-# --------
 
 
 # Names of the tensors of an adapter, as in PEFT's files.

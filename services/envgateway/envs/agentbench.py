@@ -26,8 +26,7 @@ from services.common.config.envgateway import AgentBenchConfig
 from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
 from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
 
-# --------
-# HTTP client with one request at a time per connection; says which failures mean that the server never saw the
+# --- HTTP client with one request at a time per connection; says which failures mean that the server never saw the
 # request.
 
 
@@ -162,8 +161,7 @@ _LEAST_S = 0.1  # with less, a server could take the turn and its answer come to
 _CANCEL_S = 4.5  # less than the gateway waits for an environment to close
 
 
-# --------
-# Bodies of requests and answers of AgentBench's two protocols, for our client of its servers and our server for its
+# --- Bodies of requests and answers of AgentBench's two protocols, for our client of its servers and our server for its
 # clients.
 
 
@@ -260,8 +258,7 @@ class SessionAnswer(TypedDict, total=False):
     output: SampleOutput
 
 
-# --------
-# Interface of an AgentBench server for both protocols, and the conversion of answers to our records.
+# --- Interface of an AgentBench server for both protocols, and the conversion of answers to our records.
 
 
 Session = int | str
@@ -349,9 +346,6 @@ def reward_of(result: object, status: EndStatus) -> float:
     if value is None and status is not EndStatus.COMPLETED:
         return 0.0
     raise EpisodeLostError(f"the task was completed with a result that holds no reward: {result!r:.120}")
-
-
-# --------
 
 
 _SYNC_S = 60.0
@@ -473,8 +467,7 @@ def _turn(output: SampleOutput) -> Turn:
     return Turn(done=True, reward=reward_of(output.get("result"), status), status=status)
 
 
-# --------
-# A task-server adapter, or a pool of them: one conversation as an episode, rewards in every answer.
+# --- A task-server adapter, or a pool of them: one conversation as an episode, rewards in every answer.
 
 
 _FULL = (406, 429, 503)
@@ -545,8 +538,7 @@ def _answer(reply: Reply) -> EpisodeAnswer:
     return cast(EpisodeAnswer, body)
 
 
-# --------
-# State shared by the episodes of one AgentBench server: address, connections and protocol.
+# --- State shared by the episodes of one AgentBench server: address, connections and protocol.
 
 
 class AgentBenchEpisode:

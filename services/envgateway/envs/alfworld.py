@@ -231,8 +231,7 @@ def as_text(messages: Sequence[Mapping[str, str]]) -> str:
     return "\n".join([instruction, *(text.strip() for text in example), "", task])
 
 
-# --------
-# Maps an action that is not listed to the most similar listed action.
+# --- Maps an action that is not listed to the most similar listed action.
 
 
 _LEAST_ALIKE = 0.01
@@ -282,8 +281,7 @@ def _grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
     return Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
 
 
-# --------
-# List of games: files ``game.tw-pddl`` below a data folder, counted in a list.
+# --- List of games: files ``game.tw-pddl`` below a data folder, counted in a list.
 
 
 GAME_FILE = "game.tw-pddl"
@@ -344,8 +342,7 @@ def _read_list(path: Path) -> list[str]:
     return [game for games in lists for game in games]
 
 
-# --------
-# One episode of ALFWorld: messages to the policy, effects of its replies, and how the episode ends.
+# --- One episode of ALFWorld: messages to the policy, effects of its replies, and how the episode ends.
 
 
 _SAME_REPLIES = 3
@@ -472,8 +469,7 @@ class AlfworldWorld:
         await self.pool.close()
 
 
-# --------
-# Small houses for the real engine, where ALFWorld's own games are not at hand: put one thing somewhere else.
+# --- Small houses for the real engine, where ALFWorld's own games are not at hand: put one thing somewhere else.
 
 
 PLACES = (
@@ -561,8 +557,7 @@ def _id(name: str) -> str:
     return f"{name}_bar__plus_01_dot_00_bar__plus_01_dot_00_bar__plus_01_dot_00"
 
 
-# --------
-# Write games that are kept as rows into the tree of folders that ALFWorld reads.
+# --- Write games that are kept as rows into the tree of folders that ALFWorld reads.
 
 
 def unpack(rows: Path, domain: Path, folder: Path) -> list[str]:

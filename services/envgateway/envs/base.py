@@ -123,8 +123,7 @@ class IndexedWorld(World, Protocol):
     async def indices(self) -> Sequence[int | str]: ...
 
 
-# --------
-# Settings that a task's row may carry for its environment, under the key ``environment``; and the row's question.
+# --- Settings that a task's row may carry for its environment, under the key ``environment``; and the row's question.
 
 
 _QUESTION_KEYS = ("question", "problem", "prompt")
@@ -173,8 +172,7 @@ def question_of(task: Mapping[str, Any]) -> str:
     raise InvalidRequestError(f"the task has no question: it needs one of {', '.join(_QUESTION_KEYS)}")
 
 
-# --------
-# Environments around the gateway's rewards and tools: ``single_step``, ``tool`` and ``tools``.
+# --- Environments around the gateway's rewards and tools: ``single_step``, ``tool`` and ``tools``.
 
 
 class SingleStep:
@@ -285,8 +283,7 @@ class ToolCalls:
             await self._session.close()
 
 
-# --------
-# Base class of the environments that users write: one object per episode.
+# --- Base class of the environments that users write: one object per episode.
 
 
 class Environment:
@@ -304,8 +301,7 @@ class Environment:
         """Release the episode's resources; called once."""
 
 
-# --------
-# Classifies an environment's failure: caused by the action's bytes, or by the machine.
+# --- Classifies an environment's failure: caused by the action's bytes, or by the machine.
 
 
 DATA_ERRORS = (
@@ -331,8 +327,7 @@ def trace_of(error: BaseException) -> str:
     return "".join(traceback.format_tb(error.__traceback__)[-_SHOWN_FRAMES:])
 
 
-# --------
-# The form in which text worlds and policies talk: a list of actions ends each message, ``ACTION:`` begins an answer.
+# --- The form in which text worlds and policies talk: a list of actions ends each message, ``ACTION:`` begins an answer.
 
 
 ACTIONS_LEAD = " AVAILABLE ACTIONS: "

@@ -77,8 +77,7 @@ if TYPE_CHECKING:
     from services.envgateway.sandbox.pool import SandboxPool
 
 
-# --------
-# Environments by name: the built-in ones, those of worlds, and those that the recipe names by import path.
+# --- Environments by name: the built-in ones, those of worlds, and those that the recipe names by import path.
 
 
 log = structlog.get_logger()
@@ -227,9 +226,6 @@ def _load(name: str, path: str) -> EnvironmentFactory:
         return GymnasiumFactory(factory)
     check_methods(factory, f"envgateway.environments.{name}: {path}", ENVIRONMENT_METHODS)
     return factory  # type: ignore[no-any-return]
-
-
-# --------
 
 
 STEP_TIMEOUT_S = 55.0  # less than callers wait, so that they get the reason
@@ -512,8 +508,7 @@ def _text(text: Any) -> str:
     return encodable(str(text))
 
 
-# --------
-# Worlds that a gateway's config can offer, or the missing part of a world.
+# --- Worlds that a gateway's config can offer, or the missing part of a world.
 
 
 ENVIRONMENT_NAMES = ("alfworld", "harbor", "household_toy", "single_step", "textworld", "tool", "tools", "webshop")

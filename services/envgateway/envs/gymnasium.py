@@ -301,8 +301,7 @@ def actions_of_copies(reply: str, copies: Sequence[int], read: Callable[[str], A
     return None if any(action is None for action in chosen.values()) else chosen
 
 
-# --------
-# Environments in the style of gymnasium, played in text. Needs no package ``gymnasium``.
+# --- Environments in the style of gymnasium, played in text. Needs no package ``gymnasium``.
 
 
 def is_gymnasium_style(factory: Any) -> bool:

@@ -23,8 +23,7 @@ from services.common.system.machine import LOOPBACK, free_ports
 from services.common.system.processes import how_ended, process_group
 from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
 
-# --------
-# The process of an OpenEnv server that a recipe names by its command: started with the first episode, again after its
+# --- The process of an OpenEnv server that a recipe names by its command: started with the first episode, again after its
 # end.
 
 
@@ -109,8 +108,7 @@ def _filled(part: str, marks: Mapping[str, str]) -> str:
     return part
 
 
-# --------
-# OpenEnv's messages: what goes over the socket of one episode, and how its answers are read.
+# --- OpenEnv's messages: what goes over the socket of one episode, and how its answers are read.
 
 
 _SHOWN_CHARACTERS = 500
@@ -261,9 +259,6 @@ class OpenEnvSession:
                 await self._socket.close()
         except (TimeoutError, aiohttp.ClientError, OSError):
             pass  # a server that is gone has no place to free
-
-
-# --------
 
 
 _MOST_CHARS = 100_000  # of an action

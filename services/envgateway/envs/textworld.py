@@ -34,8 +34,7 @@ from services.envgateway.envs.base import (
 )
 from services.envgateway.envs.engines.pool import EnginePool, Game
 
-# --------
-# Finds the game that a task's row asks for: a file of a folder, or a game to be made.
+# --- Finds the game that a task's row asks for: a file of a folder, or a game to be made.
 
 
 _GAME_FILE = re.compile(r".*\.z[1-8]")
@@ -121,8 +120,7 @@ def index_of(task: Mapping[str, Any]) -> int:
     return index
 
 
-# --------
-# Makes games with TextWorld's ``tw-make``: each once, kept in a cache under its settings and seed.
+# --- Makes games with TextWorld's ``tw-make``: each once, kept in a cache under its settings and seed.
 
 
 log = structlog.get_logger()
@@ -200,9 +198,6 @@ def _arguments(game: CookingGame | CustomGame, seed: int) -> list[str]:
         "tw-cooking", "--recipe", str(game.recipe), "--take", str(game.take), "--go", str(game.go),
         "--recipe-seed", str(seed), "--split", game.split, *switches, *common,
     ]  # fmt: skip
-
-
-# --------
 
 
 class TextworldEpisode:

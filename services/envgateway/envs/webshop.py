@@ -167,8 +167,7 @@ def _json(path: Path, kind: type) -> Any:
     return value
 
 
-# --------
-# Goals of episodes: a product with a price limit, drawn from the instructions or read from a file.
+# --- Goals of episodes: a product with a price limit, drawn from the instructions or read from a file.
 
 
 NO_LIMIT = 1_000_000.0
@@ -263,8 +262,7 @@ def _limited(instruction: Instruction, price: float, draw: random.Random) -> Goa
     )
 
 
-# --------
-# BM25 over a catalogue: which products a line of words finds, best first.
+# --- BM25 over a catalogue: which products a line of words finds, best first.
 
 
 _K1 = 0.9
@@ -324,8 +322,7 @@ def _text(product: Product) -> str:
     return " ".join((product.title, product.description, *product.bullet_points[:1], options))
 
 
-# --------
-# Makes a small catalogue of invented products in WebShop's raw form, for machines without the real catalogue.
+# --- Makes a small catalogue of invented products in WebShop's raw form, for machines without the real catalogue.
 
 
 _BRANDS = ("Alder", "Brisk", "Cobalt", "Dovetail", "Ember", "Fathom")

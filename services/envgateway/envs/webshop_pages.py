@@ -208,8 +208,7 @@ def _shown(text: str) -> str:
     return " " if text and "\n" not in text else ""
 
 
-# --------
-# WebShop's reward for a purchase: how much of the goal the bought product, its options and its price meet.
+# --- WebShop's reward for a purchase: how much of the goal the bought product, its options and its price meet.
 
 
 # Decides rewards: results are comparable only between runs with the same one.
@@ -354,8 +353,7 @@ def _plain(text: str) -> str:
     return default_process(text.translate(_NOT_ASCII))
 
 
-# --------
-# Immutable state that all visits share: products, prices, goals, search and the scoring of purchases.
+# --- Immutable state that all visits share: products, prices, goals, search and the scoring of purchases.
 
 
 log = structlog.get_logger()
@@ -415,8 +413,7 @@ def open_shop(files: CatalogueFiles, goals: Path | None, num_products: int | Non
     return shop
 
 
-# --------
-# One visit to the shop: which page an action leads to.
+# --- One visit to the shop: which page an action leads to.
 
 
 _MOST_CHARS = 1000  # of an action: pages repeat the words of a search in their address
@@ -527,8 +524,7 @@ def _parts(action: str) -> tuple[str, str] | None:
     return (line[:opened], line[opened + 1 : closed]) if opened >= 1 else None
 
 
-# --------
-# Converts a visit to messages for the policy, and a reply to an action.
+# --- Converts a visit to messages for the policy, and a reply to an action.
 
 
 Style = Literal["agentbench", "bare"]
@@ -638,8 +634,7 @@ def admissible(visit: Visit) -> list[str]:
     return [f"click[{value}]" for value in page.clickables]
 
 
-# --------
-# One episode of ``webshop``: a visit, talked about, within so many turns.
+# --- One episode of ``webshop``: a visit, talked about, within so many turns.
 
 
 class WebshopSettings(Section):

@@ -32,8 +32,7 @@ from services.common.text.literals import NotLiteralError, to_tree, tree_of
 from services.common.text.programs import parsed_expression
 from services.envgateway.judge.records import Comparison, ComparisonMode
 
-# --------
-# Compares plain data in its tree form (``bare.harness.plain``), without building objects from untrusted code.
+# --- Compares plain data in its tree form (``bare.harness.plain``), without building objects from untrusted code.
 
 
 Tree: TypeAlias = Any
@@ -358,9 +357,6 @@ def _as_float(number: Fraction) -> float | Fraction:
     except OverflowError:
         return number
     return near if near == number else number
-
-
-# --------
 
 
 _LARGEST_PARSED = 1 << 18  # bytes of a JSON or literal text: parsing untrusted text costs a multiple in memory

@@ -56,8 +56,7 @@ from services.envgateway.sandbox.lease import Job, SlotLease, SubmittedRun, prof
 from services.envgateway.sandbox.pool import SandboxPool, compile_cpp, cpp_job
 from services.envgateway.sandbox.records import ExecutionResult
 
-# --------
-# Cases of one program that are run by one host: confined once, each case in a process of its own.
+# --- Cases of one program that are run by one host: confined once, each case in a process of its own.
 
 
 MOST_CASES = messages.MOST_INPUTS  # of one host
@@ -180,9 +179,6 @@ def result_of(record: CaseRecord, case: HostedCase, tier: str) -> ExecutionResul
         detail=end.detail,
         slot_s=record.wall_s,
     )
-
-
-# --------
 
 
 MAX_CASES = 10_000

@@ -156,8 +156,7 @@ class JudgeResult:
         return sum(case.verdict is RunStatus.OK for case in self.cases)
 
 
-# --------
-# Converts the sandbox's results to verdicts of cases and of whole requests.
+# --- Converts the sandbox's results to verdicts of cases and of whole requests.
 
 
 _SHOWN_BYTES = 2000
@@ -215,8 +214,7 @@ def unusable(detail: str, tier: str) -> JudgeResult:
     return JudgeResult(verdict=RunStatus.INVALID_TESTS, detail=detail, tier=tier)
 
 
-# --------
-# Frames of an interactive run, in both directions: a length and as many bytes.
+# --- Frames of an interactive run, in both directions: a length and as many bytes.
 
 
 class Frames:

@@ -443,8 +443,7 @@ def _closing_place(text: str) -> int:
     return -1
 
 
-# --------
-# Answers in a box: reads ``\boxed{...}`` and compares the answer with the truth, without any algebra.
+# --- Answers in a box: reads ``\boxed{...}`` and compares the answer with the truth, without any algebra.
 
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")  # int() refuses more digits than 4300
@@ -531,8 +530,7 @@ def boxed_match(task: Mapping[str, Any], completion: str) -> RewardResult:
     return compare_plainly(answer, truth) or WRONG
 
 
-# --------
-# Compares an answer with the reference answer: Math-Verify, with checks before and after.
+# --- Compares an answer with the reference answer: Math-Verify, with checks before and after.
 
 
 _MOST_SPANS = 4

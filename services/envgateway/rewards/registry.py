@@ -49,8 +49,7 @@ from services.envgateway.rewards.pool import MAX_COMPLETION_CHARS, MathPool
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits
 
-# --------
-# ``code``: a completion is right when its program passes every test of the task.
+# --- ``code``: a completion is right when its program passes every test of the task.
 
 
 JUDGING_TIMEOUT_S = 600.0  # of a call: a judgement of 500 s at most (sandbox.judging_time_s), and two waits
@@ -154,9 +153,6 @@ def _reward(result: JudgeResult) -> RewardResult:
     if not result.verdict.is_about_the_program:
         return grader_failed(detail)
     return RewardResult(outcome=RewardOutcome.WRONG, detail=detail, opaque=result.opaque)
-
-
-# --------
 
 
 log = structlog.get_logger()

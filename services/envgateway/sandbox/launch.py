@@ -31,8 +31,7 @@ from services.envgateway.sandbox.bare import procfs, wire
 from services.envgateway.sandbox.bare.slot_queue import batch_share
 from services.envgateway.sandbox.bare.supervisor.slots import kill_user, remove_tree
 
-# --------
-# Users and marks for slots, shared fairly with other gateways on this machine; and the end of dead gateways'
+# --- Users and marks for slots, shared fairly with other gateways on this machine; and the end of dead gateways'
 # programs.
 
 
@@ -103,9 +102,6 @@ def _sweep_orphans() -> None:
             kill_user(uid)
             holder.close()
             log.warning("sandbox.orphans_swept", uid=uid, processes=count)
-
-
-# --------
 
 
 _PACKAGE_PARENT = str(Path(__file__).parent)

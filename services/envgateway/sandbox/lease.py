@@ -19,8 +19,7 @@ from services.envgateway.sandbox.bare.statuses import RunStatus, status_of_run
 from services.envgateway.sandbox.bare.supervisor.places import PROGRAM
 from services.envgateway.sandbox.records import ExecutionResult
 
-# --------
-# Jobs for the supervisor: a source, a mode, a profile and complete limits.
+# --- Jobs for the supervisor: a source, a mode, a profile and complete limits.
 
 
 MAX_CODE_BYTES = 1 << 20
@@ -74,8 +73,7 @@ def why_unusable(code: str) -> str:
     return f"the program has {size} bytes, more than {MAX_CODE_BYTES}" if size > MAX_CODE_BYTES else ""
 
 
-# --------
-# The gateway's end of the supervisor's channel: sends requests, hands results to waiting callers.
+# --- The gateway's end of the supervisor's channel: sends requests, hands results to waiting callers.
 
 
 _ids = itertools.count(1)
@@ -238,9 +236,6 @@ def _result(head: dict[str, Any], stdout: bytes, stderr: bytes) -> ExecutionResu
         detail=head["detail"],
         slot_s=head["slot_s"],
     )
-
-
-# --------
 
 
 log = structlog.get_logger()

@@ -38,8 +38,7 @@ from services.envgateway.sandbox.lease import (
 from services.envgateway.sandbox.live import LiveSlots
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 
-# --------
-# C++: compiles a program once in the sandbox, and runs the binary as often as asked.
+# --- C++: compiles a program once in the sandbox, and runs the binary as often as asked.
 
 
 _MESSAGE_BYTES = 16_384
@@ -98,9 +97,6 @@ async def run_cpp(slot: SlotLease, request: ExecutionRequest) -> ExecutionResult
     if isinstance(artefact, ExecutionResult):
         return artefact
     return (await slot.run(cpp_job(artefact, request.stdin, request.limits.within(slot.config)))).result.result()
-
-
-# --------
 
 
 log = structlog.get_logger()

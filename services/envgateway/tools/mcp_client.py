@@ -41,8 +41,7 @@ from services.common.system.processes import end_group, has_ended, how_ended, si
 from services.common.text.tools import ToolStatus, cut_text
 from services.common.tools import ToolError, ToolResult
 
-# --------
-# A server as a child process: JSON-RPC messages, one in a line, over its standard input and output.
+# --- A server as a child process: JSON-RPC messages, one in a line, over its standard input and output.
 
 
 log = structlog.get_logger()
@@ -170,9 +169,6 @@ class ServerProcess:
 
 def _text(line: bytes) -> str:
     return line.decode(errors="replace").strip()[:500]
-
-
-# --------
 
 
 _CONNECT_S = 10.0
@@ -412,8 +408,7 @@ def _told(task: asyncio.Task[None]) -> str:
     return "it was closed" if error is None else f"{type(error).__name__}: {str(error)[:500]}".rstrip(": ")
 
 
-# --------
-# Checks the JSON schemas of MCP tools, and arguments against them, by the rules of JSON Schema 2020-12.
+# --- Checks the JSON schemas of MCP tools, and arguments against them, by the rules of JSON Schema 2020-12.
 
 
 _MAX_SHOWN_CHARS = 200

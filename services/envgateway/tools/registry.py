@@ -123,8 +123,7 @@ def _registered(tool: AnyTool, config: ToolConfig) -> RegisteredTool:
     )
 
 
-# --------
-# The tool calls of one trajectory: reading them, checking them, running them, counting them.
+# --- The tool calls of one trajectory: reading them, checking them, running them, counting them.
 
 
 log = structlog.get_logger()

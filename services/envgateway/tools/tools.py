@@ -25,8 +25,7 @@ from services.envgateway.sandbox.lease import why_unusable
 from services.envgateway.sandbox.live import CellResult, LiveProcess, LiveSlots
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest
 
-# --------
-# Tools of the gateway: those of ``services.common.tools``, and the error of a state that is lost.
+# --- Tools of the gateway: those of ``services.common.tools``, and the error of a state that is lost.
 
 
 class StateLostError(InfrastructureError):
@@ -44,8 +43,7 @@ class RegisteredTool:
     has_state: bool  # of each trajectory's own
 
 
-# --------
-# ``python`` and ``python_code_with_standard_io``: one program a call, without kept state.
+# --- ``python`` and ``python_code_with_standard_io``: one program a call, without kept state.
 
 
 _QUEUE_S = 30.0  # waiting for a slot, on top of a program's own time
@@ -84,9 +82,6 @@ class PythonTool:
         stdout, stderr = (data.decode(errors="replace") for data in (result.stdout, result.stderr))
         text = shown_output(status, stdout, stderr, wall_s=result.wall_s, detail=result.detail)
         return ToolResult(status=status, text=text)
-
-
-# --------
 
 
 _WHY = {

@@ -41,8 +41,7 @@ from services.inference.workflows.agents import (
     tool_message,
 )
 
-# --------
-# Validates the tools of a request, and converts them into the form that chat templates list: OpenAI's chat functions.
+# --- Validates the tools of a request, and converts them into the form that chat templates list: OpenAI's chat functions.
 
 
 _TYPES = {"string", "integer", "number", "boolean", "array", "object", "null"}
@@ -113,8 +112,7 @@ def check_schema(schema: Any, where: str, depth: int) -> None:
             check_schema(inner, f"{where}.{keyword}[{i}]", depth + 1)
 
 
-# --------
-# Defines a dialect of the endpoint: it reads requests, and writes answers, events and errors.
+# --- Defines a dialect of the endpoint: it reads requests, and writes answers, events and errors.
 
 
 log = structlog.get_logger(__name__)
@@ -299,9 +297,6 @@ def object_at(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise InvalidRequestError(f"{where} must be an object")
     return value
-
-
-# --------
 
 
 _ROLES = {"developer": "system"}  # the name in newer clients
@@ -495,8 +490,7 @@ CHAT = Dialect(
 )
 
 
-# --------
-# Writes an answer as blocks, one after the other: the thought, the text, the calls of tools.
+# --- Writes an answer as blocks, one after the other: the thought, the text, the calls of tools.
 
 
 class Kind(enum.Enum):

@@ -33,8 +33,7 @@ from services.inference.workflows.agents import (
     written_arguments,
 )
 
-# --------
-# Anthropic's Messages: writes answers, their events, and errors.
+# --- Anthropic's Messages: writes answers, their events, and errors.
 
 
 _ERRORS = {
@@ -136,9 +135,6 @@ def anthropic_refusal(refusal: Refusal) -> tuple[int, Json]:
     too_long = "prompt is too long: " if refusal.code == "context_length_exceeded" else ""
     error = {"type": _ERRORS.get(status, "api_error"), "message": too_long + refusal.message}
     return status, {"type": "error", "error": error, "request_id": None}
-
-
-# --------
 
 
 class ToolChoice(BaseModel):

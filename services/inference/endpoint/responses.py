@@ -36,8 +36,7 @@ from services.inference.workflows.agents import (
     tool_message,
 )
 
-# --------
-# OpenAI's Responses: writes answers and their events.
+# --- OpenAI's Responses: writes answers and their events.
 
 
 _DELTA = {Kind.THOUGHT: "response.reasoning_text", Kind.TEXT: "response.output_text"}
@@ -183,9 +182,6 @@ def _part(kind: Kind, text: str) -> Json:
 
 def _told_tool(function: Mapping[str, Any]) -> Json:
     return {"type": "function", "parameters": None, "strict": False, **function}
-
-
-# --------
 
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}

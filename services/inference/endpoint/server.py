@@ -73,8 +73,7 @@ from services.inference.workflows.agents import (
     settled,
 )
 
-# --------
-# Creates the URL and session text of an agent, and reads the session from its requests.
+# --- Creates the URL and session text of an agent, and reads the session from its requests.
 
 
 SESSION_HEADER = "X-Rollmill-Session"
@@ -143,8 +142,7 @@ def trust(who: Identity) -> None:
     os.environ[CA_VARIABLE] = file.name
 
 
-# --------
-# Reads the body of a request: an object with a list of items, such as ``messages``, among its fields.
+# --- Reads the body of a request: an object with a list of items, such as ``messages``, among its fields.
 
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -182,8 +180,7 @@ def read_body(body: bytes, name: str) -> tuple[Mapping[str, Any], Sequence[Any]]
     return fields, [items] if isinstance(items, str) else items
 
 
-# --------
-# Captured sessions as the endpoint serves them: finds the thread of a request, and the answers that requests name.
+# --- Captured sessions as the endpoint serves them: finds the thread of a request, and the answers that requests name.
 
 
 class RewardTold(BaseModel):
@@ -302,8 +299,7 @@ def models_told(names: Iterable[str]) -> dict[str, Any]:
     return {"object": "list", "data": data, **page}
 
 
-# --------
-# Sends one answer as server-sent events while its turn is taken.
+# --- Sends one answer as server-sent events while its turn is taken.
 
 
 class Stream:
@@ -385,9 +381,6 @@ async def in_session(session: ServedSession, work: Awaitable[CapturedTurn]) -> C
         raise UnknownSessionError("the rollout of this session is over") from None
     finally:
         session.running.discard(task)
-
-
-# --------
 
 
 log = structlog.get_logger(__name__)

@@ -24,8 +24,7 @@ from services.common.records import Logprobs, Sampling, Segment, TokenIds
 from services.common.text.chat import check_weights_match
 from services.common.weights.codec import ChunkChange
 
-# --------
-# The argument of ``Engine.update``: whole tensors, or only their changed elements; with a check against a model's
+# --- The argument of ``Engine.update``: whole tensors, or only their changed elements; with a check against a model's
 # shapes.
 
 
@@ -71,9 +70,6 @@ def check_update(update: WeightUpdate, weights: Mapping[str, Any]) -> None:
                     f"weights of the update do not match the model: {name} has {size} elements, "
                     f"the update changes element {change.start + last - 1}"
                 )
-
-
-# --------
 
 
 Watch = Callable[[int], bool]  # called with each sampled token; True ends the generation with that token
@@ -222,8 +218,7 @@ def sharing(engine: Engine) -> SharesDevice:
     )
 
 
-# --------
-# Validates generation requests against an engine's context and vocabulary, before the engine takes them.
+# --- Validates generation requests against an engine's context and vocabulary, before the engine takes them.
 
 
 def check_request(
@@ -304,8 +299,7 @@ def _problem_with_forced(request: GenerationRequest, vocab_size: int | None) -> 
     return ""
 
 
-# --------
-# A tokenizer of bytes with a plain chat template, for runs without a model (the scripted engine).
+# --- A tokenizer of bytes with a plain chat template, for runs without a model (the scripted engine).
 
 
 _BEGIN, _END = "<|im_start|>", "<|im_end|>"

@@ -281,8 +281,7 @@ def check_engine(kind: Any, path: str) -> None:
         )
 
 
-# --------
-# Runs memory-bound work on a few threads: numpy and digests release the interpreter lock while they move bytes.
+# --- Runs memory-bound work on a few threads: numpy and digests release the interpreter lock while they move bytes.
 
 
 SCATTERED_BYTES = 64  # that a write of one scattered element moves: a cache line
@@ -326,8 +325,7 @@ def run_all(calls: Sequence[Callable[[], object]], *, touched_bytes: int, name: 
             ended.result()
 
 
-# --------
-# Changes a model's weights in place: values are prepared beforehand, so that the pause covers only the writing.
+# --- Changes a model's weights in place: values are prepared beforehand, so that the pause covers only the writing.
 
 
 # numpy scatters into a tensor's memory about 1.5 times faster than torch's index_copy_ does, and copies bfloat16 twice as

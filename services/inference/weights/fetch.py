@@ -71,8 +71,7 @@ from services.common.weights.snapshot import (
 from services.common.wire import not_ready_from_proto, payload_from_proto, payload_request_to_proto
 from services.inference.weights.mirror import HeldWeights, Mirror
 
-# --------
-# Brings the bytes of a payload over a connection from one source into a buffer: gRPC chunks, or the bulk plane.
+# --- Brings the bytes of a payload over a connection from one source into a buffer: gRPC chunks, or the bulk plane.
 
 
 log = structlog.get_logger()
@@ -274,9 +273,6 @@ class BulkTransport:
         wanted.advance(offset, num_bytes)
 
 
-# --------
-
-
 TRANSPORTS = ("mapped", "bulk", "grpc")
 
 
@@ -435,8 +431,7 @@ def _is_acceptable(endpoint: str, server_key: bytes, *, is_secure: bool) -> bool
     return not server_key and is_loopback(host_of(endpoint.removeprefix("tcp://")))
 
 
-# --------
-# Passes weights on to other replicas: the incoming payload, the last deltas, and the held version.
+# --- Passes weights on to other replicas: the incoming payload, the last deltas, and the held version.
 
 
 PROGRESS_TIMEOUT_S = 20.0  # below the receiver's limit of 30 s for a silent stream

@@ -58,8 +58,7 @@ from services.inference.workflows.base import (
 )
 from services.inference.workflows.tools import describe_tools
 
-# --------
-# The internal form of an external agent's messages and answers, the same for every dialect of requests.
+# --- The internal form of an external agent's messages and answers, the same for every dialect of requests.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +167,7 @@ def same_messages(ours: Sequence[Message], theirs: Sequence[Message]) -> bool:
     return len(ours) == len(theirs) and all(map(same_message, ours, theirs))
 
 
-# --------
-# Finds where a new conversation of an agent comes from: which earlier conversation of its rollout, and how.
+# --- Finds where a new conversation of an agent comes from: which earlier conversation of its rollout, and how.
 
 
 QUOTED_CHARS = 12
@@ -293,8 +291,7 @@ def _texts_in(value: Any) -> Iterator[str]:
             yield from _texts_in(inner)
 
 
-# --------
-# Detects stop texts while a policy generates, and decodes the growing text.
+# --- Detects stop texts while a policy generates, and decodes the growing text.
 
 
 _BYTES_PER_CHARACTER = 4  # of UTF-8 at most, and a token is one byte at least
@@ -390,8 +387,7 @@ def _first_tokens(segments: Sequence[Segment], num_tokens: int) -> tuple[Segment
     return tuple(kept)
 
 
-# --------
-# Types of captured conversations: a request for a turn, a thread that grows, and the turn that answers.
+# --- Types of captured conversations: a request for a turn, a thread that grows, and the turn that answers.
 
 
 DEFAULT_MODEL = "default"  # the name under which a request asks for the session's own policy
@@ -460,9 +456,6 @@ class CapturedTurn:
 
 
 Located = tuple[Thread | None, Sequence[Message]]
-
-
-# --------
 
 
 Rewrites = Literal["new_sequence", "refuse"]
@@ -732,8 +725,7 @@ def _answerable(located: Located) -> Located:
     return thread, new
 
 
-# --------
-# Rewards of an agent's conversations by a function of the user that reads all of them.
+# --- Rewards of an agent's conversations by a function of the user that reads all of them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -768,8 +760,7 @@ def conversation_grader(reward: str) -> ConversationGrader:
     return grade
 
 
-# --------
-# Plays a rollout through a session of the endpoint: settings, the block in which the session is served, the outcome.
+# --- Plays a rollout through a session of the endpoint: settings, the block in which the session is served, the outcome.
 
 
 Given = TypeVar("Given")

@@ -241,8 +241,7 @@ class Workflow(Protocol):
     async def run(self, task: Task, context: WorkflowContext) -> Outcome: ...
 
 
-# --------
-# A growing conversation with one policy: the segments of a sequence, exactly as sampled.
+# --- A growing conversation with one policy: the segments of a sequence, exactly as sampled.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,8 +396,7 @@ class Conversation:
         return replace(sampling, max_new_tokens=room, min_new_tokens=min(room, sampling.min_new_tokens))
 
 
-# --------
-# Builds the messages of a prompt from a dataset row; the settings that all built-in workflows share.
+# --- Builds the messages of a prompt from a dataset row; the settings that all built-in workflows share.
 
 
 class PromptSettings(Section):
@@ -481,8 +479,7 @@ def _messages_of(field: str | None, task: Task) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
-# --------
-# Computes rewards: by the gateway's RewardService under a built-in name, or by a function of this process.
+# --- Computes rewards: by the gateway's RewardService under a built-in name, or by a function of this process.
 
 
 RewardFunction = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
@@ -576,8 +573,7 @@ def boxed_integer(task: Mapping[str, Any], completion: str) -> float:
     return float(bool(answers) and int(answers[-1]) == int(task["answer"]))
 
 
-# --------
-# Parses a verifier's decision from its text.
+# --- Parses a verifier's decision from its text.
 
 
 _TAG = re.compile(r"<verdict>((?:(?!</?verdict>).)*+)</verdict>", re.DOTALL | re.IGNORECASE)

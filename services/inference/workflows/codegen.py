@@ -50,8 +50,7 @@ from services.inference.workflows.base import (
     with_last_text,
 )
 
-# --------
-# Default prompts of ``codegen_verifier`` for coder and verifier.
+# --- Default prompts of ``codegen_verifier`` for coder and verifier.
 
 
 WRITE_PROGRAM = """Solve this programming problem in Python 3.
@@ -117,8 +116,7 @@ The tester may be wrong about what is right. Solve the problem again, and write 
 with ```python and ends with ```."""
 
 
-# --------
-# Parses a verifier's test cases, reports a program's results on them, and computes the verifier's reward.
+# --- Parses a verifier's test cases, reports a program's results on them, and computes the verifier's reward.
 
 
 VerifierReward = Literal["coupled", "own"]
@@ -279,8 +277,7 @@ def _described(case: JudgeCase, outcome: CaseOutcome, max_chars: int) -> str:
     return "\n".join(lines)
 
 
-# --------
-# Removes the examples from the text of a programming problem, for policies that write test cases.
+# --- Removes the examples from the text of a programming problem, for policies that write test cases.
 
 
 _DECORATION = string.whitespace + "\xa0*_=-~|"
@@ -344,8 +341,7 @@ def _undecorated(text: str) -> str:
     return text.lstrip(_DECORATION + ">#").rstrip(_DECORATION)
 
 
-# --------
-# Asks for a program as the task's tests will run it: one that reads stdin, or a function of the right name.
+# --- Asks for a program as the task's tests will run it: one that reads stdin, or a function of the right name.
 
 
 def asking_for_program(
@@ -362,9 +358,6 @@ def asking_for_program(
     template = function_prompt if entry_point else program_prompt
     problem = str(messages[-1]["content"])
     return with_last_text(messages, fill(template, problem=problem, entry_point=entry_point))
-
-
-# --------
 
 
 class CodegenVerifierSettings(PromptSettings):

@@ -46,8 +46,7 @@ from services.inference.workflows.agents import (
 )
 from services.inference.workflows.base import Outcome, Reward, WorkflowContext, build_grader
 
-# --------
-# Runs an agent that is a separate program: starts the program, passes the task, waits for the end.
+# --- Runs an agent that is a separate program: starts the program, passes the task, waits for the end.
 
 
 _KEPT_BYTES = 64 * 1024  # of the end of each output
@@ -117,9 +116,6 @@ async def _end_of(pipe: asyncio.StreamReader) -> bytes:
     while piece := await pipe.read(_LINE_BYTES):
         kept = (kept + piece)[-_KEPT_BYTES:]
     return kept
-
-
-# --------
 
 
 _THREADS = DaemonThreads(256)  # for agents that are plain functions, which mostly wait
@@ -240,8 +236,7 @@ def _parameters(agent: Any) -> frozenset[str]:
         return frozenset()
 
 
-# --------
-# ``verifiers``: an environment of the package verifiers plays the rollout, with the endpoint as its model.
+# --- ``verifiers``: an environment of the package verifiers plays the rollout, with the endpoint as its model.
 
 
 class VerifiersSettings(SessionSettings):

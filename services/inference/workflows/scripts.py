@@ -124,8 +124,7 @@ def _unfenced(text: str) -> str:
     return text
 
 
-# --------
-# Generates a scripted policy's text: a script is a function from a ``Cue`` (the state of the rollout) to text.
+# --- Generates a scripted policy's text: a script is a function from a ``Cue`` (the state of the rollout) to text.
 
 
 Script = Callable[["Cue"], str]
@@ -220,8 +219,7 @@ class Scene:
         self._said.append(EarlierTurn(policy=policy, text=text))
 
 
-# --------
-# Random filler words: the reasoning of a scripted policy before its answer.
+# --- Random filler words: the reasoning of a scripted policy before its answer.
 
 
 _TEXT = (
@@ -240,8 +238,7 @@ def reasoning(cue: Cue, topic: str = "") -> str:
     return " ".join(draw.choice(_WORDS) for _ in range(cue.num_words)) + ". "
 
 
-# --------
-# The answer of a scripted policy to a task of a dataset: the reference, or a wrong answer.
+# --- The answer of a scripted policy to a task of a dataset: the reference, or a wrong answer.
 
 
 def answer(cue: Cue, *, right: bool, topic: str = "") -> str:
@@ -320,8 +317,7 @@ def speak(cue: Cue) -> str:
     return answer(cue, right=cue.is_right())
 
 
-# --------
-# Scripts of ``actor_verifier`` and ``codegen_verifier``: the number of earlier turns decides the role.
+# --- Scripts of ``actor_verifier`` and ``codegen_verifier``: the number of earlier turns decides the role.
 
 
 def solve_and_verify(cue: Cue) -> str:
@@ -349,8 +345,7 @@ def _thought(cue: Cue) -> str:
     return f"<think>\n{reasoning(cue, 'thought').strip()}\n</think>\n\n"
 
 
-# --------
-# Script of ``agent_env``: an expert's actions in the share of episodes that are right; the others fail soon.
+# --- Script of ``agent_env``: an expert's actions in the share of episodes that are right; the others fail soon.
 
 
 _EXPERTS = ("expert", "walkthrough", "actions")
@@ -410,8 +405,7 @@ def _reply(cue: Cue, action: str, thought: str) -> str:
     return action
 
 
-# --------
-# Loads scripts: built-in ones by their workflow, others by import path.
+# --- Loads scripts: built-in ones by their workflow, others by import path.
 
 
 SCRIPTS: dict[str, str] = {
@@ -461,8 +455,7 @@ def _part(name: str | None, workflow: WorkflowConfig, where: str) -> Part:
     return Part(script=script, settings=workflow_settings(workflow, where))
 
 
-# --------
-# ``tool_use``, ``tool_math`` and agents over the endpoint: one tool call, where the prompt lists tools, then the
+# --- ``tool_use``, ``tool_math`` and agents over the endpoint: one tool call, where the prompt lists tools, then the
 # answer.
 
 

@@ -212,8 +212,7 @@ def _stop(turn: Turn) -> StopReason:
     return StopReason.STOP if turn.ended else StopReason.LENGTH
 
 
-# --------
-# Base class of users' workflows, and a conversation that records its stop reason.
+# --- Base class of users' workflows, and a conversation that records its stop reason.
 
 
 class WorkflowSettings(PromptSettings):
@@ -344,8 +343,7 @@ class Dialogue:
         return Outcome(sequences=(self.sequence(reward, stop_reason),), reward=reward, metrics=numbers)
 
 
-# --------
-# ``single_turn``: one prompt, one generation, one reward.
+# --- ``single_turn``: one prompt, one generation, one reward.
 
 
 class SingleTurnSettings(WorkflowSettings):
@@ -366,8 +364,7 @@ class SingleTurn(Workflow):
         return chat.outcome(await chat.grade())
 
 
-# --------
-# ``agent_env``: plays an episode in an environment of the gateway; one sequence, with the observations masked out.
+# --- ``agent_env``: plays an episode in an environment of the gateway; one sequence, with the observations masked out.
 
 
 class AgentEnvSettings(PromptSettings):

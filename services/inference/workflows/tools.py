@@ -60,8 +60,7 @@ from services.inference.workflows.base import (
     build_messages,
 )
 
-# --------
-# Tools that the gateway runs for one rollout: an episode of its environment ``tools``.
+# --- Tools that the gateway runs for one rollout: an episode of its environment ``tools``.
 
 
 class GatewayTools:
@@ -111,9 +110,6 @@ class GatewayTool:
 
     async def close(self, gateway: Gateway) -> None:
         await self._tools.close(gateway)
-
-
-# --------
 
 
 class OpenTools:
@@ -308,8 +304,7 @@ def execution_result(execution: Execution) -> ToolResult:
     return ToolResult(text=text, status=status)
 
 
-# --------
-# ``tool_use``: assistant turns with Hermes tool calls, until a turn calls no tool.
+# --- ``tool_use``: assistant turns with Hermes tool calls, until a turn calls no tool.
 
 
 _STOP_REASONS = {
@@ -472,8 +467,7 @@ def _malformed(call: MalformedCall) -> ToolResult:
     return ToolResult(text=f"Error: malformed tool call: {call.error}", status=ToolStatus.MALFORMED_CALL)
 
 
-# --------
-# ``tool_math``: math problems with a code tool, in rStar2's form, for GRPO-RoC.
+# --- ``tool_math``: math problems with a code tool, in rStar2's form, for GRPO-RoC.
 
 
 SYSTEM = """You solve math problems together with a user who asks them. First reason about the problem, between <reason> and \

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from services.orchestrator.journal.journal import Journal
 
 
-# --------
-# Scores of an evaluation: avg@k, pass@k and differences with 95% intervals, per dataset and overall.
+# --- Scores of an evaluation: avg@k, pass@k and differences with 95% intervals, per dataset and overall.
 
 
 _Z = 1.959964  # 95%, two-sided
@@ -233,8 +232,7 @@ def _integral_of_cosine(angle: float, power: float, num_steps: int = 100) -> flo
     return (1.0 + inner + math.pow(math.cos(angle), power)) * step / 3
 
 
-# --------
-# Format of the journal's lines, in pairs: ``x_to_json`` and ``x_from_json``.
+# --- Format of the journal's lines, in pairs: ``x_to_json`` and ``x_from_json``.
 
 
 # Kinds of records; each is the name of its segment files.
@@ -572,9 +570,6 @@ def _versions_from_json(found: list[Json]) -> dict[str, int]:
     return {version["policy"]: version["number"] for version in found}
 
 
-# --------
-
-
 def trajectory_key(task_group_id: str, index: int) -> str:
     return f"{task_group_id}/{index}"
 
@@ -735,8 +730,7 @@ def _array(text: str, count: int | None, dtype: np.dtype[Any]) -> npt.NDArray[An
     return found.view(dtype)[:, 0]
 
 
-# --------
-# Parsers of the journal's records, by kind: JSON to the values that recovery applies.
+# --- Parsers of the journal's records, by kind: JSON to the values that recovery applies.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

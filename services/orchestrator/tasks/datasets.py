@@ -48,8 +48,7 @@ from services.orchestrator.tasks.rows import (
     local_file,
 )
 
-# --------
-# Opens files of rows by their names: JSON Lines, one JSON array, CSV and TSV. Parquet is read by ``datasets``.
+# --- Opens files of rows by their names: JSON Lines, one JSON array, CSV and TSV. Parquet is read by ``datasets``.
 
 
 LINES, JSON, TABLES = (".jsonl", ".ndjson"), ".json", {".csv": ",", ".tsv": "\t"}
@@ -164,9 +163,6 @@ def _is_json(line: bytes) -> bool:
     except orjson.JSONDecodeError:
         return False
     return True
-
-
-# --------
 
 
 log = structlog.get_logger()
@@ -332,8 +328,7 @@ def _from_saved_dict(path: str, split: str) -> Any:
     return datasets.load_from_disk(path)[split]
 
 
-# --------
-# Checks dataset rows against the built-in workflows and rewards of a recipe at the start of the run.
+# --- Checks dataset rows against the built-in workflows and rewards of a recipe at the start of the run.
 
 
 WITH_PROMPT = (

@@ -18,8 +18,7 @@ from services.common.telemetry.metrics import StepKey
 from services.orchestrator.groups import TaskGroup
 from services.orchestrator.tasks.datasets import TaskSource
 
-# --------
-# Chooses the prompts to train on from the rewards of earlier task groups of the same prompt.
+# --- Chooses the prompts to train on from the rewards of earlier task groups of the same prompt.
 
 
 Kind = Literal["easy", "hard"]
@@ -214,9 +213,6 @@ class Greso:
             "greso_p_easy": self.p["easy"],
             "greso_p_hard": self.p["hard"],
         }
-
-
-# --------
 
 
 class Curriculum:

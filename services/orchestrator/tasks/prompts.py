@@ -146,8 +146,7 @@ def _lengths(
             yield None if text is None else max(lengths)
 
 
-# --------
-# Number of embedding rows of each policy, as far as known without its trainer.
+# --- Number of embedding rows of each policy, as far as known without its trainer.
 
 
 CONFIG = "config.json"

@@ -28,8 +28,7 @@ from services.common.records import Task
 from services.orchestrator.tasks.code_rows import code_row
 from services.orchestrator.tasks.math_rows import math_row
 
-# --------
-# Catalogue of named datasets: their ids on the hub, their local paths, and the conversion of their rows.
+# --- Catalogue of named datasets: their ids on the hub, their local paths, and the conversion of their rows.
 
 
 DATA_ROOT = "ROLLMILL_DATA_ROOT"
@@ -174,9 +173,6 @@ def how_to_get(name: str, setting: str = "data.train.name") -> str:
         doubt = "" if entry.tried else "; this id has not been tried from here"
         parts.append(f"or on the hub as {where}{doubt}; a local file at that path replaces it")
     return "; ".join(parts)
-
-
-# --------
 
 
 Requirement = Callable[[Mapping[str, Any], str], None]  # raises DatasetError that names a row by its second argument

@@ -20,8 +20,7 @@ from services.common.config.training import OFFLOAD_BUCKET_BYTES, OptimizerConfi
 from services.common.errors import ConfigError, in_buckets
 from services.trainer.ranks import full
 
-# --------
-# Keeps AdamW's moments on the host between updates: each update moves them to the device and back, by buckets.
+# --- Keeps AdamW's moments on the host between updates: each update moves them to the device and back, by buckets.
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -115,9 +114,6 @@ def _host_zeros(parameter: Parameter) -> torch.Tensor:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-# --------
 
 
 log = structlog.get_logger(__name__)

@@ -41,8 +41,7 @@ from services.trainer.model.self_test import Limit, check_architecture, check_lo
 from services.trainer.model.tiny_copy import NoTinyCopyError
 from services.trainer.ranks import HostGroup, Ranks, full, local_rows, shard
 
-# --------
-# The adapter of the model being trained: initial values, digest of the base, and the base as a model of its own.
+# --- The adapter of the model being trained: initial values, digest of the base, and the base as a model of its own.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +98,7 @@ class WithoutAdapter:
         return scores
 
 
-# --------
-# The value head: a linear map from the last hidden state to the expected return, initially 0.
+# --- The value head: a linear map from the last hidden state to the expected return, initially 0.
 
 
 NAME = "value_head."  # prefix of the names of its parameters
@@ -138,8 +136,7 @@ def own_rates(config: ValueHeadConfig | None) -> dict[str, float]:
     return {} if config is None or config.lr is None else {NAME: config.lr}
 
 
-# --------
-# Loads a model by shards: every rank reads only its own rows from the checkpoint's files.
+# --- Loads a model by shards: every rank reads only its own rows from the checkpoint's files.
 
 
 log = structlog.get_logger()
@@ -371,9 +368,6 @@ def _read_rows(causal_lm: Any, files: Mapping[str, Path], experts: Mapping[str, 
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{file}: cannot be read: {error}") from error
     return num_bytes
-
-
-# --------
 
 
 Scorer = Callable[..., tuple[torch.Tensor, ...]]  # a policy model, or another with its arguments and results

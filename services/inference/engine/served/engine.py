@@ -47,8 +47,7 @@ from services.inference.engine.served.fleet import Fleet, PrefixMap, Server, Tra
 from services.inference.engine.served.process import ServerCommand, ServerProcess
 from services.inference.engine.served.stage import Stage, place_stage, size_of
 
-# --------
-# State of one request: its tokens so far by weight version, and its remaining budget.
+# --- State of one request: its tokens so far by weight version, and its remaining budget.
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +238,7 @@ def judge(finish: Finish, output: CallOutput, state: RequestState) -> None:
         )
 
 
-# --------
-# A queue of requests that wait for a server, and the choice of the server. One event loop, no HTTP.
+# --- A queue of requests that wait for a server, and the choice of the server. One event loop, no HTTP.
 
 
 class AdmissionQueue:
@@ -307,9 +305,6 @@ class AdmissionQueue:
         self._closed = reason
         while self._queue:
             self._queue.popleft()[1].set_exception(InfrastructureError(reason))
-
-
-# --------
 
 
 log = structlog.get_logger(__name__)
@@ -599,8 +594,7 @@ class ServedEngine:
             await asyncio.sleep(SETTLE_S)
 
 
-# --------
-# Builds an engine over servers: stage, processes, fleet. A program's ``build`` gives the commands and the transfer.
+# --- Builds an engine over servers: stage, processes, fleet. A program's ``build`` gives the commands and the transfer.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,7 @@ from services.inference.engine.served.client import PauseMode, ServerClient
 from services.inference.engine.served.process import Program, ServerProcess
 from services.inference.engine.served.stage import Stage
 
-# --------
-# Limits each server's concurrent requests and chooses the server for a request. Pure bookkeeping, no clocks.
+# --- Limits each server's concurrent requests and chooses the server for a request. Pure bookkeeping, no clocks.
 
 
 _BLOCK = 64  # tokens; a prompt's cached beginning is known in such steps
@@ -116,8 +115,7 @@ def _blocks(token_ids: Sequence[int]) -> list[int]:
     return found
 
 
-# --------
-# Loads a version into a server from the stage on disk. ``server`` pauses decoding around the load.
+# --- Loads a version into a server from the stage on disk. ``server`` pauses decoding around the load.
 
 
 class Transfer(Protocol):
@@ -152,8 +150,7 @@ class DiskTransfer:
         return ""
 
 
-# --------
-# One server of a policy: its process and client, its weight version, and the steps of a switch.
+# --- One server of a policy: its process and client, its weight version, and the steps of a switch.
 
 
 log = structlog.get_logger(__name__)
@@ -339,9 +336,6 @@ class Server:
     @property
     def _mode(self) -> PauseMode:
         return "in_place" if self._kv_policy is KvPolicy.KEEP else "retract"
-
-
-# --------
 
 
 LOAD_POLL_S = 1.0

@@ -26,8 +26,7 @@ from services.common.system.machine import free_ports
 from services.common.system.processes import KILLED_S, has_ended, how_ended, last_lines, output_tail, signal_group
 from services.inference.engine.served.client import ServerClient
 
-# --------
-# Finds the interpreter, GPUs, cores and arguments of servers. Imports no heavy modules.
+# --- Finds the interpreter, GPUs, cores and arguments of servers. Imports no heavy modules.
 
 
 PORTS_TRIED = 3  # of one start: a server binds its port after loading, seconds to minutes after the port was found free
@@ -182,9 +181,6 @@ def hints_of(program: str, section: str, remedies: Sequence[tuple[str, str]]) ->
         ),
         (r"[Aa]ddress already in use", f"ports were taken meanwhile, {PORTS_TRIED} times in a row"),
     ]
-
-
-# --------
 
 
 log = structlog.get_logger(__name__)

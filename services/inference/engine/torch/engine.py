@@ -49,8 +49,7 @@ from services.inference.engine.torch.decoder import Decoder, Stepping
 from services.inference.engine.torch.keeper import MAX_PASS_TOKENS, Counters, KvKeeper
 from services.inference.engine.torch.slots import Gathering, SlotTable, sample, worth_sharing
 
-# --------
-# Continuous batching in steps: requests join free slots, decode together, and leave.
+# --- Continuous batching in steps: requests join free slots, decode together, and leave.
 
 
 log = structlog.get_logger(__name__)
@@ -338,9 +337,6 @@ class Core:
             for (start, version, mixed), end in zip(entry.marks, ends, strict=True)
             if end > start
         )
-
-
-# --------
 
 
 T = TypeVar("T")

@@ -20,8 +20,7 @@ from services.common.kept_tokens import KeptRow, kept_rows, left_out_row
 from services.common.records import Sampling
 from services.inference.engine.torch.kv import Ints
 
-# --------
-# Draws one token per row from logits, with the log-probability under the sampling distribution.
+# --- Draws one token per row from logits, with the log-probability under the sampling distribution.
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -166,9 +165,6 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))
-
-
-# --------
 
 
 MIN_SHARED = 16  # positions from which a common prefix pays for its copy

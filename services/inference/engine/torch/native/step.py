@@ -32,8 +32,7 @@ from services.inference.engine.torch.blocks import Blocks, LowRank
 from services.inference.engine.torch.kv import Ints, KvCache
 from services.inference.engine.torch.slots import Drawn
 
-# --------
-# Compiles a C file into a shared library for this machine's CPU, once, and keeps it in the user's cache.
+# --- Compiles a C file into a shared library for this machine's CPU, once, and keeps it in the user's cache.
 
 
 log = structlog.get_logger(__name__)
@@ -112,9 +111,6 @@ def _cpu() -> str:
     except OSError:
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-
-
-# --------
 
 
 PACKED_BYTES = 64 << 20  # weights above this are not copied: an update would wait for the copy
