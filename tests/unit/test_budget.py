@@ -1,0 +1,178 @@
+"""The budget of code lines of each capability: who needs more says so in the diff of this table.
+
+A file belongs to the first capability of which a prefix fits. A budget is the size at its last change plus 3%; a capability
+that has become smaller than nine tenths of its budget gets a new one, so that the table stays near the truth.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.lines import source_files
+
+REPOSITORY = Path(__file__).parents[2]
+
+BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "tasks, data sets, curriculum": (1479, ("services/orchestrator/tasks/",)),
+    "admission, groups, dispatch, evaluation": (
+        2404,
+        (
+            "services/orchestrator/admission",
+            "services/orchestrator/groups",
+            "services/orchestrator/dispatcher",
+            "services/orchestrator/members",
+            "services/orchestrator/trainers",
+            "services/orchestrator/versions",
+            "services/orchestrator/evaluation",
+            "services/orchestrator/policy_view",
+        ),
+    ),
+    "batches": (1361, ("services/orchestrator/buffer/",)),
+    "journal, recovery, checks of records": (
+        3014,
+        ("services/orchestrator/journal/", "services/orchestrator/recovery", "services/orchestrator/ingest"),
+    ),
+    "stalls, progress, metrics, trackers": (
+        2034,
+        (
+            "services/orchestrator/stalls",
+            "services/orchestrator/watch",
+            "services/orchestrator/progress",
+            "services/orchestrator/metrics",
+            "services/orchestrator/trackers",
+        ),
+    ),
+    "orchestrator: services and life of a run": (1567, ("services/orchestrator/",)),
+    "engine torch": (2074, ("services/inference/engine/torch/",)),
+    "engines SGLang and vLLM": (
+        2660,
+        ("services/inference/engine/served/", "services/inference/engine/sglang", "services/inference/engine/vllm"),
+    ),
+    "engine interface, scripted engine": (758, ("services/inference/engine/",)),
+    "workflows": (2938, ("services/inference/workflows/",)),
+    "endpoint for agents": (1376, ("services/inference/endpoint/",)),
+    "weights: codec, transports, publisher, receiver": (
+        3212,
+        (
+            "services/common/weights/",
+            "services/common/transfer/",
+            "services/trainer/publish",
+            "services/inference/weights/",
+            "services/common/telemetry/weight_transfers",
+        ),
+    ),
+    "replica: rollouts and reports": (2293, ("services/inference/",)),
+    "trainer: models, packing, ranks": (
+        2451,
+        (
+            "services/trainer/model/",
+            "services/trainer/packing",
+            "services/trainer/ranks",
+            "services/trainer/launch_ranks",
+            "services/trainer/micro_batches",
+        ),
+    ),
+    "checkpoints, exports, adapters": (
+        1417,
+        (
+            "services/trainer/checkpoints",
+            "services/common/checkpoints",
+            "services/common/export",
+            "services/common/lora",
+            "services/common/safetensors_files",
+        ),
+    ),
+    "losses, advantages, training step, loop": (3191, ("services/trainer/",)),
+    "sandbox": (5380, ("services/envgateway/sandbox/",)),
+    "judge, queue, workers, HTTP": (
+        2482,
+        (
+            "services/envgateway/judge/",
+            "services/envgateway/queue/",
+            "services/envgateway/worker/",
+            "services/envgateway/http",
+            "services/envgateway/variables",
+        ),
+    ),
+    "rewards": (1074, ("services/envgateway/rewards/",)),
+    "tools": (1170, ("services/envgateway/tools/", "services/common/tools")),
+    "worlds: ALFWorld, TextWorld, WebShop, AgentBench": (
+        3105,
+        (
+            "services/envgateway/envs/alfworld",
+            "services/envgateway/envs/textworld",
+            "services/envgateway/envs/webshop",
+            "services/envgateway/envs/agentbench",
+            "services/envgateway/envs/engines/",
+            "services/envgateway/envs/household",
+            "services/envgateway/taskserver",
+        ),
+    ),
+    "hub: verifiers, OpenEnv, Harbor, gymnasium, reasoning-gym": (
+        2042,
+        (
+            "services/envgateway/envs/openenv",
+            "services/envgateway/envs/harbor/",
+            "services/envgateway/envs/gymnasium",
+            "services/common/verifiers/",
+            "services/common/harbor",
+            "services/common/reasoning_gym",
+        ),
+    ),
+    "gateway: episodes and RPCs": (1698, ("services/envgateway/",)),
+    "settings": (2766, ("services/common/config/",)),
+    "gRPC, HTTP, security": (
+        2717,
+        (
+            "services/common/rpc/",
+            "services/common/http",
+            "services/common/security/",
+            "services/common/net/",
+            "services/cli/keys",
+        ),
+    ),
+    "records and their conversion": (
+        1112,
+        (
+            "services/common/records",
+            "services/common/wire",
+            "services/common/codec",
+            "services/common/kept_tokens",
+            "services/common/dataset_rows",
+        ),
+    ),
+    "telemetry": (836, ("services/common/telemetry/", "services/common/prometheus")),
+    "text: chat, tools, programs": (1577, ("services/common/text/",)),
+    "processes, errors, small models": (1692, ("services/common/", "services/start")),
+    "check": (2124, ("services/cli/check/",)),
+    "deployment": (1045, ("services/cli/deploy/",)),
+    "looking at a run: trace, fate, plots, journal": (3276, ("services/cli/inspect/",)),
+    "page": (1184, ("services/cli/page/",)),
+    "watch and doctor": (961, ("services/cli/watch", "services/cli/doctor")),
+    "launcher and commands": (2903, ("services/cli/",)),
+    "recipes and the package rollmill": (582, ("recipes/", "rollmill/")),
+}
+MOST_FILES = 330  # with code
+
+
+def measured() -> tuple[Counter[str], int]:
+    """Code lines by capability, and the number of files with code."""
+    lines, num_files = Counter[str](), 0
+    for file in source_files(REPOSITORY):
+        if not file.counts.code:
+            continue
+        name = next((name for name, (_, where) in BUDGETS.items() if str(file.path).startswith(where)), str(file.path))
+        lines[name] += file.counts.code
+        num_files += 1
+    return lines, num_files
+
+
+def test_each_capability_keeps_its_budget() -> None:
+    lines, num_files = measured()
+    assert set(lines) <= set(BUDGETS), "a file of no capability"
+    over = {name: (lines[name], most) for name, (most, _) in BUDGETS.items() if lines[name] > most}
+    assert over == {}, "more code lines than the budget: shrink, or raise the budget in this diff and say why"
+    loose = {name: (lines[name], most) for name, (most, _) in BUDGETS.items() if lines[name] < 0.9 * most}
+    assert loose == {}, "the budget is far above the code: lower it"
+    assert num_files <= MOST_FILES
