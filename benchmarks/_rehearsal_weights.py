@@ -36,7 +36,7 @@ from services.common.weights.codec import decode_tensor, encode_tensor
 from services.common.weights.snapshot import Bits, Manifest, SnapshotWriter, TensorSpec, tensor_digest
 from services.inference.engine.base import WeightUpdate
 from services.inference.engine.served.stage import Stage
-from services.inference.engine.streaming import num_threads
+from services.inference.engine.threads import num_threads
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import SourceFetcher
 from services.trainer.publish import HostCopier

@@ -14,24 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
-
-import numpy as np
-import torch
 
 from services.common.aio import deadline
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError, RollmillError
 from services.common.importing import check_call, check_methods, place_of, told
 from services.common.records import Logprobs, Segment
-from services.common.weights.codec import ChunkChange
-from services.common.weights.snapshot import Bits, element_type
 from services.inference.engine.base import (
     EngineHealth,
     FinishReason,
@@ -40,10 +32,10 @@ from services.inference.engine.base import (
     ScoreRequest,
     WeightUpdate,
     check_request,
-    check_update,
 )
 
 PAUSE_S = 60.0  # until every request has taken its step
+
 ENGINE_METHODS = {
     "start": "async def start(self)",
     "generate": "async def generate(self, request) -> Generation",
@@ -57,6 +49,7 @@ ENGINE_METHODS = {
     "stop": "async def stop(self)",
 }
 """The members that the class of ``inference.<name>.engine`` must have; ``StreamingEngine`` has all of them."""
+
 TOKENS = {"tokens": "async def tokens(self, request)"}  # with ``yield``; of a subclass of ``StreamingEngine``
 
 
@@ -279,126 +272,3 @@ def check_engine(kind: Any, path: str) -> None:
         raise ConfigError(
             f"{place_of(kind.tokens)}{where}.tokens is no async generator: write `{TOKENS['tokens']}` with `yield`, not `return`"
         )
-
-
-# --- Runs memory-bound work on a few threads: numpy and digests release the interpreter lock while they move bytes.
-
-
-SCATTERED_BYTES = 64  # that a write of one scattered element moves: a cache line
-_MOST_THREADS = 2  # they run beside generation, and two move bytes about as fast as the memory of a small machine does
-_WORTH_BYTES = 16 << 20  # starting a thread takes as long as moving a few MiB
-
-
-def num_threads() -> int:
-    """How many this process should use at once."""
-    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-
-
-@contextmanager
-def few_threads(name: str) -> Iterator[ThreadPoolExecutor]:
-    """A thread pool for the block; a failure in the block cancels the calls that have not begun."""
-    pool = ThreadPoolExecutor(num_threads(), name)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def run_all(calls: Sequence[Callable[[], object]], *, touched_bytes: int, name: str) -> None:
-    """Run every call, in any order; on several threads if ``touched_bytes`` is large enough to pay for them.
-
-    Raises the first failing call's error; the other calls may have run or not.
-    """
-    if touched_bytes < _WORTH_BYTES or num_threads() == 1:
-        for call in calls:
-            call()
-        return
-    # Each thread takes the next call after each call: a future per call would cost more than a short call.
-    remaining = iter(calls)
-
-    def work() -> None:
-        for call in remaining:
-            call()
-
-    with few_threads(name) as pool:
-        for ended in [pool.submit(work) for _ in range(num_threads())]:
-            ended.result()
-
-
-# --- Changes a model's weights in place: values are prepared beforehand, so that the pause covers only the writing.
-
-
-# numpy scatters into a tensor's memory about 1.5 times faster than torch's index_copy_ does, and copies bfloat16 twice as
-# fast as copy_; it has no bfloat16.
-_SIGNED = {2: torch.int16, 4: torch.int32}
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedUpdate:
-    """Ready to be written. Writes to host memory may run in several threads; each of them names the bytes that it touches."""
-
-    version: int
-    on_host: list[tuple[Callable[[], object], int]]
-    others: list[Callable[[], object]]  # to a device, or from another type
-
-    def apply(self) -> None:
-        touched = sum(num_bytes for _, num_bytes in self.on_host)
-        run_all([write for write, _ in self.on_host], touched_bytes=touched, name="engine.write")
-        for write in self.others:
-            write()
-
-
-def prepare(update: WeightUpdate, weights: Mapping[str, torch.Tensor]) -> PreparedUpdate:
-    """``weights`` are the model's own. ``ModelMismatchError`` for a missing or unknown name or another shape."""
-    check_update(update, weights)
-    prepared = PreparedUpdate(update.version, on_host=[], others=[])
-    for name, tensor in update.whole.items():
-        values = tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor)
-        _copy(prepared, weights[name], values)
-    for name, changes in update.changes.items():
-        _change(prepared, weights[name], changes, update.dtype)
-    return prepared
-
-
-def _change(prepared: PreparedUpdate, own: torch.Tensor, changes: Sequence[ChunkChange], dtype: str) -> None:
-    flat = own.view(-1)
-    for change in changes:
-        if change.positions is None:
-            target = flat[change.start : change.start + len(change.values)]
-            _copy(prepared, target, _cast(change.values, dtype, own))
-    scattered = [(change, change.positions) for change in changes if change.positions is not None]
-    if not scattered:
-        return
-    if own.device.type != "cpu":  # which wants few calls
-        positions = np.concatenate([positions + change.start for change, positions in scattered])
-        values = _cast(np.concatenate([change.values for change, _ in scattered]), dtype, own)
-        prepared.others.append(partial(flat.index_copy_, 0, torch.from_numpy(positions).to(own.device), values))
-        return
-    # Chunk by chunk, with the decoded positions: only a cast of the values copies data.
-    signed = _SIGNED[own.element_size()]
-    shared = flat.view(signed).numpy()
-    for change, positions in scattered:
-        bits = _cast(change.values, dtype, own).view(signed).numpy()
-        write = partial(shared[change.start :].__setitem__, positions, bits)
-        prepared.on_host.append((write, SCATTERED_BYTES * len(positions)))
-
-
-def _copy(prepared: PreparedUpdate, target: torch.Tensor, values: torch.Tensor) -> None:
-    """Consecutive elements of a tensor, or the whole tensor."""
-    on_host = target.device.type == values.device.type == "cpu"
-    alike = target.dtype == values.dtype and target.is_contiguous() and values.is_contiguous()
-    signed = _SIGNED.get(target.element_size())
-    if not on_host or not alike or signed is None:
-        prepared.others.append(partial(target.copy_, values))
-        return
-    to, bits = (tensor.detach().view(-1).view(signed).numpy() for tensor in (target, values))
-    prepared.on_host.append((partial(np.copyto, to, bits), 2 * bits.nbytes))
-
-
-def _cast(bits: Bits, dtype: str, own: torch.Tensor) -> torch.Tensor:
-    """Bits of the published type as values of the model's type, on its device."""
-    published: torch.dtype = getattr(torch, dtype)
-    signed = np.ascontiguousarray(bits).view(f"i{element_type(dtype).size_bytes}")
-    if not signed.flags.writeable:
-        signed = signed.copy()  # a view of received bytes: torch wants memory that may be written
-    return torch.from_numpy(signed).view(published).to(device=own.device, dtype=own.dtype)

@@ -41,7 +41,7 @@ from services.common.weights.snapshot import (
     lay_out,
     tensor_digest,
 )
-from services.inference.engine.streaming import SCATTERED_BYTES, few_threads, run_all
+from services.inference.engine.threads import SCATTERED_BYTES, few_threads, run_all
 
 
 @dataclass(frozen=True, slots=True)

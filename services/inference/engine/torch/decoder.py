@@ -26,7 +26,7 @@ from services.common.errors import ModelMismatchError
 from services.common.system.parking import Released
 from services.common.text.chat import named_weights
 from services.inference.engine.base import WeightUpdate
-from services.inference.engine.streaming import PreparedUpdate, prepare
+from services.inference.engine.in_place import PreparedUpdate, prepare
 from services.inference.engine.torch.blocks import Adapter, Blocks, Sizes
 from services.inference.engine.torch.kv import DUMP, EMPTY, Bucket, Ints, KvCache, KvShape, Reach, attend_to_trunk
 from services.inference.engine.torch.native.step import NativeStep, build_native_step
