@@ -25,7 +25,7 @@ from services.common.config.recipe import Recipe
 from services.common.importing import load_object
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
-from services.trainer.supervised import make_starting_checkpoint
+from services.trainer.warm_start import make_starting_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {"code": "quickstart-code", "tool": "quickstart"}

@@ -25,7 +25,7 @@ from benchmarks._virtual_training import Curve, World, train_at_staleness
 from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.trainer.metrics import StepMetrics
-from services.trainer.supervised import make_starting_checkpoint
+from services.trainer.warm_start import make_starting_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 # Part of design 1, and so of no digest: the quickstart's warm start has a schedule for another batch size.

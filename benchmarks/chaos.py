@@ -133,7 +133,7 @@ def _measure(folder: Path, forks: ForkServer, options: argparse.Namespace, secon
 
 def _starting_checkpoint(folder: Path) -> Path:
     """A model that has been trained for a moment, once for all runs."""
-    from services.trainer.supervised import make_starting_checkpoint
+    from services.trainer.warm_start import make_starting_checkpoint
 
     recipe = load_recipe(ROOT / "recipes" / "quickstart", WARM_START, {})
     make_starting_checkpoint(recipe, POLICY, folder)

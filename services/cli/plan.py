@@ -143,7 +143,7 @@ def warm_start_commands(recipe: Recipe, run_dir: Path) -> list[ProcessSpec]:
         _spec(
             f"warm-start-{policy}",
             "",
-            *("services.trainer.supervised", "--policy", policy, "--run-dir", str(run_dir)),
+            *("services.trainer.warm_start", "--policy", policy, "--run-dir", str(run_dir)),
             threads=recipe.policies[policy].trainer.threads,
             forked=recipe.policies[policy].trainer.device == "cpu",
         )

@@ -23,7 +23,7 @@ from services.common.system.child import module_command
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import plain_trajectory
 from services.orchestrator.journal.reader import JournalReader
-from services.trainer.supervised import make_starting_checkpoint
+from services.trainer.warm_start import make_starting_checkpoint
 from tests.integration.trainer.launching import made_once
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from services.common.records import TokenSequence
 from services.common.text.chat import load_model
 from services.orchestrator.buffer.assembly import read_batch
 from services.orchestrator.journal.reader import JournalReader
-from services.trainer.supervised import make_starting_checkpoint
+from services.trainer.warm_start import make_starting_checkpoint
 from tests.e2e.conftest import REPOSITORY, Run
 
 pytestmark = pytest.mark.slow

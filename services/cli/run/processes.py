@@ -59,6 +59,7 @@ MODULES = (
     "services.trainer.loop",
     "services.trainer.publish",
     "services.trainer.supervised",
+    "services.trainer.warm_start",
     "services.inference.app",
     "services.inference.engine.torch.engine",
     "services.inference.weights.fetch",

@@ -108,7 +108,7 @@ class _RefusalReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """Times, or what the rollout did and when, that cannot be."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
-    """Why a record is not taken. The Python side is services/common/records/refusals.py; docs/protocol.md has the bounds."""
+    """Why a record is not taken. The Python side is services/common/records.py; docs/protocol.md has the bounds."""
 
 REFUSAL_REASON_UNSPECIFIED: RefusalReason.ValueType  # 0
 """Not set: the record was taken, repeated or unknown."""

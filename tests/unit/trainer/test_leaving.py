@@ -25,9 +25,9 @@ IN_C = """
 import ctypes, sys
 from services.common.telemetry.accounts import TimeAccount
 from services.common.telemetry.accounts import ActivityName
-from services.common.telemetry.accounts import trainer
+from services.common.telemetry.accounts import trainer_component
 from services.trainer.ranks import LeaveOnSignal
-account = TimeAccount(trainer("model0"))
+account = TimeAccount(trainer_component("model0"))
 account.enter(ActivityName.TRAINING)
 LeaveOnSignal(lambda: print("leave", flush=True), account, stuck_s=float(sys.argv[1])).install()
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
@@ -42,14 +42,14 @@ import os, signal, sys
 import torch, torch.distributed as dist
 from services.common.telemetry.accounts import TimeAccount
 from services.common.telemetry.accounts import ActivityName
-from services.common.telemetry.accounts import trainer
+from services.common.telemetry.accounts import trainer_component
 from services.trainer.ranks import LeaveOnSignal
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[3], 2), rank=rank, world_size=2)
 dist.all_reduce(torch.ones(1))
 if rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
-account = TimeAccount(trainer("model0"))
+account = TimeAccount(trainer_component("model0"))
 account.enter(ActivityName.TRAINING)
 LeaveOnSignal(lambda: print("leave", flush=True), account, stuck_s=float(sys.argv[1])).install()
 print("waiting", flush=True)

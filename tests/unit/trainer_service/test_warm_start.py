@@ -14,7 +14,7 @@ import pytest
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, DatasetError, ModelMismatchError
 from services.common.text.chat import Chat, load_tokenizer
-from services.trainer.supervised import make_starting_checkpoint, to_document
+from services.trainer.warm_start import make_starting_checkpoint, to_document
 from tests.unit.trainer_service.building import POLICY, recipe, save_tokenizer
 
 HERE = "tests.unit.trainer_service"
