@@ -113,14 +113,14 @@ ENGINE = "services.inference.engine.torch"
 FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "packing": ("services.trainer.micro_batches", _packing),
     "rope_base": (f"{ENGINE}.blocks", _rope),
-    "template": (f"{ENGINE}.core", _reads(_without_opening)),
+    "template": (f"{ENGINE}.engine", _reads(_without_opening)),
     "stale_replica": (f"{ENGINE}.decoder", _stale),
     "adapter_not_applied": (f"{ENGINE}.blocks", _no_adapter),
     "head_not_repacked": (f"{ENGINE}.native.step", _old_head),
-    "temperature": (f"{ENGINE}.core", _reads(_hotter)),
+    "temperature": (f"{ENGINE}.engine", _reads(_hotter)),
     "half_precision": (f"{ENGINE}.decoder", _half),
     "shuffled_layer": (f"{ENGINE}.blocks", _shuffled),
-    "one_token_more": (f"{ENGINE}.core", _reads(lambda r: replace(r, prompt_ids=(r.prompt_ids[0], *r.prompt_ids)))),
+    "one_token_more": (f"{ENGINE}.engine", _reads(lambda r: replace(r, prompt_ids=(r.prompt_ids[0], *r.prompt_ids)))),
 }
 
 

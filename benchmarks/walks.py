@@ -72,7 +72,7 @@ PULL_BATCH = "services/orchestrator/services/training.py:TrainingServicer.PullBa
 PUBLISH = "services/trainer/publish.py:SnapshotPublisher.publish"
 COMMAND = "services/inference/replica.py:PoolClient._apply_command"
 PLAY = "services/inference/rollouts.py:RolloutPlayer.play"
-DECODES = f"{TORCH}/core.py:Core.step"
+DECODES = f"{TORCH}/engine.py:Core.step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ WALKS = {
             Point(PLAY),
         ),
         stages=(Stage(f"{DISPATCHER}.pump", 0, 2), Stage(PLAY, 2, 3)),
-        most_files=14,
+        most_files=16,
     ),
     "engine_journal": Walk(
         points=(
@@ -123,13 +123,13 @@ WALKS = {
             Point("services/inference/records_out.py:TrajectorySender.send"),
             Point("services/inference/records_out.py:TrajectorySender._message"),
             Point("services/orchestrator/journal/entries.py:trajectory_to_json"),
-            Point(f"{JOURNAL}._transaction", returns=True),
+            Point(f"{JOURNAL}._write", returns=True),
         ),
         stages=(
             Stage(PLAY, 0, 2, without=f"{TORCH}/engine.py:TorchEngine._run"),
-            Stage(f"{JOURNAL}._transaction", 2, 4),
+            Stage(f"{JOURNAL}._write", 2, 4),
         ),
-        most_files=20,
+        most_files=18,
         alone=True,
     ),
     "pull_gradient": Walk(
@@ -139,7 +139,7 @@ WALKS = {
             Point("services/trainer/model/optimizer.py:PolicyOptimizer.update"),
         ),
         stages=(Stage(PULL_BATCH, 0, 1), Stage(PULL, 0, 2)),
-        most_files=22,
+        most_files=28,
         alone=True,
     ),
     "publish_swap": Walk(
@@ -147,7 +147,7 @@ WALKS = {
             Point(PUBLISH),
             Point("services/orchestrator/versions.py:Announcer.plan_fetches"),
             Point(COMMAND),
-            Point(f"{TORCH}/core.py:Core.update", returns=True),
+            Point(f"{TORCH}/engine.py:Core.update", returns=True),
         ),
         stages=(
             Stage(PUBLISH, 0, 1),
@@ -155,7 +155,7 @@ WALKS = {
             Stage("services/trainer/publisher.py:PublisherStore.add", 0, 3),
             Stage(PLAY, 2, 3),
         ),
-        most_files=25,
+        most_files=36,
     ),
 }
 
@@ -321,7 +321,7 @@ def _events(path: Path) -> list[tuple[int, str, str, bool]]:
 def quiet_chains(traces: Traces) -> frozenset[int]:
     """The chains of calls at the end of each wait before a pull, when all rollouts of the step are done."""
     found: set[int] = set()
-    work = sorted((*traces.times[Point(DECODES)], *traces.times[Point(f"{JOURNAL}._transaction", returns=True)]))
+    work = sorted((*traces.times[Point(DECODES)], *traces.times[Point(f"{JOURNAL}._write", returns=True)]))
     for end in traces.times[Point(PULL)]:
         last = bisect_left(work, end)
         begin = max(end - int(WAIT_S * 1e9), work[last - 1] + int(SETTLED_S * 1e9) if last else 0)
