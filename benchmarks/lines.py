@@ -94,10 +94,12 @@ def longest_function(source: str) -> tuple[str, int]:
 
 
 def source_files(root: Path) -> Iterator[SourceFile]:
-    """The files of services, recipes and rollmill, without the modules generated from protos."""
-    for path in (path for top in ("services", "recipes", "rollmill") for path in sorted((root / top).rglob("*.py"))):
+    """The files of services, extras, recipes and rollmill, without tests and the modules generated from protos."""
+    for path in (
+        path for top in ("services", "extras", "recipes", "rollmill") for path in sorted((root / top).rglob("*.py"))
+    ):
         relative = path.relative_to(root)
-        if "pb" not in relative.parts:
+        if not {"pb", "tests"} & set(relative.parts):
             source = path.read_text()
             yield SourceFile(path=relative, counts=counted(source), longest_function=longest_function(source))
 

@@ -20,7 +20,7 @@ RUN python3 -m venv /opt/rollmill
 ENV PATH=/opt/rollmill/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 COPY pyproject.toml README.md LICENSE constraints.txt ./
 # The packages alone: the code comes later, so that a change to it installs nothing again.
-RUN mkdir services rollmill && touch services/__init__.py rollmill/__init__.py \
+RUN mkdir services extras rollmill && touch services/__init__.py extras/__init__.py rollmill/__init__.py \
     && pip install --constraint constraints.txt ".[${EXTRAS:?name the extras, such as EXTRAS=trainer}]" \
     && pip uninstall --yes rollmill \
     && if [ -n "${SPACY_MODEL}" ]; then python -m spacy download "${SPACY_MODEL}"; fi
@@ -38,6 +38,7 @@ RUN useradd --uid 10001 --create-home rollmill \
 COPY --from=packages /opt/rollmill /opt/rollmill
 WORKDIR /app
 COPY services services
+COPY extras extras
 COPY rollmill rollmill
 COPY recipes recipes
 ENV PATH=/opt/rollmill/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HOME=/models

@@ -1,4 +1,4 @@
-"""Fixtures of all tests."""
+"""Fixtures of all tests: those of `tests/` and those beside each extra."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def data_root() -> Path:
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the repository."""
-    return Path(__file__).resolve().parent.parent
+    return Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="session")
