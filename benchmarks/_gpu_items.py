@@ -27,8 +27,8 @@ import torch
 from benchmarks import gpu_run
 from benchmarks._gpu_check_rank import documents, share
 from benchmarks._gpu_place import Figures, Place, release, reserved, top
+from benchmarks._gpu_weights import POLICY, RUN, VERSION_BYTES, OneHost
 from benchmarks._processes import ROOT
-from benchmarks._rehearsal_weights import POLICY, RUN, VERSION_BYTES, OneHost
 from recipes.quickstart.model import build, build_tokenizer
 from services.cli.check.memory import GIB, ModelShape, trainer_rank_parts
 from services.common.config.training import PolicyConfig

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks._rehearsal_memory import config_of
+from benchmarks.rehearsal_8b import config_of
 from services.cli.check.memory import GIB, KNOWN_SHAPES, ModelShape
 
 Figures = Iterator[dict[str, Any]]

@@ -4,8 +4,7 @@ Rollouts of mean 0.9 s with long tails (Pareto alpha 1.6, log-normal sigma 0.5 a
 64, 128 slots, training steps of 0.9 s; ``max_staleness`` 1, 2, 4 and 8. Played in virtual time over the orchestrator's
 own quota, buffer and late rule (``_starving.py``), so the figures are the same on any machine. Counted are the rollouts
 that were issued in a window of steps, and the run goes on until the last of them is decided: one that was cut would
-lose its longest ones. Two cases are played again by a real orchestrator process with scripted peers, three times as
-fast.
+lose its longest ones.
 
     untrained_share       of the sampled tokens, those that were not trained
     p_trained_above_p99   of the tokens of rollouts longer than 99%, the trained share
@@ -13,27 +12,25 @@ fast.
     efficiency            of the bound max(training, rollouts)
     age_p50, age_p99, age_max   of trained tokens, in versions
 
-The last line has the worst of the default mode over staleness 2 and more, all cases, and the two real ones.
+The last line has the worst of the default mode over staleness 2 and more, and all cases.
 
-    python benchmarks/starvation.py [--quick] [--no-real]
+    python benchmarks/starvation.py [--quick]
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import multiprocessing
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._cores import pin
 from benchmarks._report import report_facts
 from benchmarks._starving import DISTRIBUTIONS, Case, Late, Ring
-from benchmarks._starving_for_real import play
 from services.common.config.training import BatchConfig
 from services.common.system.machine import num_cores
 
@@ -45,13 +42,11 @@ GOALS = {
     "length_bias": "1 +- 0.01",
     "efficiency": ">= 0.9",
 }
-REAL = (("pareto_1.6", 2, "keep"), ("pareto_1.6", 2, "drop"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="at most a minute")
-    parser.add_argument("--no-real", action="store_true", help="virtual time only")
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
     cores = pin(2)
@@ -67,15 +62,6 @@ def main() -> None:
     each = {_name(case): found for case, found in zip(cases, figures, strict=True)}
     for name, found in each.items():
         print(json.dumps({"case": name, **{key: round(value, 4) for key, value in found.items()}}), flush=True)
-    real: dict[str, Any] = {}
-    if not options.no_real:
-        for distribution, staleness, late in REAL:
-            case = Case(
-                distribution=distribution, max_staleness=staleness, late=late, mean_s=0.3, train_s=0.3,
-                warm_up=8, window=20 if options.quick else 100, seed=options.seed,
-            )  # fmt: skip
-            outcomes, num_undecided = asyncio.run(play(case))
-            real[_name(case)] = {**outcomes.figures(case.bound_s), "num_undecided": num_undecided}
     default = BatchConfig().late
     default_cases = [
         found
@@ -92,10 +78,8 @@ def main() -> None:
         efficiency=min(f["efficiency"] for f in default_cases),
         goals=GOALS,
         each=each,
-        real=real,
         window=window,
         seed=options.seed,
-        left_out={"real": "--no-real"} if options.no_real else {},
     )
 
 

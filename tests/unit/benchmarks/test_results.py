@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib
 import json
 import os
 import subprocess
@@ -167,29 +166,3 @@ def test_a_benchmark_that_does_not_end_is_ended(tmp_path: Path, capfd: pytest.Ca
     (tmp_path / "stands.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(3600)")
     assert _run_all.run_all([tmp_path / "stands.py"], [], limit_s=3.0) == {"stands": "not done after 3 s"}
     assert "begun" in capfd.readouterr().out
-
-
-@pytest.mark.slow
-def test_transfers_are_measured_on_a_core_that_is_not_the_first() -> None:
-    mine = max(os.sched_getaffinity(0))
-    done = subprocess.run(
-        [sys.executable, "benchmarks/weights_transfer.py", "--quick", "--size-mib", "16", "--repeats", "1"],
-        cwd=BENCHMARKS.parent, capture_output=True, text=True, check=False, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: os.sched_setaffinity(0, [mine]),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert (said["cores"], said["publisher_cores"], said["receiver_cores"]) == (1, [mine], [mine])
-    assert min(said["medians_s"].values()) > 0 and said["left_out"] == {}
-
-
-@pytest.mark.parametrize("cores", ["0:9999", "0", "a:b", ""])
-def test_cores_that_the_process_has_not_are_refused_with_those_it_has(cores: str) -> None:
-    sides = importlib.import_module("benchmarks.weights_transfer").sides
-    with pytest.raises(
-        argparse.ArgumentTypeError, match=f"^{cores!r} must be two lists .* are .*{max(os.sched_getaffinity(0))}$"
-    ):
-        sides(cores)
-    mine = sorted(os.sched_getaffinity(0))
-    assert sides(f"{mine[0]}:{mine[-1]}") == [[mine[0]], [mine[-1]]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks._rehearsal_memory import layouts, measured_and_estimated  # type: ignore[import-not-found]
+from benchmarks.rehearsal_8b import layouts, measured_and_estimated  # type: ignore[import-not-found]
 from services.cli.check.memory import ModelShape
 from services.common.config.algorithm import M2po
 from services.common.config.training import AdapterConfig, BatchConfig, ModelConfig, PolicyConfig, TrainerConfig
