@@ -23,7 +23,6 @@ from typing import NoReturn
 
 import pytest
 
-from benchmarks import _machines
 from services.cli.plan import address_of_node_0
 from services.common.config.envgateway import SandboxConfig
 from services.common.config.processes import Tracker, missing_packages
@@ -32,6 +31,7 @@ from services.common.verifiers.interpreter import interpreter
 from services.envgateway.sandbox.bare.confine import landlock, memcg
 from services.envgateway.sandbox.bare.harness import native
 from services.envgateway.sandbox.launch import SupervisorLauncher
+from tests import two_machines
 
 REQUIRE = "ROLLMILL_REQUIRE"
 PROBE_S = 120.0
@@ -202,7 +202,7 @@ NEEDS = {
         Need("iptables", _no_iptables, "apt-get install iptables"),
         Need("C++ compiler", lambda: None if os.access(native.COMPILER, os.X_OK) else f"there is no {native.COMPILER}",
              "apt-get install g++"),
-        Need("two machines", _machines.why_not, f"apt-get install iproute2, and {_PRIVILEGED}"),
+        Need("two machines", two_machines.why_not, f"apt-get install iproute2, and {_PRIVILEGED}"),
         Need("tmpfs", _no_tmpfs, _PRIVILEGED),
         Need("Linux", lambda: None if sys.platform == "linux" else f"this is {sys.platform}", "run on Linux"),
         Need("root", _as_root(True), "run as root"),

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._machines import TwoMachines, two_machines
-from benchmarks._two_nodes import DELTAS, TwoNodeRun, failures, slots_with_two_records
 from services.cli.keys import Keyring
 from services.common.telemetry.logs import LogEvent
 from tests import needs
+from tests.e2e.two_node_run import DELTAS, TwoNodeRun, failures, slots_with_two_records
+from tests.two_machines import TwoMachines, two_machines
 
 pytestmark = pytest.mark.slow
 

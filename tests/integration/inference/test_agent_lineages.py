@@ -10,11 +10,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from benchmarks._agent_harness import LEAD, SPEAKERS, client_for, play
 from services.common.records import Origin, Sampling, TokenSequence
 from services.common.text.chat import Chat
 from services.inference.endpoint.server import EndpointServer
 from services.inference.engine.base import GenerationRequest
+from tests.integration.inference.agent_harness import LEAD, SPEAKERS, client_for, play
 from tests.integration.inference.endpoint_peers import client_of, mismatches, serving, session_of, torch_policy
 from tests.unit.inference.fakes import qwen_like_chat, served_policy
 

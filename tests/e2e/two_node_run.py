@@ -1,6 +1,6 @@
 """The two-node recipe on two machines (``_machines``), started by hand: node 0 prints commands, node 1 executes these.
 
-Inference a runs on node 1, all other processes on node 0. Shared by scripts of this folder and by tests.
+Inference a runs on node 1, all other processes on node 0.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 import orjson
 
-from benchmarks._machines import Machine, TwoMachines
 from services.common.telemetry.logs import LogEvent
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
+from tests.two_machines import Machine, TwoMachines
 
 RECIPE = "recipes/code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
 WAIT_S = 240.0

@@ -5,8 +5,7 @@
 A machine is a set of Linux namespaces held by a process that is the first of its pid namespace, so a machine that is
 switched off loses all its processes at once, as by kill -9, without closing connections. Each has its own loopback, its
 own /dev/shm (so that no process takes both for one host) and its own directory, invisible to the other. Needs
-root, `ip`, `unshare` and `nsenter`, and `iptables` where packets are to vanish. Shared by scripts of this folder and by
-tests.
+root, `ip`, `unshare` and `nsenter`, and `iptables` where packets are to vanish.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKOUT = ("services", "recipes", "deploy")  # what a machine needs of the repository
+CHECKOUT = ("services", "extras", "recipes", "deploy")  # what a machine needs of the repository
 START_S = 20.0
 _NAMESPACES = ("--net", "--mount", "--pid", "--uts", "--ipc")
 
