@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from benchmarks import _study_cells, _study_report, _virtual_player, _virtual_ring, _virtual_training, study
 from services.common.records import Sampling, StopReason, Task, TokenSequence
@@ -226,20 +224,6 @@ def test_a_cell_is_measured_and_its_tables_and_pictures_are_written(cache: Path,
     row = json.loads((tmp_path / "study.jsonl").read_text().splitlines()[0])
     assert len(row["curve"]) == asked.steps + 1 and 0.0 <= row["greedy"] <= 1.0
     assert _study_cells.Results(tmp_path / "study.jsonl", asked).rows("late") == results.rows("late")
-
-
-@pytest.mark.slow
-def test_the_quick_study_measures_both_parts_and_ends_with_its_result(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In this process, which has imported torch; ``test_results`` runs scripts as processes."""
-    monkeypatch.setattr(sys, "argv", ["study.py", "--quick"])
-    monkeypatch.setattr(structlog, "configure", lambda **_: None)  # which would hold for all tests
-    study.main()
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said["name"] == "study"
-    assert said["measured"] == 8 and said["left_out"] == {}
-    assert set(said["losses"]) == {"m2po/2", "grpo/2"} and set(said["late"]) == {"keep/2", "drop/2"}
 
 
 # -- what is told ----------------------------------------------------------------------------------------------------
