@@ -22,8 +22,8 @@ import torch
 from benchmarks._report import median_and_spread, report
 from benchmarks._workload import MODELS
 from benchmarks.engine_throughput import build_model
+from extras.compiled import step as native_step
 from services.inference.engine.torch.decoder import Decoder
-from services.inference.engine.torch.native import step as native_step
 
 ROWS = (1, 8, 24, 64)
 CONTEXT = 256
@@ -68,7 +68,7 @@ def _of_model(name: str, position: int, repeats: int) -> list[dict[str, Any]]:
         gap = float((one - other).abs().max())
         found.append(
             {
-                "model": name, "rows": rows, "compiled": both[0].extends_each, "ours": ours, "theirs": theirs,
+                "model": name, "rows": rows, "compiled": bool(both[0].extends_up_to), "ours": ours, "theirs": theirs,
                 "ratio": ratio, "spread": spread, "gap": gap, "refresh_ours": refresh[0], "refresh_theirs": refresh[1],
             }
         )  # fmt: skip
@@ -100,9 +100,9 @@ def _decoder(model: Any, packed_bytes: int) -> Decoder:
 
 
 def _refresh(decoder: Decoder) -> None:
-    decoder._blocks.refresh()
-    if decoder._native is not None:
-        decoder._native.refresh()
+    decoder.blocks.refresh()
+    if decoder._fast is not None:
+        decoder._fast.refresh()
 
 
 def _seconds(work: Callable[[], Any]) -> float:

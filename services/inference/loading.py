@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from services.common.config.processes import InferenceConfig, engine_numbers
 from services.common.errors import ConfigError
+from services.common.extras import load_extra
 from services.common.importing import load_object
 from services.common.records import FetchPlan, WeightTransfer, WeightVersion
 from services.common.rpc.run_client import RunSettings
@@ -30,6 +31,7 @@ from services.inference.weights.updater import AnnouncedVersions
 from services.inference.workflows.scripts import load_scripts
 
 if TYPE_CHECKING:
+    from services.inference.engine.served.engine import ServedEngine, ServedSetup
     from services.inference.engine.torch.blocks import Adapter
     from services.inference.weights.mirror import Mirror
 
@@ -228,11 +230,6 @@ def _load_served(
     from services.inference.engine.served.engine import ServedSetup
     from services.inference.engine.served.process import own_gpus
 
-    if config.engine == "vllm":
-        from services.inference.engine.vllm import build_engine
-    else:
-        from services.inference.engine.sglang import build_engine
-
     section = settings.recipe.policies[policy]
     path = settings.recipe.model_path(policy, settings.run_dir)
     tokenizer = load_tokenizer(path)
@@ -269,9 +266,24 @@ def _load_served(
         on_tokens=on_tokens,
         adapter=adapter,
     )
-    engine = build_engine(setup)
+    engine = server_builder(config.engine)(setup)
     served = ServedPolicy(name=policy, engine=engine, chat=Chat(tokenizer), context_length=section.model.context_length)
     return _followed(served, settings, mirror)
+
+
+def server_builder(engine: str) -> Callable[[ServedSetup], ServedEngine]:
+    """Builds an engine over servers. Raises ``ConfigError`` for the engine of an extra that is not here."""
+    if engine == "sglang":
+        from services.inference.engine.sglang import build_engine
+
+        return build_engine
+    try:
+        build: Callable[[ServedSetup], ServedEngine] = load_extra("engines", engine)
+    except KeyError:
+        raise ConfigError(
+            f"engine {engine} is in the folder extras/{engine}, which is not here: add it, or write engine: sglang"
+        ) from None
+    return build
 
 
 def private_directory(settings: RunSettings) -> Path:

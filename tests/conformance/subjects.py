@@ -156,14 +156,10 @@ def server_engine(
     """Not started, with the context of all subjects and two slots on each of ``number`` servers; ``changes`` are settings
     of the inference service."""
     from services.inference.engine.served.engine import ServedSetup
-
-    if engine == "vllm":
-        from services.inference.engine.vllm import build_engine
-    else:
-        from services.inference.engine.sglang import build_engine
+    from services.inference.loading import server_builder
 
     settings = {"engine": engine, "device": "cpu", "num_slots": NUM_SLOTS, **changes}
-    return build_engine(
+    return server_builder(engine)(
         ServedSetup(
             config=InferenceConfig.model_validate(settings),
             name="subject",

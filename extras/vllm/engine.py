@@ -2,7 +2,7 @@
 
 Log-probabilities are those of the sampling distribution: the server is started with processed log-probabilities, after
 temperature, top-k, top-p, min-p and forbidden tokens. Where these cut, the tokens that could be drawn are those of the
-likeliest ones that have a finite log-probability. ``vllm_server`` runs beside vLLM.
+likeliest ones that have a finite log-probability. ``server`` runs beside vLLM.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 import orjson
 
+from extras.vllm import server
 from services.common.config.processes import MASK_TOKENS, InferenceConfig
 from services.common.errors import InfrastructureError, InvalidRequestError
-from services.inference.engine import vllm_server
 from services.inference.engine.served.client import (
     CONTROL_TIMEOUT_S,
     QUESTION_TIMEOUT_S,
@@ -203,7 +203,7 @@ def _metric(text: str, name: str) -> list[float]:
     return [float(line.rsplit(" ", 1)[1]) for line in lines]
 
 
-LAUNCHER = Path(vllm_server.__file__).resolve().with_name("launch.py")
+LAUNCHER = Path(server.__file__).resolve().with_name("launch.py")
 CPU_BLOCK_TOKENS = 128  # of vLLM's KV cache on a CPU
 CPU_CACHE_BYTES = 1 << 30  # most of a KV cache in host memory, and all of one whose model's shape is unknown
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

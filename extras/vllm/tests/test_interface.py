@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from services.inference.engine.vllm_server import interface
+from extras.vllm.server import interface
 
 
 def made(leave_out: str = "", without: str = "", mode: str = interface.PAUSE_MODE) -> Any:
