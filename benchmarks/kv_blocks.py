@@ -91,7 +91,7 @@ def throughput(model: str, workload: Workload, arms: dict[str, Arm], seed: int, 
     costs: dict[str, list[float]] = {name: [] for name in arms}
     for repetition in range(repetitions):
         for name, arm in arms.items():
-            arm.core.flush()
+            arm.core.kv.forget()
             costs[name].append(arm.run(prompts, lengths, seed + repetition)[0])
     first = next(iter(arms))
     found: dict[str, Any] = {"model": model, "workload": str(workload)}

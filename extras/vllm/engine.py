@@ -24,12 +24,10 @@ from services.common.config.processes import MASK_TOKENS, InferenceConfig
 from services.common.errors import InfrastructureError, InvalidRequestError
 from services.inference.engine.served.client import (
     CONTROL_TIMEOUT_S,
-    QUESTION_TIMEOUT_S,
     UPDATE_TIMEOUT_S,
     CallRequest,
     Chunk,
     Finish,
-    Load,
     PauseMode,
     Reader,
     Refused,
@@ -126,14 +124,6 @@ class VllmClient(ServerClient):
 
     # -- questions ----------------------------------------------------------------------------------------------
 
-    async def load(self) -> Load:
-        text = (await self._ask("GET", "/metrics", QUESTION_TIMEOUT_S)).decode(errors="replace")
-        return Load(
-            running=int(sum(_metric(text, "vllm:num_requests_running"))),
-            waiting=int(sum(_metric(text, "vllm:num_requests_waiting"))),
-            used_share=max(_metric(text, "vllm:kv_cache_usage_perc"), default=0.0),
-        )
-
     async def is_generating(self, timeout_s: float) -> bool:
         parameters = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
         data = orjson.dumps({"token_ids": [0], "sampling_params": parameters})
@@ -195,12 +185,6 @@ def _raise(error: Any) -> None:
     if isinstance(code, int) and 400 <= code < 500:
         raise InvalidRequestError(f"vLLM refuses the request: {message}")
     raise InfrastructureError(f"vLLM ended the call: {message}")
-
-
-def _metric(text: str, name: str) -> list[float]:
-    """The values of a metric in Prometheus' format, one per engine core."""
-    lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
-    return [float(line.rsplit(" ", 1)[1]) for line in lines]
 
 
 LAUNCHER = Path(server.__file__).resolve().with_name("launch.py")

@@ -118,11 +118,9 @@ class SharedServer:
         if self._subject is None:
             self._subject, self._kv_policy = await self._start(kv_policy), kv_policy
         engine = self._subject.engine
-        await engine.resume()
         await until_idle(engine)
         if engine.version != 0:
             await engine.update(self._subject.same_weights(0))
-        await engine.flush()
         return self._subject
 
     async def stop(self) -> None:
@@ -177,11 +175,6 @@ async def until_tokens(engine: Engine, count: int) -> None:
     """Wait until ``count`` more tokens are there than now."""
     wanted = engine.health().generated_tokens + count
     await until(lambda: engine.health().generated_tokens >= wanted, every_s=0.001)
-
-
-async def until_waiting(engine: Engine, count: int) -> None:
-    """Wait until ``count`` requests wait for a slot: a request reaches the engine's thread some time after the call."""
-    await until(lambda: engine.health().waiting == count, every_s=0.001)
 
 
 async def until_idle(engine: Engine) -> None:

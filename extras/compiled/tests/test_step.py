@@ -168,3 +168,9 @@ def test_a_cache_that_others_may_write_is_not_read(monkeypatch: pytest.MonkeyPat
     assert compiler._folder() != folder
     folder.chmod(0o755)
     assert compiler._folder() == folder
+
+
+def test_only_small_float32_models_on_a_cpu_decode_in_compiled_code() -> None:
+    assert Decoder(build_model("qwen3"), num_slots=1, context_length=16).extends_up_to
+    half = build_model("qwen3").to(torch.bfloat16)
+    assert not Decoder(half, num_slots=1, context_length=16).extends_up_to

@@ -58,10 +58,9 @@ class ServersConfig(Section):
 
 
 class SglangConfig(ServersConfig):
-    update: Literal["disk", "broadcast", "tensors"] = "disk"
+    update: Literal["disk", "tensors"] = "disk"
     """How weights reach the engines: `disk` through a file, in shared memory where there is room; `tensors` in the
-    memory of their GPUs (CUDA IPC, no GPU has tried it; up to 1 GiB of each GPU and a CUDA context more), or in shared memory on a CPU;
-    `broadcast` through a gloo group that the service and its engines form, on CPUs only."""
+    memory of their GPUs (CUDA IPC, no GPU has tried it; up to 1 GiB of each GPU and a CUDA context more), or in shared memory on a CPU."""
 
 
 class VllmConfig(ServersConfig):

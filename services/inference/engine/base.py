@@ -78,7 +78,6 @@ Watch = Callable[[int], bool]  # called with each sampled token; True ends the g
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # a stop token was sampled: the last token of the result
     LENGTH = "length"  # the end of max_new_tokens, the context, or forced_ids
-    ABORTED = "aborted"
 
 
 class KvPolicy(enum.StrEnum):
@@ -145,7 +144,6 @@ class EngineHealth:
     detail: str
     running: int  # requests in slots
     waiting: int  # requests queued
-    free_slots: int
     generated_tokens: int  # since start
     kv: KvUse | None = None  # None where the cache is not paged, or is the business of another process
 
@@ -156,7 +154,7 @@ class Engine(Protocol):
     async def start(self) -> None: ...
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample one continuation. Cancelling the awaiting task aborts the request."""
+        """Sample one continuation. Cancelling the awaiting task ends the request."""
         ...
 
     async def score(self, request: ScoreRequest) -> Logprobs:
@@ -164,26 +162,12 @@ class Engine(Protocol):
         held now. ``ConfigError`` where the engine cannot; cancelling the awaiting task withdraws the request."""
         ...
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; its ``generate`` returns the tokens so far with ``FinishReason.ABORTED``."""
-        ...
-
-    async def pause(self) -> None:
-        """Return when no decoding step is running; requests stay where they are."""
-        ...
-
-    async def resume(self) -> None: ...
-
     async def update(self, update: WeightUpdate) -> float:
         """Switch to another version in place; returns the seconds without decoding.
 
         Atomic between two decoding steps: no token is ever computed from a mixture. ``ModelMismatchError`` for a
         missing name or another shape, before anything changes. The caller may change the update's arrays after the return.
         """
-        ...
-
-    async def flush(self) -> None:
-        """Forget every cached prefix."""
         ...
 
     @property

@@ -68,15 +68,6 @@ async def test_a_prompt_that_differs_in_one_early_token_reuses_only_up_to_there(
     assert max_gap(model, other, generation, generation.segments[0]) <= TOLERANCE
 
 
-async def test_flush_forgets_cached_prefixes(launch: Launch) -> None:
-    engine = await launch(build_model("qwen3"))
-    prompt = make_prompt(60)
-    await engine.generate(make_request(prompt, max_new_tokens=5))
-    await engine.flush()
-    await engine.generate(make_request(prompt, max_new_tokens=5))
-    assert engine.counters.reused == 0
-
-
 async def test_many_requests_of_all_lengths_through_few_slots_stay_exact(launch: Launch) -> None:
     """Joins, leaves, compaction, ordering by length, eviction and shared prefixes all at once, with updates between."""
     models = [build_model("qwen3")]

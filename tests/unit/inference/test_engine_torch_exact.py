@@ -154,4 +154,4 @@ async def test_a_crash_of_the_engine_thread_fails_all_that_wait(launch: Launch) 
     assert not engine.health().ok
     assert "the disk is gone" in engine.health().detail
     with pytest.raises(InfrastructureError, match="disk"):
-        await engine.pause()
+        await engine.generate(make_request([1, 2, 3], max_new_tokens=9))

@@ -111,15 +111,6 @@ class Refused(InfrastructureError):
         self.status = status
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """The load that a server reports."""
-
-    running: int
-    waiting: int
-    used_share: float  # of its KV cache
-
-
 class TokenStream:
     """The chunks of one server call. ``next`` may be cancelled and called again without loss."""
 
@@ -235,9 +226,6 @@ class ServerClient(ABC):
     @abstractmethod
     async def update_from_disk(self, directory: str, version: int, *, flush: bool) -> None:
         """Read every tensor of a directory's safetensors files. After a failure the weights may have changed or not."""
-
-    @abstractmethod
-    async def load(self) -> Load: ...
 
     @abstractmethod
     async def is_generating(self, timeout_s: float) -> bool:

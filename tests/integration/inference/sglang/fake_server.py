@@ -40,7 +40,7 @@ class Fake:
         made.router.add_post("/misbehave", self.misbehave)
         made.router.add_get("/seen", self.tell)
         made.router.add_post("/generate", self.generate)
-        for route in ("/ready", "/server_info", "/model_info", "/v1/loads", "/health_generate"):
+        for route in ("/ready", "/server_info", "/model_info", "/health_generate"):
             made.router.add_get(route, self.answer)
         for route in (
             "/abort_request",
@@ -90,8 +90,6 @@ class Fake:
             self.aborted.add(body["rid"])
         elif route == "/model_info":
             return web.json_response({"weight_version": self.told_version})
-        elif route == "/v1/loads":
-            return web.json_response({"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 0, "token_usage": 0.1}]})
         return web.json_response({"success": True})
 
     def fault(self, route: str) -> dict[str, Any]:

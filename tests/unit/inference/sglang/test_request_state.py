@@ -49,7 +49,7 @@ def test_legs_of_one_version_are_one_segment() -> None:
     it = state(max_new_tokens=50)
     it.take(output(4), spans((3, 0, 1)), mixed_from=None)
     it.take(output(5), spans((3, 0, 1)), mixed_from=None)
-    assert [(s.weight_version, s.num_tokens) for s in it.generation(FinishReason.ABORTED).segments] == [(3, 2)]
+    assert [(s.weight_version, s.num_tokens) for s in it.generation(FinishReason.LENGTH).segments] == [(3, 2)]
 
 
 def test_a_leg_cut_short_keeps_the_spans_of_what_is_left() -> None:
@@ -64,7 +64,7 @@ def test_spans_on_an_older_cache_are_marked() -> None:
     it = state(max_new_tokens=50)
     it.take(output(4, 5), spans((0, 0, 1), (1, 1, 2)), mixed_from=1)
     it.take(output(6), spans((1, 0, 1)), mixed_from=0)
-    marks = [(s.weight_version, s.num_tokens, s.mixed_cache) for s in it.generation(FinishReason.ABORTED).segments]
+    marks = [(s.weight_version, s.num_tokens, s.mixed_cache) for s in it.generation(FinishReason.LENGTH).segments]
     assert marks == [(0, 1, False), (1, 2, True)]
 
 
