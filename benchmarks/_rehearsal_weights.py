@@ -34,9 +34,8 @@ from services.common.system.machine import keep_freed_memory
 from services.common.transfer.servicer import WeightServicer
 from services.common.weights.codec import decode_tensor, encode_tensor
 from services.common.weights.snapshot import Bits, Manifest, SnapshotWriter, TensorSpec, tensor_digest
-from services.inference.engine.base import WeightUpdate
+from services.inference.engine.base import WeightUpdate, num_threads
 from services.inference.engine.served.stage import Stage
-from services.inference.engine.threads import num_threads
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import SourceFetcher
 from services.trainer.publish import HostCopier

@@ -45,7 +45,7 @@ def build(directory: Path, slots: int) -> ServedEngine:
     )
     process = ServerProcess(command, directory / "scripted.log", 60.0)
     return ServedEngine(
-        [Server(0, process, KvPolicy.RECOMPUTE, slots)],
+        [Server(process, KvPolicy.RECOMPUTE)],
         stage,
         DiskTransfer(stage),
         context_length=2 * _TOKENS,

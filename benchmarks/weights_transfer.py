@@ -55,7 +55,7 @@ from services.common.config.training import WeightsConfig
 from services.common.records import WeightVersion
 from services.common.weights.snapshot import DEFAULT_DIRECTORIES, Manifest, Snapshot
 from services.inference.engine.base import WeightUpdate
-from services.inference.engine.in_place import prepare
+from services.inference.engine.torch.decoder import prepare
 from services.inference.weights.fetch import receive_buffer
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import SourceFetcher, WeightUpdater

@@ -33,12 +33,10 @@ from services.common.system.threads import Watchdog
 from services.common.telemetry.accounts import GATEWAY, Activity, ActivityName, TimeAccount
 from services.common.telemetry.accounts import replica as replica_component
 from services.common.telemetry.logs import bind, configure
+from services.common.transfer.bulk import PayloadSource
 from services.common.transfer.servicer import add_weight_service
-from services.common.transfer.source import PayloadSource
-from services.inference.bases import BaseModels
-from services.inference.config import replica_config
 from services.inference.gateway import GatewayClient
-from services.inference.loading import LoadedPolicy, load_policy
+from services.inference.loading import BaseModels, LoadedPolicy, load_policy, replica_config
 from services.inference.records_out import TrajectorySender
 from services.inference.replica import METRICS, EmissionLog, EngineTurns, PoolClient, Replica, ReplicaIdentity, gauges
 from services.inference.rollouts import RolloutPlayer

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from services.common.config.processes import InferenceConfig, engine_numbers
+from services.common.config.recipe import Recipe
+from services.common.config.training import PolicyConfig
 from services.common.errors import ConfigError
 from services.common.extras import load_extra
 from services.common.importing import load_object
@@ -20,9 +22,8 @@ from services.common.records import FetchPlan, WeightTransfer, WeightVersion
 from services.common.rpc.run_client import RunSettings
 from services.common.telemetry.accounts import TimeAccount, weights
 from services.common.text.chat import Chat
-from services.common.transfer.source import PayloadSource
-from services.common.weights.snapshot import AdapterIdentity
-from services.inference.bases import BaseModels
+from services.common.transfer.bulk import PayloadSource
+from services.common.weights.snapshot import AdapterIdentity, DigestAlgorithm, version_digest
 from services.inference.engine.base import ByteTokenizer, KvPolicy
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.engine.streaming import EngineSetup, check_engine
@@ -31,9 +32,89 @@ from services.inference.weights.updater import AnnouncedVersions
 from services.inference.workflows.scripts import load_scripts
 
 if TYPE_CHECKING:
+    import torch
+
     from services.inference.engine.served.engine import ServedEngine, ServedSetup
     from services.inference.engine.torch.blocks import Adapter
     from services.inference.weights.mirror import Mirror
+
+# --- Selects this replica's section of the recipe.
+
+
+def replica_config(
+    recipe: Recipe, name: str, port: int | None = None, num_slots: int | None = None, host: str | None = None
+) -> InferenceConfig:
+    """The section ``inference.<name>`` with the command line's changes.
+
+    A name that the recipe lacks takes the first section's settings on a free port, so that further replicas can join.
+    """
+    known = name in recipe.inference
+    config = recipe.inference[name] if known else next(iter(recipe.inference.values()))
+    changes: dict[str, Any] = {} if known else {"port": 0}
+    if not known and config.endpoint.port is not None:
+        changes["endpoint"] = config.endpoint.model_copy(update={"port": 0})
+    if port is not None:
+        changes["port"] = port
+    if host is not None:
+        changes["host"] = host
+    if num_slots is not None:
+        changes["num_slots"] = num_slots
+    return config.model_copy(update=changes)
+
+
+# --- The models below adapters: each is loaded once in a process, for all policies that have an adapter on it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModel:
+    """A loaded base and the digest of its weights in the trainer's type."""
+
+    model: Any  # in the engine's type
+    digest: str
+
+
+class BaseModels:
+    """The bases of one process. Policies are loaded one after another."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[tuple[str, ...], BaseModel] = {}
+
+    def adapter(
+        self, policy: str, settings: RunSettings, dtype: str
+    ) -> tuple[Any, dict[str, torch.Tensor], AdapterIdentity]:
+        """The base of a policy in the engine's ``dtype``, the tensors of its adapter's version 0, and their identity.
+
+        Raises the errors of ``services.common.text.chat.load_model``, and ``ConfigError`` for a target that is no
+        linear module of the model.
+        """
+        import torch
+
+        from services.common.lora import identity_of, initial_adapter
+
+        recipe = settings.recipe
+        section = recipe.policies[policy]
+        assert section.adapter is not None
+        base = self._load(recipe.model_path(policy, settings.run_dir), section, dtype, recipe.digest_algorithm(policy))
+        identity = identity_of(base.model, section.adapter, base.digest)
+        rounded: torch.dtype = getattr(torch, section.trainer.master_dtype)  # as the trainer's are
+        tensors = initial_adapter(base.model, section.adapter, recipe.run.seed)
+        return base.model, {name: tensor.to(rounded) for name, tensor in tensors.items()}, identity
+
+    def _load(self, path: str, policy: PolicyConfig, dtype: str, algorithm: DigestAlgorithm) -> BaseModel:
+        import torch
+
+        from services.common.lora import tensor_entry
+        from services.common.text.chat import load_model, named_weights
+
+        key = (path, policy.trainer.compute_dtype, dtype, algorithm)
+        if key not in self._loaded:
+            model = load_model(path, policy.trainer.compute_dtype)
+            entries = [tensor_entry(name, weight, algorithm) for name, weight in named_weights(model).items()]
+            model.requires_grad_(False)
+            kind: torch.dtype = getattr(torch, dtype)
+            self._loaded[key] = BaseModel(model=model.to(kind), digest=version_digest(entries))
+        return self._loaded[key]
+
 
 OnTokens = Callable[[int, float], None]
 

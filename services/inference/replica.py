@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import grpc
 import structlog
@@ -253,7 +252,7 @@ _ENGINE_CHECK_S = 1.0
 
 
 class Replica:
-    """A ``PoolMember``: every command returns at once."""
+    """Receives the pool's commands other than orders; every command returns at once."""
 
     def __init__(
         self,
@@ -377,21 +376,6 @@ _TAKEOVERS = 3  # within _TAKEOVER_WINDOW_S: another process claims this replica
 _TAKEOVER_WINDOW_S = 60.0
 
 
-class PoolMember(Protocol):
-    """Receiver of the pool's commands other than orders; each method returns at once."""
-
-    def welcome(self, run_id: str, envgateway_address: str) -> None: ...
-    def cancel_task_group(self, task_group_id: str, reason: str) -> None: ...
-    def new_version(self, version: WeightVersion, plan: FetchPlan | None) -> None: ...
-    def drain(self, reason: str) -> None: ...
-    def device_turn(self, turn: DeviceTurn) -> None: ...
-    def device_turn_done(self) -> int: ...
-    def held_versions(self) -> tuple[WeightVersion, ...]: ...
-    def on_held(self, call: Callable[[], None]) -> None: ...
-    def running_task_group_ids(self) -> tuple[str, ...]: ...
-    def report(self) -> ReplicaReport: ...
-
-
 class PoolClient:
     """Gives the pool's orders to the player, and its other commands to the member. ``run`` ends when the member has been
     drained and ``leave`` was called; raises when membership is refused."""
@@ -400,7 +384,7 @@ class PoolClient:
         self,
         channel: grpc.aio.Channel,
         identity: ReplicaIdentity,
-        member: PoolMember,
+        member: Replica,
         player: RolloutPlayer,
         *,
         report_period_s: float = REPORT_PERIOD_S,

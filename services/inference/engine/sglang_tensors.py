@@ -44,7 +44,11 @@ class TensorTransfer:
         shapes = self._stage.shapes
         buckets = list(in_buckets(shapes, lambda name: _aligned(shapes[name].bits.nbytes), BUCKET_BYTES))
         largest = max(sum(_aligned(shapes[name].bits.nbytes) for name in names) for names in buckets)
-        await _begin_update(client)
+        try:
+            await client.begin_update()
+        except Refused:  # an aborted update has left its session open
+            await client.end_update()
+            await client.begin_update()
         for number, names in enumerate(buckets, 1):
             payloads = await asyncio.to_thread(self._packed, client.devices, names, largest)
             await client.update_from_tensors(payloads, version, flush=flush and number == len(buckets))
@@ -117,12 +121,3 @@ def on_device(
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
-
-
-async def _begin_update(client: AnyClient) -> None:
-    """Open the session of an update; one that an aborted update left open is closed before."""
-    try:
-        await client.begin_update()
-    except Refused:
-        await client.end_update()
-        await client.begin_update()

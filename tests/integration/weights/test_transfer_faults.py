@@ -25,9 +25,8 @@ from services.common.errors import (
 from services.common.pb import weights_pb2_grpc
 from services.common.records import WeightTransfer, WeightVersion
 from services.common.rpc.server import Server
-from services.common.transfer.bulk import BulkServer
+from services.common.transfer.bulk import BulkServer, PayloadReader, SendBudget
 from services.common.transfer.servicer import WeightServicer
-from services.common.transfer.source import PayloadReader, SendBudget
 from services.common.weights import snapshot
 from services.common.weights.codec import ChunkChange
 from services.common.weights.snapshot import (

@@ -16,8 +16,15 @@ import zmq
 from services.common.errors import ConfigError, CorruptDataError
 from services.common.telemetry.logs import LogEvent
 from services.common.transfer import servicer as servicer_module
-from services.common.transfer.bulk import BulkRequest, BulkServer, Kind, Operation, decode_answer, encode_answer
-from services.common.transfer.source import SendBudget
+from services.common.transfer.bulk import (
+    BulkRequest,
+    BulkServer,
+    Kind,
+    Operation,
+    SendBudget,
+    decode_answer,
+    encode_answer,
+)
 from services.inference.weights.fetch import BulkTransport, ByteRange, WeightSource
 from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, fetched, sending
 from tests.waiting import WAIT_S, until

@@ -17,11 +17,10 @@ from services.common.lora import identity_of, initial_adapter, target_modules
 from services.common.rpc.run_client import RunSettings
 from services.common.weights.snapshot import PEFT_PREFIX, A, B
 from services.inference import loading
-from services.inference.bases import BaseModels
-from services.inference.config import replica_config
 from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch.blocks import Adapter
 from services.inference.engine.torch.engine import TorchEngine
+from services.inference.loading import BaseModels, replica_config
 from tests.conformance.subjects import until_tokens
 from tests.integration.inference.peers import scripted_recipe
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap

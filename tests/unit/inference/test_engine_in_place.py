@@ -14,7 +14,7 @@ from services.common.errors import ModelMismatchError
 from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, decode_tensor, encode_tensor
 from services.common.weights.snapshot import Bits
 from services.inference.engine.base import WeightUpdate
-from services.inference.engine.in_place import prepare
+from services.inference.engine.torch.decoder import prepare
 
 SIGNED = {"float32": torch.int32, "bfloat16": torch.int16, "float16": torch.int16}
 

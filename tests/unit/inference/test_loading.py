@@ -14,9 +14,9 @@ from services.common.config.loading import validate
 from services.common.errors import ConfigError, ModelMismatchError
 from services.common.rpc.run_client import RunSettings
 from services.inference import loading
-from services.inference.config import replica_config
 from services.inference.engine.base import ByteTokenizer, GenerationRequest
 from services.inference.engine.streaming import StreamingEngine
+from services.inference.loading import replica_config
 from tests.integration.inference.peers import scripted_recipe
 from tests.random_models import build_model
 from tests.unit.trainer_service.building import save_model

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from services.inference.engine.threads import num_threads, run_all
+from services.inference.engine.base import num_threads, run_all
 
 
 @pytest.mark.parametrize("touched_bytes", [0, 1 << 30])

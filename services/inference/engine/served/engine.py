@@ -230,6 +230,12 @@ def judge(finish: Finish, output: CallOutput, state: RequestState) -> None:
 
 
 log = structlog.get_logger(__name__)
+RESTARTS = 5  # in a row, of a server that dies without having served
+STALL_TIMEOUT_S = (
+    300.0  # without a token of a request; then its server is asked for one, and started again if none comes
+)
+# Of a request that nobody watches: they come together, and a continuation may lose so many when a server dies.
+CHUNK_TOKENS = 16
 ABORT_TIMEOUT_S = 3.0  # for a server to end an aborted call; then the tokens so far are taken
 _MAX_INTERRUPTIONS = 5  # of one request, by servers that die or refuse
 
@@ -246,9 +252,9 @@ class ServedEngine:
         context_length: int,
         vocab_size: int | None,
         kv_policy: KvPolicy = KvPolicy.RECOMPUTE,
-        restarts: int = 5,
-        stall_timeout_s: float = 300.0,
-        chunk_tokens: int = 16,
+        restarts: int = RESTARTS,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        chunk_tokens: int = CHUNK_TOKENS,
         on_tokens: Callable[[int, float], None] | None = None,
     ) -> None:
         self.servers = servers
@@ -498,14 +504,9 @@ def engine_of(
     place = place_stage(settings.stage_directory, directory / "stage", setup.name, size_bytes)
     stage = Stage(place, setup.tensors, 0)
     kv_policy = KvPolicy(config.kv_policy)
-    servers = [
-        Server(
-            index,
-            ServerProcess(command, directory / "logs" / f"{command.name}.log", settings.loading_timeout_s(size_bytes)),
-            kv_policy,
-        )
-        for index, command in enumerate(commands)
-    ]
+    ready_s = settings.loading_timeout_s(size_bytes)
+    logs = directory / "logs"
+    servers = [Server(ServerProcess(command, logs / f"{command.name}.log", ready_s), kv_policy) for command in commands]
     return ServedEngine(
         servers,
         stage,
@@ -513,9 +514,6 @@ def engine_of(
         context_length=setup.context_length,
         vocab_size=_vocab_size(setup.model_path),
         kv_policy=kv_policy,
-        restarts=settings.restarts,
-        stall_timeout_s=settings.stall_timeout_s,
-        chunk_tokens=settings.chunk_tokens,
         on_tokens=setup.on_tokens,
     )
 

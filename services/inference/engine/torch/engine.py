@@ -43,9 +43,8 @@ from services.inference.engine.base import (
     check_request,
     check_score_request,
 )
-from services.inference.engine.in_place import PreparedUpdate
 from services.inference.engine.torch.blocks import Adapter
-from services.inference.engine.torch.decoder import Decoder, Stepping
+from services.inference.engine.torch.decoder import Decoder, PreparedUpdate, Stepping
 from services.inference.engine.torch.keeper import MAX_PASS_TOKENS, Counters, KvKeeper
 from services.inference.engine.torch.slots import Gathering, SlotTable, sample, worth_sharing
 

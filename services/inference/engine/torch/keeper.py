@@ -115,6 +115,8 @@ class KvKeeper:
 
         Rows for which there is no room are parked.
         """
+        if not slots:
+            return
         table = self._table
         slots = list(slots)
         plan = self._plan(slots)
@@ -145,7 +147,7 @@ class KvKeeper:
 
     def forget(self) -> None:
         """Drop the caches of all slots without a request."""
-        self._table.forget()
+        self._table.cached[~self._table.live] = 0
         for slot in (~self._table.live).nonzero()[0].tolist():
             self._cache.cut(slot, 0)
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from services.common.transfer.source import CHUNK_BYTES, SendBudget
+from services.common.transfer.bulk import CHUNK_BYTES, SendBudget
 from services.inference.weights.fetch import STALL_S
 from tests.waiting import WAIT_S
 

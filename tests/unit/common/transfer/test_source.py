@@ -8,8 +8,8 @@ import pytest
 
 from services.common.errors import NotFoundError
 from services.common.net.hosts import host_identity
+from services.common.transfer.bulk import MemoryReader
 from services.common.transfer.servicer import source_of
-from services.common.transfer.source import MemoryReader
 
 
 async def test_a_reader_of_memory_gives_the_requested_range_and_ends_its_lease_once() -> None:
