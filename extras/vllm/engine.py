@@ -61,7 +61,6 @@ class VllmClient(ServerClient):
     program = "vLLM"
     generate_path = "/inference/v1/generate"
     ready_path = "/health"
-    version_path = "/weight_info"
 
     def __init__(self, address: str, key: str, *, most_kept: int) -> None:
         super().__init__(address, key)

@@ -63,9 +63,7 @@ async def test_a_server_takes_tensors_in_mid_generation(build: Build, model: Any
     assert max_gap(model, prompt, generation, generation.segments[-1]) > 100 * TOLERANCE
 
 
-async def test_two_servers_take_an_update_in_mid_generation_and_one_goes_on_for_both(
-    build: Build, model: Any
-) -> None:
+async def test_two_servers_take_an_update_in_mid_generation_and_one_goes_on_for_both(build: Build, model: Any) -> None:
     new = perturbed(model)
     engine = await build(number=2)
     await engine.start()

@@ -65,7 +65,6 @@ class SglangClient(ServerClient):
     program = "SGLang"
     generate_path = "/generate"
     ready_path = "/ready"
-    version_path = "/model_info"
 
     def __init__(self, address: str, key: str, *, devices: Sequence[str] = ("cpu",)) -> None:
         super().__init__(address, key)

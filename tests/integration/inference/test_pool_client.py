@@ -124,13 +124,6 @@ async def test_a_broken_stream_is_joined_again_by_the_same_incarnation(orchestra
     assert member.player.counters.repeated == 4
 
 
-async def test_a_stream_that_ends_without_error_is_joined_again(orchestrator: FakeOrchestrator) -> None:
-    async with joined(orchestrator):
-        await until(lambda: orchestrator.reports)
-        orchestrator.end_stream()
-        await until(lambda: len(orchestrator.joins) == 2)
-
-
 async def test_a_lost_lease_is_taken_anew(orchestrator: FakeOrchestrator) -> None:
     async with joined(orchestrator) as member:
         await until(lambda: orchestrator.reports)
@@ -139,15 +132,6 @@ async def test_a_lost_lease_is_taken_anew(orchestrator: FakeOrchestrator) -> Non
         orchestrator.report_error = None
         num_reports = len(orchestrator.reports)
         await until(lambda: len(orchestrator.reports) > num_reports)
-        assert not member.membership.done()
-
-
-async def test_a_lease_that_runs_out_again_and_again_is_taken_anew_each_time(orchestrator: FakeOrchestrator) -> None:
-    """A link that flaps is no reason to end."""
-    async with joined(orchestrator) as member:
-        for number in range(2, 7):
-            orchestrator.end_stream(LeaseLostError("did not report for 3 s"))
-            await until(lambda number=number: len(orchestrator.joins) == number)
         assert not member.membership.done()
 
 
@@ -206,14 +190,6 @@ async def test_reports_share_a_stream_that_is_opened_again_after_a_refusal(orche
         orchestrator.report_error = None
         num_reports = len(orchestrator.reports)
         await until(lambda: len(orchestrator.reports) >= num_reports + 3)
-        assert not member.membership.done()
-
-
-async def test_reports_go_on_after_the_orchestrator_ended_their_stream(orchestrator: FakeOrchestrator) -> None:
-    async with joined(orchestrator) as member:
-        await until(lambda: orchestrator.reports)
-        orchestrator.end_report_stream = True
-        await until(lambda: orchestrator.num_report_streams == 2)
         assert not member.membership.done()
 
 

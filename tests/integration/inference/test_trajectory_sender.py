@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import structlog
 
-from services.common.errors import DeadlineError, InfrastructureError
+from services.common.errors import DeadlineError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.records import RolloutFailure, RolloutTiming, Segment, StopReason, TokenSequence, Trajectory
 from services.common.rpc.client import channel
@@ -98,17 +98,6 @@ async def test_records_wait_for_an_orchestrator_that_is_away(orchestrator: FakeO
         await orchestrator.start()
         await sender.wait_until_acknowledged(WAIT_S)
     assert indices_of(orchestrator.slots) == [0, 1, 2]
-
-
-async def test_a_stream_that_the_server_ends_is_opened_again(orchestrator: FakeOrchestrator) -> None:
-    async with sending(orchestrator) as sender:
-        orchestrator.stream_error = InfrastructureError("stopping")
-        await sender.send(failure(0))
-        await sender.wait_until_acknowledged(WAIT_S)
-        await sender.send(failure(1))
-        await sender.wait_until_acknowledged(WAIT_S)
-    assert indices_of(orchestrator.slots) == [0, 0, 1]
-    assert orchestrator.num_streams == 2
 
 
 async def test_a_full_sender_makes_rollouts_wait(orchestrator: FakeOrchestrator) -> None:

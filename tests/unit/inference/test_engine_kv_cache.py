@@ -161,12 +161,3 @@ def test_a_limit_that_holds_no_sequence_is_refused_with_one_that_does() -> None:
     assert cache.shortage(*whole) == 0
     with pytest.raises(ConfigError, match=r"kv_cache_gib is .*one sequence of 103 tokens needs .*raise kv_cache_gib"):
         KvCache(SHAPE, LEAST_BYTES - 1)
-
-
-def test_a_cache_without_a_limit_is_never_short() -> None:
-    cache = KvCache(SHAPE)
-    slots = np.arange(NUM_SLOTS)
-    whole = slots, np.zeros(NUM_SLOTS, int), np.full(NUM_SLOTS, CONTEXT)
-    assert cache.shortage(*whole) == 0 and not cache.is_bounded
-    cache.own(*whole)
-    assert cache.num_free == 0

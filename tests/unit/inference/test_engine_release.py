@@ -49,21 +49,6 @@ async def test_a_request_goes_on_after_a_turn_of_another_with_exact_logprobs(
     assert max_gap(model, prompt, generation, generation.segments[0]) <= TOLERANCE
 
 
-async def test_the_same_version_again_leaves_one_segment(launch: Launch) -> None:
-    model = build_model("qwen3", tied=True)
-    weights = {name: weight.clone() for name, weight in named_weights(model).items()}
-    gate = StepGate(at=6)
-    engine = await launch(model, on_tokens=gate)
-    prompt = make_prompt(12)
-    running = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=TOKENS)))
-    await gate.run(engine.release())
-    await engine.release()
-    await engine.restore(WeightUpdate.full(weights, 0))
-    generation = await running
-    assert len(generation.segments) == 1
-    assert max_gap(model, prompt, generation, generation.segments[0]) <= TOLERANCE
-
-
 async def test_scores_wait_for_the_memory_and_cancelled_requests_do_not(launch: Launch) -> None:
     model = build_model("qwen3", tied=True)
     weights = {name: weight.clone() for name, weight in named_weights(model).items()}

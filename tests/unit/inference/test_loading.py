@@ -174,12 +174,3 @@ def test_an_engine_without_a_method_is_refused_with_its_line(tmp_path: Path) -> 
     told = rf"{__file__}:\d+: the class engine .*Incomplete lacks methods: write `async def start\(self\)`, .*health"
     with pytest.raises(ConfigError, match=told):
         loading.load_policy("model0", settings, replica_config(settings.recipe, "a"), lambda count, at: None)
-
-
-@pytest.mark.parametrize(("steps", "number"), [(0, 0), (3, -1)])
-def test_a_scripted_policy_waits_for_its_first_version_only_where_one_is_trained(
-    tmp_path: Path, steps: int, number: int
-) -> None:
-    settings = RunSettings("r", tmp_path, validate(scripted_recipe(run={"steps": steps}), source="test"))
-    loaded = loading.load_policy("model0", settings, replica_config(settings.recipe, "a"), lambda count, at: None)
-    assert loaded.weights.held().number == number

@@ -153,7 +153,6 @@ class ServerClient(ABC):
     program: ClassVar[str]
     generate_path: ClassVar[str]
     ready_path: ClassVar[str]
-    version_path: ClassVar[str]
 
     def __init__(self, address: str, key: str) -> None:
         self.address = address
@@ -232,12 +231,6 @@ class ServerClient(ABC):
         """Whether the server generates; an idle server is asked for one token. False for a paused server too."""
 
     # -- the same for all programs ------------------------------------------------------------------------------
-
-    async def weight_version(self) -> int | None:
-        """The version that the server reports; None if the report is not a number."""
-        answer = await self._get(self.version_path, QUESTION_TIMEOUT_S)
-        name = str(answer.get("weight_version"))
-        return int(name) if name.isdecimal() else None
 
     async def is_ready(self) -> bool:
         """Whether the server has started and takes requests; False while its port is closed."""

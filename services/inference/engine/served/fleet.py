@@ -115,7 +115,6 @@ class DiskTransfer:
 
 log = structlog.get_logger(__name__)
 STALL_ANSWER_S = 45.0  # limit of a health check by one token; SGLang itself gives up after 20 s
-_ATTEMPTS = 2  # to load a version, before the server is restarted
 
 
 class Server:
@@ -219,27 +218,12 @@ class Server:
         return time.perf_counter() - began
 
     async def _load_for_sure(self, transfer: Transfer, version: int, *, flush: bool) -> str:
-        """Load; after a refusal or a timeout the weights are unknown, so read the version back and repeat the load."""
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                return await transfer.load(self.client, version, flush=flush)
-            except (InfrastructureError, DeadlineError) as error:
-                held = await self.client.weight_version()
-                log.warning(
-                    "engine_server.update_in_doubt",
-                    server=self.name,
-                    version=version,
-                    held=held,
-                    attempt=attempt,
-                    error=error.message,
-                )
-                if held == version and not self.adapter:  # the load succeeded after all, but perhaps not its flush
-                    if flush:
-                        await self.client.flush()
-                    return ""
-                if attempt == _ATTEMPTS:
-                    raise
-        raise AssertionError("the last attempt returns or raises")
+        """Load; once more after a refusal or a timeout, which leave the weights unknown: a repetition does no harm."""
+        try:
+            return await transfer.load(self.client, version, flush=flush)
+        except (InfrastructureError, DeadlineError) as error:
+            log.warning("engine_server.update_in_doubt", server=self.name, version=version, error=error.message)
+        return await transfer.load(self.client, version, flush=flush)
 
     async def check(self) -> None:
         """Kill the server if it generates no token. Concurrent calls share one check."""

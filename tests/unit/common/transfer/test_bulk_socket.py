@@ -12,10 +12,8 @@ from services.common.transfer.bulk import (
     REQUEST_BYTES,
     TICKET_BYTES,
     BulkRequest,
-    Kind,
     Operation,
     decode_answer,
-    encode_answer,
 )
 
 
@@ -44,11 +42,6 @@ def test_any_bytes_are_a_request_or_refused(data: bytes) -> None:
         assert BulkRequest.decode(data).encode() == data
     except InvalidRequestError:
         assert data[TICKET_BYTES] not in set(Operation)
-
-
-@given(st.sampled_from(Kind), st.integers(0, 2**64 - 1))
-def test_heads_of_answers_come_back_as_they_were(kind: Kind, offset: int) -> None:
-    assert decode_answer(encode_answer(kind, offset)) == (kind, offset)
 
 
 @pytest.mark.parametrize("head", [b"", bytes(ANSWER_BYTES), bytes(ANSWER_BYTES + 1), b"\x03" + bytes(ANSWER_BYTES - 1)])
