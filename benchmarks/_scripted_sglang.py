@@ -28,7 +28,7 @@ class Scripted(fake_server.Fake):
             done = begin + len(tokens) == count
             meta: dict[str, Any] = {
                 "finish_reason": {"type": "length"} if done else None,
-                "weight_version": self.told_version,
+                "weight_version": self.version,
                 "output_token_logprobs": [[LOGPROB, token, None] for token in tokens],
             }
             if done:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from services.common.config.processes import InferenceConfig, engine_numbers
 from services.common.config.recipe import Recipe
@@ -18,25 +18,25 @@ from services.common.config.training import PolicyConfig
 from services.common.errors import ConfigError
 from services.common.extras import load_extra
 from services.common.importing import load_object
-from services.common.records import FetchPlan, WeightTransfer, WeightVersion
 from services.common.rpc.run_client import RunSettings
 from services.common.telemetry.accounts import TimeAccount, weights
 from services.common.text.chat import Chat
 from services.common.transfer.bulk import PayloadSource
 from services.common.weights.snapshot import AdapterIdentity, DigestAlgorithm, version_digest
-from services.inference.engine.base import ByteTokenizer, KvPolicy
+from services.inference.engine.base import ByteTokenizer, Engine, KvPolicy
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.engine.streaming import EngineSetup, check_engine
 from services.inference.rollouts import ServedPolicy
-from services.inference.weights.updater import AnnouncedVersions
-from services.inference.workflows.scripts import load_scripts
+from services.inference.weights.fetch import Relay
+from services.inference.weights.mirror import Mirror
+from services.inference.weights.updater import UP_TO_DATE, AnnouncedVersions, SourceFetcher, WeightUpdater
+from services.inference.workflows.scripts import ScriptBook, load_scripts
 
 if TYPE_CHECKING:
     import torch
 
     from services.inference.engine.served.engine import ServedEngine, ServedSetup
     from services.inference.engine.torch.blocks import Adapter
-    from services.inference.weights.mirror import Mirror
 
 # --- Selects this replica's section of the recipe.
 
@@ -119,27 +119,12 @@ class BaseModels:
 OnTokens = Callable[[int, float], None]
 
 
-class WeightsFollower(Protocol):
-    """Keeps one engine on the newest version."""
-
-    account: TimeAccount  # of the policy's weights
-    on_held: Callable[[], None]  # called when another version is held
-
-    def offer(self, version: WeightVersion, plan: FetchPlan | None = None) -> None: ...
-    def held(self) -> WeightVersion: ...
-    def gauges(self) -> dict[str, float]: ...
-    def take_transfers(self) -> tuple[WeightTransfer, ...]: ...
-    async def release(self) -> None: ...
-    async def restore(self) -> None: ...
-    async def run(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPolicy:
     """One policy, ready to be started."""
 
     served: ServedPolicy
-    weights: WeightsFollower
+    weights: WeightUpdater | AnnouncedVersions  # keeps the engine on the newest version
     relay: PayloadSource | None = None  # serves the weights to other replicas; None without weights
 
 
@@ -183,21 +168,24 @@ def _on_device(policy: str, settings: RunSettings, config: InferenceConfig) -> t
 
 def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
     script = config.scripted
-    section = settings.recipe.policies[policy]
-    context_length = section.model.context_length
-    first = _first_version(policy, settings)
     engine = ScriptedEngine(
         script.script or RandomTokens(vocab_size=script.vocabulary, median_length=float(script.response_tokens)),
         num_slots=config.engine_slots or config.num_slots,
-        context_length=context_length,
+        context_length=settings.recipe.policies[policy].model.context_length,
         tokens_per_second=script.tokens_per_s,
         latency_s=script.latency_s,
         kv_policy=KvPolicy(config.kv_policy),
-        version=first,
+        version=_first_version(policy, settings),
         on_tokens=on_tokens,
     )
+    return _announced(policy, settings, engine)
+
+
+def _announced(policy: str, settings: RunSettings, engine: Engine) -> LoadedPolicy:
+    """A policy whose engine has no weights, and a tokenizer of bytes."""
+    context_length = settings.recipe.policies[policy].model.context_length
     served = ServedPolicy(name=policy, engine=engine, chat=Chat(ByteTokenizer()), context_length=context_length)
-    return LoadedPolicy(served=served, weights=AnnouncedVersions(policy, engine, first))
+    return LoadedPolicy(served=served, weights=AnnouncedVersions(policy, engine, _first_version(policy, settings)))
 
 
 def _first_version(policy: str, settings: RunSettings) -> int:
@@ -221,12 +209,7 @@ def _load_by_path(policy: str, settings: RunSettings, config: InferenceConfig, o
         on_tokens=on_tokens,
     )
     if not getattr(kind, "has_weights", True):
-        first = _first_version(policy, settings)
-        engine = kind(replace(setup, version=first))
-        served = ServedPolicy(
-            name=policy, engine=engine, chat=Chat(ByteTokenizer()), context_length=setup.context_length
-        )
-        return LoadedPolicy(served=served, weights=AnnouncedVersions(policy, engine, first))
+        return _announced(policy, settings, kind(replace(setup, version=_first_version(policy, settings))))
     from services.common.text.chat import check_model_matches, load_model, load_tokenizer, named_weights
 
     model_path = settings.recipe.model_path(policy, settings.run_dir)
@@ -235,8 +218,7 @@ def _load_by_path(policy: str, settings: RunSettings, config: InferenceConfig, o
     mirror = _filled_mirror(policy, settings, named_weights(model))
     del model
     engine = kind(replace(setup, model_path=str(model_path), weights=mirror.host_tensors()))
-    served = ServedPolicy(name=policy, engine=engine, chat=Chat(tokenizer), context_length=setup.context_length)
-    return _followed(served, settings, mirror)
+    return _followed(policy, settings, engine, tokenizer, mirror)
 
 
 def _load_torch(
@@ -272,10 +254,7 @@ def _load_torch(
         kv_bytes=int(config.kv_cache_gib * (1 << 30)),
         stepping=config.stepping if config.device == "cuda" else "eager",
     )
-    served = ServedPolicy(
-        name=policy, engine=engine, chat=Chat(tokenizer), context_length=context_length, script=script
-    )
-    return _followed(served, settings, mirror)
+    return _followed(policy, settings, engine, tokenizer, mirror, script)
 
 
 def _torch_weights(
@@ -348,8 +327,7 @@ def _load_served(
         adapter=adapter,
     )
     engine = server_builder(config.engine)(setup)
-    served = ServedPolicy(name=policy, engine=engine, chat=Chat(tokenizer), context_length=section.model.context_length)
-    return _followed(served, settings, mirror)
+    return _followed(policy, settings, engine, tokenizer, mirror)
 
 
 def server_builder(engine: str) -> Callable[[ServedSetup], ServedEngine]:
@@ -385,8 +363,6 @@ def _filled_mirror(
     policy: str, settings: RunSettings, weights: Mapping[str, Any], adapter: AdapterIdentity | None = None
 ) -> Mirror:
     """The mirror with the weights of the checkpoint, or the adapter's on it, version 0."""
-    from services.inference.weights.mirror import Mirror
-
     mirror = Mirror(policy)
     mirror.fill(
         weights,
@@ -399,14 +375,16 @@ def _filled_mirror(
     return mirror
 
 
-def _followed(served: ServedPolicy, settings: RunSettings, mirror: Mirror) -> LoadedPolicy:
+def _followed(
+    policy: str, settings: RunSettings, engine: Engine, tokenizer: Any, mirror: Mirror, script: ScriptBook | None = None
+) -> LoadedPolicy:
     """A policy whose engine follows the published versions."""
-    from services.inference.weights.fetch import Relay
-    from services.inference.weights.updater import UP_TO_DATE, SourceFetcher, WeightUpdater
-
+    section = settings.recipe.policies[policy]
+    served = ServedPolicy(
+        name=policy, engine=engine, chat=Chat(tokenizer), context_length=section.model.context_length, script=script
+    )
     relay = Relay(mirror)
-    transports = settings.recipe.policies[served.name].weights.transports
-    account = TimeAccount(weights(mirror.policy), rest=UP_TO_DATE)
-    fetcher = SourceFetcher(settings.run_id, transports, relay, on_bytes=account.beat)
-    updater = WeightUpdater(mirror, served.engine, fetcher, account=account)
+    account = TimeAccount(weights(policy), rest=UP_TO_DATE)
+    fetcher = SourceFetcher(settings.run_id, section.weights.transports, relay, on_bytes=account.beat)
+    updater = WeightUpdater(mirror, engine, fetcher, account=account)
     return LoadedPolicy(served=served, weights=updater, relay=relay)

@@ -373,8 +373,10 @@ class TorchEngine:
         self._context_length = context_length
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._waiters: set[_Waiter] = set()
-        self._finished: list[tuple[_Waiter, Any]] = []  # of the current turn of the thread, delivered together
+        self._loop: asyncio.AbstractEventLoop | None = None  # of all callers
+        self._waiters: set[asyncio.Future[Any]] = set()
+        # Of the current turn of the thread, delivered together.
+        self._finished: list[tuple[asyncio.Future[Any], Any]] = []
         self._released = False  # no memory: only commands that compute nothing
         self._held: list[Callable[[], None]] = []  # commands that wait for the memory
         self._stopping = False
@@ -385,6 +387,7 @@ class TorchEngine:
 
     async def start(self) -> None:
         self._failure = None
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -394,13 +397,12 @@ class TorchEngine:
             vocab_size=self._core.decoder.vocab_size,
             forced=self.takes_forced_tokens,
         )
-        waiter = _Waiter()
+        waiter: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         entry = Entry(request=request, done=lambda outcome: self._finished.append((waiter, outcome)))
         self._post(lambda: self._core.submit(entry), waiter)
         try:
             # Bounded by the request's token budget; a caller with a time limit cancels this task.
-            result: Generation = await waiter.future
-            return result
+            return await waiter
         except asyncio.CancelledError:
             with self._changed:
                 self._waiters.discard(waiter)
@@ -465,20 +467,19 @@ class TorchEngine:
 
         A caller that is gone may have changed the arrays of its update.
         """
-        waiter = _Waiter()
+        waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
             if computes and self._released:
                 self._held.append(run)
             else:
-                self._finished.append((waiter, None if waiter.future.cancelled() else command()))
+                self._finished.append((waiter, None if waiter.cancelled() else command()))
 
         self._post(run, waiter)
         async with deadline(CONTROL_TIMEOUT_S if bounded else None, f"engine {name}"):
-            result: T = await waiter.future
-        return result
+            return await waiter
 
-    def _post(self, command: Callable[[], None], waiter: _Waiter) -> None:
+    def _post(self, command: Callable[[], None], waiter: asyncio.Future[Any]) -> None:
         with self._changed:
             if self._failure is not None or self._stopping:
                 raise InfrastructureError(f"engine: {self._failure or 'the engine is stopping'}")
@@ -566,16 +567,12 @@ class TorchEngine:
         return None
 
     def _deliver(self) -> None:
-        """Hand over outcomes, one wake-up per event loop."""
+        """Hand over outcomes, with one wake-up of the event loop."""
         finished, self._finished = self._finished, []
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Waiter, Any]]] = {}
-        for waiter, outcome in finished:
-            by_loop.setdefault(waiter.loop, []).append((waiter, outcome))
         with self._changed:
             self._waiters.difference_update(waiter for waiter, _ in finished)
-        for loop, outcomes in by_loop.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_settle, outcomes)
+        if finished and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_settle, finished)
 
 
 class ReplayEngine(TorchEngine):
@@ -592,19 +589,11 @@ class ReplayEngine(TorchEngine):
     takes_forced_tokens: ClassVar[bool] = True
 
 
-class _Waiter:
-    """A future together with its event loop."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self.loop.create_future()
-
-
-def _settle(outcomes: list[tuple[_Waiter, Any]]) -> None:
+def _settle(outcomes: list[tuple[asyncio.Future[Any], Any]]) -> None:
     for waiter, outcome in outcomes:
-        if waiter.future.done():
+        if waiter.done():
             continue  # cancelled meanwhile
         if isinstance(outcome, RollmillError):
-            waiter.future.set_exception(outcome)
+            waiter.set_exception(outcome)
         else:
-            waiter.future.set_result(outcome)
+            waiter.set_result(outcome)
