@@ -65,7 +65,7 @@ class Arm:
                 )  # type: ignore[misc]
             while self.core.has_work:
                 self.core.step()
-                self.most_used = max(self.most_used, self.core.kv_use.used)
+                self.most_used = max(self.most_used, self.core.kv.use.used)
         cost = time.process_time() - began
         return cost, [made[str(index)] for index in range(len(prompts))]
 

@@ -173,7 +173,7 @@ class _Process:
         )
         turns = EngineTurns(self._policies, player)
         if self._settings.recipe.placement is Placement.SHARED:
-            await turns.begin_freed()
+            await turns.free()
         replica = Replica(
             connection,
             self._identity(incarnation),

@@ -79,10 +79,6 @@ class EngineTurns:
         self._wanted = turn
         self._changed.set()
 
-    async def begin_freed(self) -> None:
-        """Free the memory of engines that have just been loaded: the device belongs to another until the first own turn."""
-        await self._free()
-
     async def run(self) -> None:
         """Without a deadline: a turn lasts as long as its holder needs. Each call of an engine has its own.
 
@@ -95,11 +91,12 @@ class EngineTurns:
             turn = self._wanted
             if turn.number == self.done.number:
                 continue
-            await (self._fill() if turn.yours else self._free())
+            await (self._fill() if turn.yours else self.free())
             self.done = turn
             self.on_done()
 
-    async def _free(self) -> None:
+    async def free(self) -> None:
+        """Free the memory of the engines; also of those that have just been loaded, until the first own turn."""
         if self._is_freed:
             return
         began = time.monotonic()

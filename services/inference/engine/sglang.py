@@ -95,10 +95,6 @@ class SglangClient(ServerClient):
     async def resume(self) -> None:
         await self._post("/continue_generation", {"torch_empty_cache": False}, CONTROL_TIMEOUT_S)
 
-    async def flush(self) -> None:
-        """Forget every cached prefix; ``Refused`` while requests run."""
-        await self._post("/flush_cache", {}, CONTROL_TIMEOUT_S)
-
     async def update_from_disk(self, directory: str, version: int, *, flush: bool) -> None:
         """Read every tensor of a directory's safetensors files. After ``Refused`` the weights may have changed or not."""
         body = {

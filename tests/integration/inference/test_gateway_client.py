@@ -11,7 +11,6 @@ import pytest
 from services.common.errors import (
     CapacityError,
     ConfigError,
-    EpisodeNotFoundError,
     InfrastructureError,
     InvalidRequestError,
 )
@@ -120,12 +119,6 @@ async def test_an_episode_is_played(gateway: GatewayClient, gateway_server: Fake
     step = await gateway.step("e1", 1, "go")
     assert (step.observation, step.reward, step.done, step.metrics) == ("end", 0.5, True, {"tool_errors": 1.0})
     await gateway.close("e1")
-
-
-async def test_an_episode_that_is_gone_says_so(gateway: GatewayClient, gateway_server: FakeGatewayServer) -> None:
-    gateway_server.answer(EpisodeNotFoundError("e1 expired"))
-    with pytest.raises(EpisodeNotFoundError, match="expired"):
-        await gateway.step("e1", 1, "go")
 
 
 async def test_a_gateway_that_comes_late_is_waited_for(gateway_server: FakeGatewayServer) -> None:

@@ -65,15 +65,6 @@ async def test_records_that_follow_one_another_share_a_message_and_a_lone_one_wa
     assert indices_of(orchestrator.slots) == list(range(40))
 
 
-async def test_what_does_not_fit_into_a_message_does_not_wait(orchestrator: FakeOrchestrator) -> None:
-    orchestrator.acknowledge = lambda request: False
-    async with sending(orchestrator, linger_s=600.0) as sender:
-        for index in range(30):
-            await sender.send(replace(failure(index), detail="x" * 100_000))
-        await until(lambda: len(orchestrator.records) == 30, "all messages, each full but the last")
-    assert len(orchestrator.message_sizes) == 15
-
-
 async def test_only_what_was_not_acknowledged_is_sent_again_in_its_order(orchestrator: FakeOrchestrator) -> None:
     orchestrator.acknowledge = lambda request: request.failure.index in (0, 1, 4)
     async with sending(orchestrator) as sender:

@@ -93,7 +93,7 @@ def test_a_group_holds_its_prompt_once() -> None:
     for seed in range(16):
         played.submit(make_prompt(120), seed, 8)
     played.step(2)
-    use = played.core.kv_use
+    use = played.core.kv.use
     assert use.shared == 120 // BLOCK_TOKENS
     assert use.used == use.shared + 16, "the full blocks of the prompt, and one block of each row"
 
@@ -109,7 +109,7 @@ def test_the_next_turn_goes_on_in_the_blocks_of_the_last_one() -> None:
         assert max_gap(MODELS[0], prompt, generation, generation.segments[0]) <= TOLERANCE
         assert played.core.counters.prefilled - before == (49 if turn == 0 else 9)
         prompt = prompt + generation.token_ids + make_prompt(9, 100 + turn)
-    use = played.core.kv_use
+    use = played.core.kv.use
     assert use.used == blocks_of(len(prompt) - 9 - 1)
 
 

@@ -219,10 +219,6 @@ class ServerClient(ABC):
     async def resume(self) -> None: ...
 
     @abstractmethod
-    async def flush(self) -> None:
-        """Forget every cached prefix. Called while paused with ``retract``."""
-
-    @abstractmethod
     async def update_from_disk(self, directory: str, version: int, *, flush: bool) -> None:
         """Read every tensor of a directory's safetensors files. After a failure the weights may have changed or not."""
 

@@ -37,7 +37,6 @@ from services.inference.engine.base import (
     Generation,
     GenerationRequest,
     KvPolicy,
-    KvUse,
     ScoreRequest,
     WeightUpdate,
     check_request,
@@ -106,10 +105,6 @@ class Core:
     def num_waiting(self) -> int:
         """Requests without a place in the decoding steps: not yet joined, or parked."""
         return len(self._waiting) + self.table.num_parked
-
-    @property
-    def kv_use(self) -> KvUse:
-        return self.kv.use
 
     def holds_s(self) -> float:
         """Seconds that the next step waits for requests that may join; 0 when the step is due."""
@@ -447,7 +442,7 @@ class TorchEngine:
             running=running,
             waiting=self._core.num_waiting,
             generated_tokens=self._core.counters.generated,
-            kv=self._core.kv_use,
+            kv=self._core.kv.use,
         )
 
     async def stop(self) -> None:

@@ -45,7 +45,6 @@ class Fake:
             "/abort_request",
             "/pause_generation",
             "/continue_generation",
-            "/flush_cache",
             "/update_weights_from_disk",
         ):
             made.router.add_post(route, self.answer)

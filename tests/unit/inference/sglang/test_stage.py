@@ -60,13 +60,6 @@ def test_changed_elements_and_whole_tensors_become_the_next_version(tmp_path: Pa
     assert all(torch.equal(value, wanted[name]) for name, value in read(stage).items())
 
 
-def test_another_floating_type_is_cast_to_the_staged_one(tmp_path: Path) -> None:
-    stage = Stage(tmp_path / "stage", tensors(), 0)
-    wide = tensors(1, torch.float32)
-    stage.write(WeightUpdate.full(wide, 1))
-    assert all(torch.equal(value, wide[name].bfloat16()) for name, value in read(stage).items())
-
-
 def test_a_write_that_broke_off_is_healed_by_every_tensor_alone(tmp_path: Path) -> None:
     stage = Stage(tmp_path / "stage", tensors(), 0)
 
