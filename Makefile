@@ -116,7 +116,7 @@ gpu-kit: $(STAMP) ## pack what benchmarks/gpu_kit.py needs on a GPU machine with
 sglang-env: $(SGLANG)/.complete ## make .venv-sglang: SGLang for NVIDIA GPUs (Python 3.11 to 3.13, about 12 GB)
 vllm-env: $(VLLM)/.complete ## make .venv-vllm: vLLM for NVIDIA GPUs (Python 3.11 to 3.13, about 12 GB)
 $(SGLANG)/.complete: deploy/docker/inference-sglang.constraints.txt
-$(VLLM)/.complete: services/inference/engine/vllm_server/constraints.txt
+$(VLLM)/.complete: extras/vllm/server/constraints.txt
 
 $(SGLANG)/.complete $(VLLM)/.complete: $(VENV)%/.complete:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "the servers have wheels for Python 3.11 to 3.13; name one with PYTHON=python3.12")'
@@ -131,7 +131,7 @@ sglang-cpu-env: $(SGLANG)-cpu/.complete ## make .venv-sglang-cpu: the true SGLan
 vllm-cpu-env: $(VLLM)-cpu/.complete ## make .venv-vllm-cpu: the true vLLM server on a CPU
 race-env: $(RACE)/.complete ## make .venv-race: TRL on a CPU, the other side of benchmarks/race.py
 $(SGLANG)-cpu/.complete: services/inference/engine/sglang_cpu/requirements.txt
-$(VLLM)-cpu/.complete: services/inference/engine/vllm_server/requirements.txt
+$(VLLM)-cpu/.complete: extras/vllm/server/requirements.txt
 $(RACE)/.complete: benchmarks/race_requirements.txt
 
 $(SGLANG)-cpu/.complete $(VLLM)-cpu/.complete $(RACE)/.complete:

@@ -34,8 +34,8 @@ from services.cli.check.memory import GIB, ModelShape, trainer_rank_parts
 from services.common.config.training import PolicyConfig
 from services.common.weights.snapshot import Manifest, TensorSpec
 from services.inference.engine.base import WeightUpdate
-from services.inference.engine.in_place import prepare
 from services.inference.engine.served.stage import FILE
+from services.inference.engine.torch.decoder import prepare
 from services.trainer.metrics import StepMetrics, peak_flops
 from services.trainer.model.attention import Documents
 from services.trainer.model.logprobs import Targets

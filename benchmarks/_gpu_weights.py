@@ -18,9 +18,8 @@ from services.common.records import WeightVersion
 from services.common.rpc.server import Server
 from services.common.transfer.servicer import WeightServicer
 from services.common.weights.snapshot import Manifest, SnapshotWriter, TensorSpec
-from services.inference.engine.base import WeightUpdate
+from services.inference.engine.base import WeightUpdate, num_threads
 from services.inference.engine.served.stage import Stage
-from services.inference.engine.threads import num_threads
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import SourceFetcher
 from services.trainer.publish import HostCopier

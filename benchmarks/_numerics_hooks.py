@@ -116,7 +116,7 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "template": (f"{ENGINE}.engine", _reads(_without_opening)),
     "stale_replica": (f"{ENGINE}.decoder", _stale),
     "adapter_not_applied": (f"{ENGINE}.blocks", _no_adapter),
-    "head_not_repacked": (f"{ENGINE}.native.step", _old_head),
+    "head_not_repacked": ("extras.compiled.step", _old_head),
     "temperature": (f"{ENGINE}.engine", _reads(_hotter)),
     "half_precision": (f"{ENGINE}.decoder", _half),
     "shuffled_layer": (f"{ENGINE}.blocks", _shuffled),

@@ -129,7 +129,7 @@ class _Rollout:
     slot: Slot
     coroutine: Coroutine[Any, Any, Outcome]
     began: int  # tick
-    request_id: str = ""  # of the generation that it waits for
+    entry: Entry | None = None  # of the generation that it waits for
 
 
 class VirtualPlayer:
@@ -188,8 +188,8 @@ class VirtualPlayer:
         if rollout is None:
             return
         rollout.coroutine.close()
-        if rollout.request_id:
-            self._core.abort(rollout.request_id)
+        if rollout.entry is not None:
+            self._core.withdraw(rollout.entry)
 
     def tick(self) -> list[Trajectory]:
         """One decoding step; returns the rollouts that this step and the answered tools finish, in order."""
@@ -213,7 +213,7 @@ class VirtualPlayer:
         return [found[slot.task_group_id, slot.index] for slot in slots]
 
     def _resume(self, rollout: _Rollout, answer: Any) -> None:
-        rollout.request_id = ""
+        rollout.entry = None
         try:
             wanted = rollout.coroutine.send(answer)
         except StopIteration as ended:
@@ -223,8 +223,8 @@ class VirtualPlayer:
             self._due.setdefault(self.now + wanted.ticks, []).append(rollout)
             return
         assert isinstance(wanted, _Generate), f"a workflow awaited {wanted!r}, which has no place in virtual time"
-        rollout.request_id = wanted.request.request_id
-        self._core.submit(Entry(request=wanted.request, done=lambda result: self._ready.append((rollout, result))))
+        rollout.entry = Entry(request=wanted.request, done=lambda result: self._ready.append((rollout, result)))
+        self._core.submit(rollout.entry)
 
     def _end(self, rollout: _Rollout, outcome: Outcome) -> None:
         slot = rollout.slot

@@ -27,13 +27,13 @@ import structlog
 import torch
 
 from benchmarks._report import median_and_spread, report
+from extras.compiled import step as native_step
 from services.common.config.training import AdapterConfig, OptimizerConfig
 from services.common.lora import identity_of, initial_adapter, target_modules
 from services.common.weights.snapshot import PEFT_PREFIX, A, B
 from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch.blocks import Adapter
 from services.inference.engine.torch.engine import TorchEngine
-from services.inference.engine.torch.native import step as native_step
 from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.model.policy_model import AdapterSetup
 from services.trainer.publish import Snapshots

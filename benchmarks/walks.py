@@ -70,7 +70,7 @@ RPC = "services/common/rpc/"
 PULL = "services/trainer/link.py:GrpcLink.pull"
 PULL_BATCH = "services/orchestrator/services/training.py:TrainingServicer.PullBatch"
 PUBLISH = "services/trainer/publish.py:SnapshotPublisher.publish"
-COMMAND = "services/inference/replica.py:PoolClient._apply_command"
+COMMAND = "services/inference/replica.py:Replica._apply_command"
 PLAY = "services/inference/rollouts.py:RolloutPlayer.play"
 DECODES = f"{TORCH}/engine.py:Core.step"
 

@@ -48,7 +48,7 @@ from services.common.config.training import WeightsConfig
 from services.common.records import Sampling, WeightVersion
 from services.common.text.chat import named_weights
 from services.common.weights.snapshot import TensorSpec
-from services.inference.engine.base import FinishReason, GenerationRequest, KvPolicy, WeightUpdate
+from services.inference.engine.base import Generation, GenerationRequest, KvPolicy, WeightUpdate
 from services.inference.engine.torch.engine import TorchEngine
 from services.inference.weights.fetch import Relay
 from services.inference.weights.mirror import Mirror
@@ -146,6 +146,7 @@ class Replica:
         self._numbers = itertools.count()
         self._rng = np.random.default_rng(seed)
         self._ending = False
+        self._calls: set[asyncio.Future[Generation]] = set()
         self.thrown_away = 0
         self.swaps: list[tuple[float, float]] = []  # begin and end in the engine's thread
         self._time_swaps()
@@ -194,17 +195,26 @@ class Replica:
                 stop_token_ids=(),
                 seed=number,
             )
-            result = await self.engine.generate(request)
             length = NEW_TOKENS
-            if result.finish_reason is FinishReason.ABORTED:
+            call = asyncio.ensure_future(self.engine.generate(request))
+            self._calls.add(call)
+            try:
+                result = await call
+            except asyncio.CancelledError:
+                if not call.cancelled():
+                    raise
                 continue  # the plain arm: what was sampled is lost
+            finally:
+                self._calls.remove(call)
             assert all(segment.weight_version is not None for segment in result.segments)
             self.versions |= {segment.weight_version for segment in result.segments}
             self.delivered += len(result.token_ids)
 
     async def abort_all(self) -> None:
-        first = next(self._numbers)
-        await asyncio.gather(*(self.engine.abort(str(number)) for number in range(max(0, first - 2 * SLOTS), first)))
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
 
     async def time_prefill(self) -> float:
         """Seconds to compute the KV cache of all live requests, by the engine's own code."""
@@ -212,9 +222,9 @@ class Replica:
         def prefill() -> float:
             core = self.engine._core
             live = np.flatnonzero(core.table.live)
-            core._kv.invalidate(live)
+            core.kv.invalidate(live)
             began = time.perf_counter()
-            core._kv.compute(live.tolist())
+            core.kv.compute(live.tolist())
             return time.perf_counter() - began
 
         return await self.engine._call("prefill", prefill)

@@ -23,7 +23,9 @@ reason() { # of what is in the log: its last error, or its last line
 if ! "${MAKE:-make}" --no-print-directory "$engine-cpu-env" >"$log" 2>&1; then
   skip "its environment cannot be made here: $(reason)"
 fi
-if ! "$python" -m "tests.$engine.probe" "$environment/bin/python" >"$log" 2>&1; then
+probe=tests.$engine.probe
+[ -d "extras/$engine" ] && probe=extras.$engine.tests.probe
+if ! "$python" -m "$probe" "$environment/bin/python" >"$log" 2>&1; then
   skip "its server does not start here: $(reason)"
 fi
 # One server at a time: each has several processes, which would take turns on few cores.

@@ -1,6 +1,6 @@
 """Starts one replica: engines, weights, workflow, pool membership. Ends when drained, on a stop signal or on a failure.
 
-pool membership --commands--> replica --> player --> workflow --> engine, gateway
+orchestrator --commands--> replica --> player --> workflow --> engine, gateway
                                  |            '--records--> trajectory sender --> orchestrator
                                  '--versions--> weights of each policy --> engine
 """
@@ -33,14 +33,12 @@ from services.common.system.threads import Watchdog
 from services.common.telemetry.accounts import GATEWAY, Activity, ActivityName, TimeAccount
 from services.common.telemetry.accounts import replica as replica_component
 from services.common.telemetry.logs import bind, configure
+from services.common.transfer.bulk import PayloadSource
 from services.common.transfer.servicer import add_weight_service
-from services.common.transfer.source import PayloadSource
-from services.inference.bases import BaseModels
-from services.inference.config import replica_config
 from services.inference.gateway import GatewayClient
-from services.inference.loading import LoadedPolicy, load_policy
+from services.inference.loading import BaseModels, LoadedPolicy, load_policy, replica_config
 from services.inference.records_out import TrajectorySender
-from services.inference.replica import METRICS, EmissionLog, EngineTurns, PoolClient, Replica, ReplicaIdentity, gauges
+from services.inference.replica import METRICS, EmissionLog, EngineTurns, Replica, ReplicaIdentity, gauges
 from services.inference.rollouts import RolloutPlayer
 from services.inference.workflows.base import REWARD_THREADS, REWARD_TIMEOUT_S
 from services.inference.workflows.registry import build_workflows
@@ -175,8 +173,10 @@ class _Process:
         )
         turns = EngineTurns(self._policies, player)
         if self._settings.recipe.placement is Placement.SHARED:
-            await turns.begin_freed()
+            await turns.free()
         replica = Replica(
+            connection,
+            self._identity(incarnation),
             policies=self._policies,
             player=player,
             gateway=self._gateway,
@@ -191,8 +191,7 @@ class _Process:
             lambda: gauges(player, sender, self._policies),
             lambda: {"engine": self._config.engine, "draining": str(replica.drain_requested.is_set()).lower()},
         )
-        pool = PoolClient(connection, self._identity(incarnation), replica, player)
-        await self._until_done(replica, player, sender, pool, turns)
+        await self._until_done(replica, player, sender, turns)
 
     def _identity(self, incarnation: str) -> ReplicaIdentity:
         is_reached = self._relays and _is_reached_at(self._config.host, self._orchestrator)
@@ -205,7 +204,7 @@ class _Process:
         )
 
     async def _until_done(
-        self, replica: Replica, player: RolloutPlayer, sender: TrajectorySender, pool: PoolClient, turns: EngineTurns
+        self, replica: Replica, player: RolloutPlayer, sender: TrajectorySender, turns: EngineTurns
     ) -> None:
         async with TaskOwner() as tasks:
             for policy, loaded in self._policies.items():
@@ -216,7 +215,7 @@ class _Process:
             tasks.start(self._gateway_watch.run(), "gateway watch")
             # Python's own collector would walk the objects of the model's libraries repeatedly: a tenth of the CPU.
             tasks.start(GarbageSweeper(lambda: not player.num_running).run(), "collect garbage")
-            membership = tasks.start(pool.run(), "pool membership")
+            membership = tasks.start(replica.run(), "pool membership")
             drained = tasks.start(_finish_when_drained(replica, player, sender), "drain")
             stop = tasks.start(self._server.wait_for_stop(), "stop signal")
             failed = tasks.start(tasks.failed(), "first failure")
@@ -227,7 +226,7 @@ class _Process:
                     await _stop_playing(player, sender)
                 for task in done:
                     task.result()
-                pool.leave()
+                replica.leave()
                 async with deadline(STOP_TIMEOUT_S + 1.0, "the last report to the orchestrator"):
                     await membership
             finally:

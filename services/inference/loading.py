@@ -10,45 +10,113 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from services.common.config.processes import InferenceConfig, engine_numbers
+from services.common.config.recipe import Recipe
+from services.common.config.training import PolicyConfig
 from services.common.errors import ConfigError
+from services.common.extras import load_extra
 from services.common.importing import load_object
-from services.common.records import FetchPlan, WeightTransfer, WeightVersion
 from services.common.rpc.run_client import RunSettings
 from services.common.telemetry.accounts import TimeAccount, weights
 from services.common.text.chat import Chat
-from services.common.transfer.source import PayloadSource
-from services.common.weights.snapshot import AdapterIdentity
-from services.inference.bases import BaseModels
-from services.inference.engine.base import ByteTokenizer, KvPolicy
+from services.common.transfer.bulk import PayloadSource
+from services.common.weights.snapshot import AdapterIdentity, DigestAlgorithm, version_digest
+from services.inference.engine.base import ByteTokenizer, Engine, KvPolicy
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.engine.streaming import EngineSetup, check_engine
 from services.inference.rollouts import ServedPolicy
-from services.inference.weights.updater import AnnouncedVersions
-from services.inference.workflows.scripts import load_scripts
+from services.inference.weights.fetch import Relay
+from services.inference.weights.mirror import Mirror
+from services.inference.weights.updater import UP_TO_DATE, AnnouncedVersions, SourceFetcher, WeightUpdater
+from services.inference.workflows.scripts import ScriptBook, load_scripts
 
 if TYPE_CHECKING:
+    import torch
+
+    from services.inference.engine.served.engine import ServedEngine, ServedSetup
     from services.inference.engine.torch.blocks import Adapter
-    from services.inference.weights.mirror import Mirror
+
+# --- Selects this replica's section of the recipe.
+
+
+def replica_config(
+    recipe: Recipe, name: str, port: int | None = None, num_slots: int | None = None, host: str | None = None
+) -> InferenceConfig:
+    """The section ``inference.<name>`` with the command line's changes.
+
+    A name that the recipe lacks takes the first section's settings on a free port, so that further replicas can join.
+    """
+    known = name in recipe.inference
+    config = recipe.inference[name] if known else next(iter(recipe.inference.values()))
+    changes: dict[str, Any] = {} if known else {"port": 0}
+    if not known and config.endpoint.port is not None:
+        changes["endpoint"] = config.endpoint.model_copy(update={"port": 0})
+    if port is not None:
+        changes["port"] = port
+    if host is not None:
+        changes["host"] = host
+    if num_slots is not None:
+        changes["num_slots"] = num_slots
+    return config.model_copy(update=changes)
+
+
+# --- The models below adapters: each is loaded once in a process, for all policies that have an adapter on it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModel:
+    """A loaded base and the digest of its weights in the trainer's type."""
+
+    model: Any  # in the engine's type
+    digest: str
+
+
+class BaseModels:
+    """The bases of one process. Policies are loaded one after another."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[tuple[str, ...], BaseModel] = {}
+
+    def adapter(
+        self, policy: str, settings: RunSettings, dtype: str
+    ) -> tuple[Any, dict[str, torch.Tensor], AdapterIdentity]:
+        """The base of a policy in the engine's ``dtype``, the tensors of its adapter's version 0, and their identity.
+
+        Raises the errors of ``services.common.text.chat.load_model``, and ``ConfigError`` for a target that is no
+        linear module of the model.
+        """
+        import torch
+
+        from services.common.lora import identity_of, initial_adapter
+
+        recipe = settings.recipe
+        section = recipe.policies[policy]
+        assert section.adapter is not None
+        base = self._load(recipe.model_path(policy, settings.run_dir), section, dtype, recipe.digest_algorithm(policy))
+        identity = identity_of(base.model, section.adapter, base.digest)
+        rounded: torch.dtype = getattr(torch, section.trainer.master_dtype)  # as the trainer's are
+        tensors = initial_adapter(base.model, section.adapter, recipe.run.seed)
+        return base.model, {name: tensor.to(rounded) for name, tensor in tensors.items()}, identity
+
+    def _load(self, path: str, policy: PolicyConfig, dtype: str, algorithm: DigestAlgorithm) -> BaseModel:
+        import torch
+
+        from services.common.lora import tensor_entry
+        from services.common.text.chat import load_model, named_weights
+
+        key = (path, policy.trainer.compute_dtype, dtype, algorithm)
+        if key not in self._loaded:
+            model = load_model(path, policy.trainer.compute_dtype)
+            entries = [tensor_entry(name, weight, algorithm) for name, weight in named_weights(model).items()]
+            model.requires_grad_(False)
+            kind: torch.dtype = getattr(torch, dtype)
+            self._loaded[key] = BaseModel(model=model.to(kind), digest=version_digest(entries))
+        return self._loaded[key]
+
 
 OnTokens = Callable[[int, float], None]
-
-
-class WeightsFollower(Protocol):
-    """Keeps one engine on the newest version."""
-
-    account: TimeAccount  # of the policy's weights
-    on_held: Callable[[], None]  # called when another version is held
-
-    def offer(self, version: WeightVersion, plan: FetchPlan | None = None) -> None: ...
-    def held(self) -> WeightVersion: ...
-    def gauges(self) -> dict[str, float]: ...
-    def take_transfers(self) -> tuple[WeightTransfer, ...]: ...
-    async def release(self) -> None: ...
-    async def restore(self) -> None: ...
-    async def run(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +124,7 @@ class LoadedPolicy:
     """One policy, ready to be started."""
 
     served: ServedPolicy
-    weights: WeightsFollower
+    weights: WeightUpdater | AnnouncedVersions  # keeps the engine on the newest version
     relay: PayloadSource | None = None  # serves the weights to other replicas; None without weights
 
 
@@ -100,21 +168,24 @@ def _on_device(policy: str, settings: RunSettings, config: InferenceConfig) -> t
 
 def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
     script = config.scripted
-    section = settings.recipe.policies[policy]
-    context_length = section.model.context_length
-    first = _first_version(policy, settings)
     engine = ScriptedEngine(
         script.script or RandomTokens(vocab_size=script.vocabulary, median_length=float(script.response_tokens)),
         num_slots=config.engine_slots or config.num_slots,
-        context_length=context_length,
+        context_length=settings.recipe.policies[policy].model.context_length,
         tokens_per_second=script.tokens_per_s,
         latency_s=script.latency_s,
         kv_policy=KvPolicy(config.kv_policy),
-        version=first,
+        version=_first_version(policy, settings),
         on_tokens=on_tokens,
     )
+    return _announced(policy, settings, engine)
+
+
+def _announced(policy: str, settings: RunSettings, engine: Engine) -> LoadedPolicy:
+    """A policy whose engine has no weights, and a tokenizer of bytes."""
+    context_length = settings.recipe.policies[policy].model.context_length
     served = ServedPolicy(name=policy, engine=engine, chat=Chat(ByteTokenizer()), context_length=context_length)
-    return LoadedPolicy(served=served, weights=AnnouncedVersions(policy, engine, first))
+    return LoadedPolicy(served=served, weights=AnnouncedVersions(policy, engine, _first_version(policy, settings)))
 
 
 def _first_version(policy: str, settings: RunSettings) -> int:
@@ -138,12 +209,7 @@ def _load_by_path(policy: str, settings: RunSettings, config: InferenceConfig, o
         on_tokens=on_tokens,
     )
     if not getattr(kind, "has_weights", True):
-        first = _first_version(policy, settings)
-        engine = kind(replace(setup, version=first))
-        served = ServedPolicy(
-            name=policy, engine=engine, chat=Chat(ByteTokenizer()), context_length=setup.context_length
-        )
-        return LoadedPolicy(served=served, weights=AnnouncedVersions(policy, engine, first))
+        return _announced(policy, settings, kind(replace(setup, version=_first_version(policy, settings))))
     from services.common.text.chat import check_model_matches, load_model, load_tokenizer, named_weights
 
     model_path = settings.recipe.model_path(policy, settings.run_dir)
@@ -152,8 +218,7 @@ def _load_by_path(policy: str, settings: RunSettings, config: InferenceConfig, o
     mirror = _filled_mirror(policy, settings, named_weights(model))
     del model
     engine = kind(replace(setup, model_path=str(model_path), weights=mirror.host_tensors()))
-    served = ServedPolicy(name=policy, engine=engine, chat=Chat(tokenizer), context_length=setup.context_length)
-    return _followed(served, settings, mirror)
+    return _followed(policy, settings, engine, tokenizer, mirror)
 
 
 def _load_torch(
@@ -189,10 +254,7 @@ def _load_torch(
         kv_bytes=int(config.kv_cache_gib * (1 << 30)),
         stepping=config.stepping if config.device == "cuda" else "eager",
     )
-    served = ServedPolicy(
-        name=policy, engine=engine, chat=Chat(tokenizer), context_length=context_length, script=script
-    )
-    return _followed(served, settings, mirror)
+    return _followed(policy, settings, engine, tokenizer, mirror, script)
 
 
 def _torch_weights(
@@ -227,11 +289,6 @@ def _load_served(
     from services.common.text.chat import check_model_matches, load_model, load_tokenizer, named_weights
     from services.inference.engine.served.engine import ServedSetup
     from services.inference.engine.served.process import own_gpus
-
-    if config.engine == "vllm":
-        from services.inference.engine.vllm import build_engine
-    else:
-        from services.inference.engine.sglang import build_engine
 
     section = settings.recipe.policies[policy]
     path = settings.recipe.model_path(policy, settings.run_dir)
@@ -269,9 +326,23 @@ def _load_served(
         on_tokens=on_tokens,
         adapter=adapter,
     )
-    engine = build_engine(setup)
-    served = ServedPolicy(name=policy, engine=engine, chat=Chat(tokenizer), context_length=section.model.context_length)
-    return _followed(served, settings, mirror)
+    engine = server_builder(config.engine)(setup)
+    return _followed(policy, settings, engine, tokenizer, mirror)
+
+
+def server_builder(engine: str) -> Callable[[ServedSetup], ServedEngine]:
+    """Builds an engine over servers. Raises ``ConfigError`` for the engine of an extra that is not here."""
+    if engine == "sglang":
+        from services.inference.engine.sglang import build_engine
+
+        return build_engine
+    try:
+        build: Callable[[ServedSetup], ServedEngine] = load_extra("engines", engine)
+    except KeyError:
+        raise ConfigError(
+            f"engine {engine} is in the folder extras/{engine}, which is not here: add it, or write engine: sglang"
+        ) from None
+    return build
 
 
 def private_directory(settings: RunSettings) -> Path:
@@ -292,8 +363,6 @@ def _filled_mirror(
     policy: str, settings: RunSettings, weights: Mapping[str, Any], adapter: AdapterIdentity | None = None
 ) -> Mirror:
     """The mirror with the weights of the checkpoint, or the adapter's on it, version 0."""
-    from services.inference.weights.mirror import Mirror
-
     mirror = Mirror(policy)
     mirror.fill(
         weights,
@@ -306,14 +375,16 @@ def _filled_mirror(
     return mirror
 
 
-def _followed(served: ServedPolicy, settings: RunSettings, mirror: Mirror) -> LoadedPolicy:
+def _followed(
+    policy: str, settings: RunSettings, engine: Engine, tokenizer: Any, mirror: Mirror, script: ScriptBook | None = None
+) -> LoadedPolicy:
     """A policy whose engine follows the published versions."""
-    from services.inference.weights.fetch import Relay
-    from services.inference.weights.updater import UP_TO_DATE, SourceFetcher, WeightUpdater
-
+    section = settings.recipe.policies[policy]
+    served = ServedPolicy(
+        name=policy, engine=engine, chat=Chat(tokenizer), context_length=section.model.context_length, script=script
+    )
     relay = Relay(mirror)
-    transports = settings.recipe.policies[served.name].weights.transports
-    account = TimeAccount(weights(mirror.policy), rest=UP_TO_DATE)
-    fetcher = SourceFetcher(settings.run_id, transports, relay, on_bytes=account.beat)
-    updater = WeightUpdater(mirror, served.engine, fetcher, account=account)
+    account = TimeAccount(weights(policy), rest=UP_TO_DATE)
+    fetcher = SourceFetcher(settings.run_id, section.weights.transports, relay, on_bytes=account.beat)
+    updater = WeightUpdater(mirror, engine, fetcher, account=account)
     return LoadedPolicy(served=served, weights=updater, relay=relay)

@@ -1,4 +1,4 @@
-"""One replica: applies the pool's commands to the player and the weights, and builds the report."""
+"""One replica in the pool: applies commands to the player and the weights, and reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any
 
 import grpc
 import structlog
@@ -79,10 +79,6 @@ class EngineTurns:
         self._wanted = turn
         self._changed.set()
 
-    async def begin_freed(self) -> None:
-        """Free the memory of engines that have just been loaded: the device belongs to another until the first own turn."""
-        await self._free()
-
     async def run(self) -> None:
         """Without a deadline: a turn lasts as long as its holder needs. Each call of an engine has its own.
 
@@ -95,11 +91,12 @@ class EngineTurns:
             turn = self._wanted
             if turn.number == self.done.number:
                 continue
-            await (self._fill() if turn.yours else self._free())
+            await (self._fill() if turn.yours else self.free())
             self.done = turn
             self.on_done()
 
-    async def _free(self) -> None:
+    async def free(self) -> None:
+        """Free the memory of the engines; also of those that have just been loaded, until the first own turn."""
         if self._is_freed:
             return
         began = time.monotonic()
@@ -153,21 +150,6 @@ class ReplicaReport:
 
 
 codec.RENAMED[ReplicaReport] = {"emission_intervals": ""}  # pairs of numbers
-
-
-def report_to_proto(
-    identity: ReplicaIdentity,
-    report: ReplicaReport,
-    intervals: Iterable[tuple[float, float]],
-    transfers: Iterable[WeightTransfer],
-) -> pool_pb2.StreamReportsRequest:
-    """``intervals`` and ``transfers``: those since the last answered report, instead of the report's own."""
-    proto = pool_pb2.StreamReportsRequest(
-        replica_id=identity.replica_id,
-        incarnation=identity.incarnation,
-        emission_intervals=[interval_to_proto(interval) for interval in intervals],
-    )
-    return write(replace(report, weight_transfers=tuple(transfers)), proto)
 
 
 class ReportStream:
@@ -249,14 +231,24 @@ class EmissionLog:
             return taken
 
 
+# --- Membership in the orchestrator's pool: the stream of commands and the report that renews the lease.
+
+
+REPORT_PERIOD_S = 2.0
+MOST_PERIOD_S = 10.0  # that the orchestrator may ask for: a lease is 30 s
 _ENGINE_CHECK_S = 1.0
+_TAKEOVERS = 3  # within _TAKEOVER_WINDOW_S: another process claims this replica id
+_TAKEOVER_WINDOW_S = 60.0
 
 
 class Replica:
-    """A ``PoolMember``: every command returns at once."""
+    """A member of the pool: carries out the orchestrator's commands, and reports. ``run`` ends when the replica has been
+    drained and ``leave`` was called; raises when membership is refused."""
 
     def __init__(
         self,
+        connection: grpc.aio.Channel,
+        identity: ReplicaIdentity,
         *,
         policies: Mapping[str, LoadedPolicy],
         player: RolloutPlayer,
@@ -266,6 +258,8 @@ class Replica:
         turns: EngineTurns | None = None,
         more_accounts: Iterable[TimeAccount] = (),
         gateway_state: Callable[[], PeerState | None] = lambda: None,
+        report_period_s: float = REPORT_PERIOD_S,
+        away_timeout_s: float = AWAY_S,
     ) -> None:
         """``account`` is the slots' time account; ``more_accounts`` are reported too, as are the weights' accounts."""
         self._policies = policies
@@ -277,140 +271,9 @@ class Replica:
         self._more_accounts = tuple(more_accounts)
         self._gateway_state = gateway_state
         self.drain_requested = asyncio.Event()
-
-    # -- commands -----------------------------------------------------------------------------------------------
-
-    def welcome(self, run_id: str, envgateway_address: str) -> None:
-        self._gateway.connect(envgateway_address)
-
-    def cancel_task_group(self, task_group_id: str, reason: str) -> None:
-        ended = self._player.cancel(task_group_id)
-        log.info(LogEvent.TASK_GROUP_CANCELLED, task_group=task_group_id, rollouts=ended, reason=reason)
-
-    def new_version(self, version: WeightVersion, plan: FetchPlan | None) -> None:
-        loaded = self._policies.get(version.policy)
-        if loaded is None:
-            log.debug("version.not_served", policy=version.policy, version=version.number)
-            return
-        loaded.weights.offer(version, plan)
-
-    def drain(self, reason: str) -> None:
-        log.info("replica.draining", reason=reason)
-        self.drain_requested.set()
-
-    def device_turn(self, turn: DeviceTurn) -> None:
-        self._turns.offer(turn)
-
-    # -- state --------------------------------------------------------------------------------------------------
-
-    def held_versions(self) -> tuple[WeightVersion, ...]:
-        return tuple(loaded.weights.held() for loaded in self._policies.values())
-
-    def on_held(self, call: Callable[[], None]) -> None:
-        """Call this whenever another version of a policy is held, or a device turn is carried out."""
-        for loaded in self._policies.values():
-            loaded.weights.on_held = call
-        self._turns.on_done = call
-
-    def device_turn_done(self) -> int:
-        return self._turns.done.number
-
-    def running_task_group_ids(self) -> tuple[str, ...]:
-        return self._player.running_task_group_ids
-
-    def report(self) -> ReplicaReport:
-        health = [loaded.served.engine.health() for loaded in self._policies.values()]
-        gauges: dict[str, float] = {}
-        for loaded in self._policies.values():
-            gauges |= loaded.weights.gauges()
-        gauges["requests_running"] = float(sum(h.running for h in health))
-        gauges["requests_waiting"] = float(sum(h.waiting for h in health))
-        return ReplicaReport(
-            held_versions=self.held_versions(),
-            running_task_group_ids=self.running_task_group_ids(),
-            num_generated_tokens=sum(h.generated_tokens for h in health),
-            emission_intervals=tuple(self._emissions.take()),
-            gauges=gauges,
-            weight_transfers=tuple(t for loaded in self._policies.values() for t in loaded.weights.take_transfers()),
-            accounts=self.accounts(),
-            peers=tuple(peer for peer in (self._gateway_state(),) if peer is not None),
-            device_turn=self.device_turn_done(),
-        )
-
-    def accounts(self) -> tuple[AccountState, ...]:
-        """Time accounts of the slots, of each policy's weights, and of records in transit."""
-        tokens = sum(loaded.served.engine.health().generated_tokens for loaded in self._policies.values())
-        self._account.set_progress(tokens)
-        self._account.rest(*self._why_idle())
-        weights = (loaded.weights.account.state() for loaded in self._policies.values())
-        return (
-            self._account.state(),
-            *(dataclasses.replace(w, component=part(self._account.component, w.component)) for w in weights),
-            *(account.state() for account in self._more_accounts),
-        )
-
-    def _why_idle(self) -> Activity:
-        """The activity of a slot without a rollout."""
-        if self.drain_requested.is_set():
-            return Activity(ActivityName.DRAINING)
-        for name, loaded in self._policies.items():
-            if loaded.weights.held().number < 0:
-                return Activity(ActivityName.WAITING_FOR_FIRST_WEIGHTS, part(self._account.component, weights(name)))
-        return Activity(ActivityName.WAITING_FOR_TASK_GROUPS, ORCHESTRATOR)
-
-    async def watch_engines(self) -> None:
-        """Raise ``InfrastructureError`` when an engine has died: the process must restart."""
-        while True:
-            await asyncio.sleep(_ENGINE_CHECK_S)
-            for name, loaded in self._policies.items():
-                health = loaded.served.engine.health()
-                if not health.ok:
-                    raise InfrastructureError(f"the engine of policy {name} died: {health.detail}")
-
-
-# --- Membership in the orchestrator's pool: the stream of commands and the report that renews the lease.
-
-
-REPORT_PERIOD_S = 2.0
-MOST_PERIOD_S = 10.0  # that the orchestrator may ask for: a lease is 30 s
-_TAKEOVERS = 3  # within _TAKEOVER_WINDOW_S: another process claims this replica id
-_TAKEOVER_WINDOW_S = 60.0
-
-
-class PoolMember(Protocol):
-    """Receiver of the pool's commands other than orders; each method returns at once."""
-
-    def welcome(self, run_id: str, envgateway_address: str) -> None: ...
-    def cancel_task_group(self, task_group_id: str, reason: str) -> None: ...
-    def new_version(self, version: WeightVersion, plan: FetchPlan | None) -> None: ...
-    def drain(self, reason: str) -> None: ...
-    def device_turn(self, turn: DeviceTurn) -> None: ...
-    def device_turn_done(self) -> int: ...
-    def held_versions(self) -> tuple[WeightVersion, ...]: ...
-    def on_held(self, call: Callable[[], None]) -> None: ...
-    def running_task_group_ids(self) -> tuple[str, ...]: ...
-    def report(self) -> ReplicaReport: ...
-
-
-class PoolClient:
-    """Gives the pool's orders to the player, and its other commands to the member. ``run`` ends when the member has been
-    drained and ``leave`` was called; raises when membership is refused."""
-
-    def __init__(
-        self,
-        channel: grpc.aio.Channel,
-        identity: ReplicaIdentity,
-        member: PoolMember,
-        player: RolloutPlayer,
-        *,
-        report_period_s: float = REPORT_PERIOD_S,
-        away_timeout_s: float = AWAY_S,
-    ) -> None:
-        self._channel = channel
-        self._stub: pool_pb2_grpc.PoolServiceAsyncStub = pool_pb2_grpc.PoolServiceStub(channel)
+        self._connection = connection
+        self._stub: pool_pb2_grpc.PoolServiceAsyncStub = pool_pb2_grpc.PoolServiceStub(connection)
         self._identity = identity
-        self._member = member
-        self._player = player
         self._least_period_s = report_period_s
         self.report_period_s = report_period_s  # set by the orchestrator
         self._away_timeout_s = away_timeout_s
@@ -419,13 +282,13 @@ class PoolClient:
         self._welcomed = asyncio.Event()
         self._left = asyncio.Event()
         self._woken = asyncio.Event()  # a report may be urgent
-        member.on_held(self._woken.set)
-        self._draining = False
+        for loaded in policies.values():
+            loaded.weights.on_held = self._woken.set
+        self._turns.on_done = self._woken.set
         self._last_answer_at = time.monotonic()
         self._unreported: list[tuple[float, float]] = []  # intervals whose report did not arrive
         self._transfers: list[WeightTransfer] = []  # the same of weight transfers
-        self._reported_versions: tuple[WeightVersion, ...] = ()  # versions that the last report named
-        self._reported_turn = 0  # the same of the device turn
+        self._reported: tuple[Any, ...] = ()  # versions and device turn of the last report
         self._takeovers: list[float] = []
 
     async def run(self) -> None:
@@ -457,7 +320,7 @@ class PoolClient:
             self._welcomed.clear()
             try:
                 await self._one_stream()
-                if self._draining:
+                if self.drain_requested.is_set():
                     await self._left.wait()  # reports go on; the drain task calls leave after the last rollouts
                     return
                 log.info("pool.stream_ended")
@@ -468,7 +331,7 @@ class PoolClient:
             except RollmillError as error:
                 if not self._left.is_set():
                     log.warning("pool.stream_broke", error=error.message)
-                    if (refused := await refusal_behind(error, self._channel)) is not None:
+                    if (refused := await refusal_behind(error, self._connection)) is not None:
                         raise refused from None
             if self._welcomed.is_set():
                 delays = backoff()
@@ -480,8 +343,8 @@ class PoolClient:
     async def _one_stream(self) -> None:
         request = pool_pb2.JoinPoolRequest(
             **by_name(self._identity),
-            held_versions=[write(v, pool_pb2.HeldVersion()) for v in self._member.held_versions()],
-            running_task_group_ids=self._member.running_task_group_ids(),
+            held_versions=[write(v, pool_pb2.HeldVersion()) for v in self._held_versions()],
+            running_task_group_ids=self._player.running_task_group_ids,
         )
         call = self._call = self._stub.JoinPool(request)
         try:
@@ -495,25 +358,33 @@ class PoolClient:
 
     def _apply_command(self, response: pool_pb2.JoinPoolResponse) -> None:
         command = response.WhichOneof("command")
-        member = self._member
         if command == "welcome":
             log.info("pool.joined", replica=self._identity.replica_id, run=response.welcome.run_id)
-            member.welcome(response.welcome.run_id, response.welcome.envgateway_address)
+            self._gateway.connect(response.welcome.envgateway_address)
             self._welcomed.set()
             self._woken.set()
         elif command == "run_task_group":
             self._order(response.run_task_group)
         elif command == "cancel_task_group":
-            member.cancel_task_group(response.cancel_task_group.task_group_id, response.cancel_task_group.reason)
+            cancelled = response.cancel_task_group
+            ended = self._player.cancel(cancelled.task_group_id)
+            log.info(
+                LogEvent.TASK_GROUP_CANCELLED,
+                task_group=cancelled.task_group_id,
+                rollouts=ended,
+                reason=cancelled.reason,
+            )
         elif command == "new_version":
             announced = response.new_version
-            plan = read(FetchPlan, announced.plan) if announced.HasField("plan") else None
-            member.new_version(read(WeightVersion, announced.version), plan)
+            version = read(WeightVersion, announced.version)
+            if (loaded := self._policies.get(version.policy)) is not None:  # else served by other replicas
+                plan = read(FetchPlan, announced.plan) if announced.HasField("plan") else None
+                loaded.weights.offer(version, plan)
         elif command == "device_turn":
-            member.device_turn(read(DeviceTurn, response.device_turn))
+            self._turns.offer(read(DeviceTurn, response.device_turn))
         elif command == "drain":
-            self._draining = True
-            member.drain(response.drain.reason)
+            log.info("replica.draining", reason=response.drain.reason)
+            self.drain_requested.set()
         else:
             log.warning("pool.unknown_command")  # a newer orchestrator: unknown commands are ignored
 
@@ -551,7 +422,7 @@ class PoolClient:
     async def _report_loop(self) -> None:
         answered = True
         while not self._left.is_set():
-            if self._welcomed.is_set() or self._draining:
+            if self._welcomed.is_set() or self.drain_requested.is_set():
                 answered = await self._report(warn=answered)
             await self._until_due()
         await self._report(warn=False)
@@ -571,20 +442,24 @@ class PoolClient:
     def _is_urgent(self, joined: bool) -> bool:
         """``joined``: whether the last report came after the welcome."""
         if joined:
-            reported = (self._reported_versions, self._reported_turn)
-            return (self._member.held_versions(), self._member.device_turn_done()) != reported
+            return (self._held_versions(), self._turns.done.number) != self._reported
         return self._welcomed.is_set()
 
     async def _report(self, *, warn: bool) -> bool:
-        report = self._member.report()
+        report = self._report_now()
         self._unreported += report.emission_intervals
         self._transfers += report.weight_transfers
-        self._reported_versions, self._reported_turn = report.held_versions, report.device_turn
-        request = report_to_proto(self._identity, report, self._unreported, self._transfers)
+        self._reported = report.held_versions, report.device_turn
+        proto = pool_pb2.StreamReportsRequest(
+            replica_id=self._identity.replica_id,
+            incarnation=self._identity.incarnation,
+            emission_intervals=[interval_to_proto(interval) for interval in self._unreported],
+        )
+        request = write(replace(report, weight_transfers=tuple(self._transfers)), proto)
         try:
             answer = await self._reports.send(request)
         except LeaseLostError:
-            if self._call is not None and not self._draining:
+            if self._call is not None and not self.drain_requested.is_set():
                 self._call.cancel()  # the join loop joins again
             return True
         except AccessError:
@@ -599,6 +474,60 @@ class PoolClient:
         self._unreported.clear()
         self._transfers.clear()
         return True
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def _held_versions(self) -> tuple[WeightVersion, ...]:
+        return tuple(loaded.weights.held() for loaded in self._policies.values())
+
+    def _report_now(self) -> ReplicaReport:
+        health = [loaded.served.engine.health() for loaded in self._policies.values()]
+        gauges: dict[str, float] = {}
+        for loaded in self._policies.values():
+            gauges |= loaded.weights.gauges()
+        gauges["requests_running"] = float(sum(h.running for h in health))
+        gauges["requests_waiting"] = float(sum(h.waiting for h in health))
+        return ReplicaReport(
+            held_versions=self._held_versions(),
+            running_task_group_ids=self._player.running_task_group_ids,
+            num_generated_tokens=sum(h.generated_tokens for h in health),
+            emission_intervals=tuple(self._emissions.take()),
+            gauges=gauges,
+            weight_transfers=tuple(t for loaded in self._policies.values() for t in loaded.weights.take_transfers()),
+            accounts=self.accounts(),
+            peers=tuple(peer for peer in (self._gateway_state(),) if peer is not None),
+            device_turn=self._turns.done.number,
+        )
+
+    def accounts(self) -> tuple[AccountState, ...]:
+        """Time accounts of the slots, of each policy's weights, and of records in transit."""
+        tokens = sum(loaded.served.engine.health().generated_tokens for loaded in self._policies.values())
+        self._account.set_progress(tokens)
+        self._account.rest(*self._why_idle())
+        weights = (loaded.weights.account.state() for loaded in self._policies.values())
+        return (
+            self._account.state(),
+            *(dataclasses.replace(w, component=part(self._account.component, w.component)) for w in weights),
+            *(account.state() for account in self._more_accounts),
+        )
+
+    def _why_idle(self) -> Activity:
+        """The activity of a slot without a rollout."""
+        if self.drain_requested.is_set():
+            return Activity(ActivityName.DRAINING)
+        for name, loaded in self._policies.items():
+            if loaded.weights.held().number < 0:
+                return Activity(ActivityName.WAITING_FOR_FIRST_WEIGHTS, part(self._account.component, weights(name)))
+        return Activity(ActivityName.WAITING_FOR_TASK_GROUPS, ORCHESTRATOR)
+
+    async def watch_engines(self) -> None:
+        """Raise ``InfrastructureError`` when an engine has died: the process must restart."""
+        while True:
+            await asyncio.sleep(_ENGINE_CHECK_S)
+            for name, loaded in self._policies.items():
+                health = loaded.served.engine.health()
+                if not health.ok:
+                    raise InfrastructureError(f"the engine of policy {name} died: {health.detail}")
 
 
 # --- Gauges of a replica's process, for its status and its report, and their names as metrics.

@@ -48,8 +48,8 @@ from services.common.system.machine import keep_freed_memory
 from services.common.system.threads import Watchdog
 from services.common.telemetry.accounts import Activity, ActivityName, TimeAccount, publisher
 from services.common.telemetry.logs import configure
+from services.common.transfer.bulk import MemoryReader, PayloadReader
 from services.common.transfer.servicer import add_weight_service
-from services.common.transfer.source import MemoryReader, PayloadReader
 from services.common.weights.codec import encode_tensor
 from services.common.weights.snapshot import (
     BaseVersion,

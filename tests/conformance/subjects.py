@@ -118,11 +118,9 @@ class SharedServer:
         if self._subject is None:
             self._subject, self._kv_policy = await self._start(kv_policy), kv_policy
         engine = self._subject.engine
-        await engine.resume()
         await until_idle(engine)
         if engine.version != 0:
             await engine.update(self._subject.same_weights(0))
-        await engine.flush()
         return self._subject
 
     async def stop(self) -> None:
@@ -156,14 +154,10 @@ def server_engine(
     """Not started, with the context of all subjects and two slots on each of ``number`` servers; ``changes`` are settings
     of the inference service."""
     from services.inference.engine.served.engine import ServedSetup
-
-    if engine == "vllm":
-        from services.inference.engine.vllm import build_engine
-    else:
-        from services.inference.engine.sglang import build_engine
+    from services.inference.loading import server_builder
 
     settings = {"engine": engine, "device": "cpu", "num_slots": NUM_SLOTS, **changes}
-    return build_engine(
+    return server_builder(engine)(
         ServedSetup(
             config=InferenceConfig.model_validate(settings),
             name="subject",
@@ -181,11 +175,6 @@ async def until_tokens(engine: Engine, count: int) -> None:
     """Wait until ``count`` more tokens are there than now."""
     wanted = engine.health().generated_tokens + count
     await until(lambda: engine.health().generated_tokens >= wanted, every_s=0.001)
-
-
-async def until_waiting(engine: Engine, count: int) -> None:
-    """Wait until ``count`` requests wait for a slot: a request reaches the engine's thread some time after the call."""
-    await until(lambda: engine.health().waiting == count, every_s=0.001)
 
 
 async def until_idle(engine: Engine) -> None:

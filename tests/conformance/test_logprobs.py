@@ -175,13 +175,11 @@ async def test_updates_one_after_another_end_in_the_last(exact: Subject) -> None
     prompt = make_prompt(30)
     pending = asyncio.ensure_future(exact.engine.generate(make_request(prompt, max_new_tokens=200)))
     await until_tokens(exact.engine, 5)
-    await exact.engine.pause()
     await exact.engine.update(WeightUpdate.full(named_weights(models[0]), 1))
     await exact.engine.update(WeightUpdate.full(named_weights(models[1]), 2))
-    await exact.engine.resume()
     generation = await pending
-    assert [s.weight_version for s in generation.segments] == [0, 2]
-    assert max_gap(models[1], prompt, generation, generation.segments[1]) <= TOLERANCE
+    assert [s.weight_version for s in generation.segments] in ([0, 2], [0, 1, 2])
+    assert max_gap(models[1], prompt, generation, generation.segments[-1]) <= TOLERANCE
 
 
 async def test_a_refused_update_leaves_the_weights_as_they_were(exact: Subject) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from services.common.errors import InvalidRequestError, PromptTooLongError
 from services.inference.engine.base import Engine, FinishReason
-from tests.conformance.subjects import CONTEXT, Subject, until_tokens
+from tests.conformance.subjects import CONTEXT, Subject, until_idle, until_tokens
 from tests.random_models import VOCAB, make_prompt, make_request
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -98,8 +98,8 @@ async def test_a_request_id_in_use_is_refused(engine: Engine) -> None:
     await until_tokens(engine, 1)
     with pytest.raises(InvalidRequestError, match=request.request_id):
         await engine.generate(request)
-    await engine.abort(request.request_id)
-    await pending
+    pending.cancel()
+    await asyncio.wait([pending])
 
 
 async def test_more_requests_than_slots_all_finish(engine: Engine) -> None:
@@ -107,3 +107,14 @@ async def test_more_requests_than_slots_all_finish(engine: Engine) -> None:
         *(engine.generate(make_request(make_prompt(10, i), max_new_tokens=5 + i)) for i in range(20))
     )
     assert [len(g.token_ids) for g in generations] == [5 + i for i in range(20)]
+
+
+async def test_cancelling_the_task_frees_the_slot(engine: Engine) -> None:
+    pending = [
+        asyncio.ensure_future(engine.generate(make_request(make_prompt(10), max_new_tokens=580))) for _ in range(3)
+    ]
+    await until_tokens(engine, 5)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    await until_idle(engine)

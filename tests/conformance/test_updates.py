@@ -48,28 +48,6 @@ async def test_every_interruption_counts_against_the_same_budget(subject: Subjec
     assert len(generation.token_ids) == 450
 
 
-async def test_a_version_under_which_nothing_is_sampled_leaves_no_segment(subject: Subject) -> None:
-    engine = subject.engine
-    pending = asyncio.ensure_future(engine.generate(make_request(make_prompt(30), max_new_tokens=300)))
-    await until_tokens(engine, 5)
-    await engine.pause()
-    await engine.update(subject.same_weights(1))
-    await engine.update(subject.same_weights(2))
-    await engine.resume()
-    assert [s.weight_version for s in (await pending).segments] == [0, 2]
-
-
-async def test_an_update_while_paused_leaves_the_engine_paused(subject: Subject) -> None:
-    engine = subject.engine
-    await engine.pause()
-    await engine.update(subject.same_weights(1))
-    pending = asyncio.ensure_future(engine.generate(make_request(make_prompt(10), max_new_tokens=5)))
-    await asyncio.sleep(0.1)
-    assert not pending.done()
-    await engine.resume()
-    assert [s.weight_version for s in (await pending).segments] == [1]
-
-
 async def test_an_update_of_other_weights_is_refused(subject: Subject) -> None:
     engine = subject.engine
     weights = {**subject.weights, "model.norm.weight": Shape(65)}
@@ -93,11 +71,3 @@ async def test_changes_that_the_model_has_no_room_for_are_refused(engine: Engine
         with pytest.raises(ModelMismatchError, match="norm"):
             await engine.update(WeightUpdate(version=1, changes={name: [one_change(position)]}, **OF_FLOATS))
     assert engine.version == 0
-
-
-async def test_flush_in_mid_generation_changes_nothing_that_can_be_seen(engine: Engine) -> None:
-    pending = asyncio.ensure_future(engine.generate(make_request(make_prompt(40), max_new_tokens=200)))
-    await until_tokens(engine, 5)
-    await engine.flush()
-    generation = await pending
-    assert [(s.weight_version, s.num_tokens) for s in generation.segments] == [(0, 200)]

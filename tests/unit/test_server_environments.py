@@ -20,11 +20,11 @@ from tests import needs
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOCKS = {
     "sglang": REPOSITORY / "deploy/docker/inference-sglang.constraints.txt",
-    "vllm": REPOSITORY / "services/inference/engine/vllm_server/constraints.txt",
+    "vllm": REPOSITORY / "extras/vllm/server/constraints.txt",
 }
 ON_CPU = {
     ".venv-sglang-cpu": "services/inference/engine/sglang_cpu/requirements.txt",
-    ".venv-vllm-cpu": "services/inference/engine/vllm_server/requirements.txt",
+    ".venv-vllm-cpu": "extras/vllm/server/requirements.txt",
     ".venv-race": "benchmarks/race_requirements.txt",
 }
 

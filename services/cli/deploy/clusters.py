@@ -363,7 +363,7 @@ _SECRET = "ROLLMILL_KEYS_{}"  # with the keys of a role
 # Engine, Python and pins of its servers.
 _SERVERS = (
     ("sglang", "3.12", "--constraint deploy/docker/inference-sglang.constraints.txt "),
-    ("vllm", "3.12", "--constraint services/inference/engine/vllm_server/constraints.txt "),
+    ("vllm", "3.12", "--constraint extras/vllm/server/constraints.txt "),
 )
 
 

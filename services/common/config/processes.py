@@ -38,13 +38,6 @@ class ServersConfig(Section):
     """Where the file of weights lies that the engines read; left out, /dev/shm if the model fits there, else the run directory."""
     ready_timeout_s: float = Field(default=600.0, gt=0)
     """An engine that does not answer after this long has failed to load; a second more for each 100 MB of weights."""
-    restarts: int = Field(default=5, ge=0)
-    """Times in a row that an engine which dies is started again without having served."""
-    stall_timeout_s: float = Field(default=300.0, gt=0)
-    """An engine that leaves a request without a token for this long is asked for one, and started again if none comes."""
-    chunk_tokens: int = Field(default=16, ge=1)
-    """Tokens of a request that come together, unless a client streams the request: its continuation may lose so many
-    when an engine dies."""
     extra_arguments: dict[str, str | int | float | bool] = {}
     """More arguments of the engine, by their names in SGLang's `ServerArgs` or vLLM's `AsyncEngineArgs`."""
 
@@ -58,10 +51,9 @@ class ServersConfig(Section):
 
 
 class SglangConfig(ServersConfig):
-    update: Literal["disk", "broadcast", "tensors"] = "disk"
+    update: Literal["disk", "tensors"] = "disk"
     """How weights reach the engines: `disk` through a file, in shared memory where there is room; `tensors` in the
-    memory of their GPUs (CUDA IPC, no GPU has tried it; up to 1 GiB of each GPU and a CUDA context more), or in shared memory on a CPU;
-    `broadcast` through a gloo group that the service and its engines form, on CPUs only."""
+    memory of their GPUs (CUDA IPC, no GPU has tried it; up to 1 GiB of each GPU and a CUDA context more), or in shared memory on a CPU."""
 
 
 class VllmConfig(ServersConfig):

@@ -17,8 +17,7 @@ from services.common.errors import NotFoundError, OffsetOutOfRangeError, Unknown
 from services.common.net.hosts import host_identity
 from services.common.pb import weights_pb2, weights_pb2_grpc
 from services.common.rpc.server import Server
-from services.common.transfer.bulk import BulkServer
-from services.common.transfer.source import PayloadSource, SendBudget
+from services.common.transfer.bulk import BulkServer, PayloadSource, SendBudget
 from services.common.weights.snapshot import PayloadNotReadyError
 from services.common.wire import (
     not_ready_to_proto,

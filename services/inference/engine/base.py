@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -78,7 +81,6 @@ Watch = Callable[[int], bool]  # called with each sampled token; True ends the g
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # a stop token was sampled: the last token of the result
     LENGTH = "length"  # the end of max_new_tokens, the context, or forced_ids
-    ABORTED = "aborted"
 
 
 class KvPolicy(enum.StrEnum):
@@ -145,7 +147,6 @@ class EngineHealth:
     detail: str
     running: int  # requests in slots
     waiting: int  # requests queued
-    free_slots: int
     generated_tokens: int  # since start
     kv: KvUse | None = None  # None where the cache is not paged, or is the business of another process
 
@@ -156,7 +157,7 @@ class Engine(Protocol):
     async def start(self) -> None: ...
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample one continuation. Cancelling the awaiting task aborts the request."""
+        """Sample one continuation. Cancelling the awaiting task ends the request."""
         ...
 
     async def score(self, request: ScoreRequest) -> Logprobs:
@@ -164,26 +165,12 @@ class Engine(Protocol):
         held now. ``ConfigError`` where the engine cannot; cancelling the awaiting task withdraws the request."""
         ...
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; its ``generate`` returns the tokens so far with ``FinishReason.ABORTED``."""
-        ...
-
-    async def pause(self) -> None:
-        """Return when no decoding step is running; requests stay where they are."""
-        ...
-
-    async def resume(self) -> None: ...
-
     async def update(self, update: WeightUpdate) -> float:
         """Switch to another version in place; returns the seconds without decoding.
 
         Atomic between two decoding steps: no token is ever computed from a mixture. ``ModelMismatchError`` for a
         missing name or another shape, before anything changes. The caller may change the update's arrays after the return.
         """
-        ...
-
-    async def flush(self) -> None:
-        """Forget every cached prefix."""
         ...
 
     @property
@@ -336,3 +323,48 @@ class ByteTokenizer:
             names[i].encode() if i in names else bytes([i]) if i < 256 else b"?" for i in map(int, token_ids)
         ]
         return b"".join(parts).decode(errors="replace")
+
+
+# --- Runs memory-bound work on a few threads: numpy and digests release the interpreter lock while they move bytes.
+
+
+SCATTERED_BYTES = 64  # that a write of one scattered element moves: a cache line
+
+_MOST_THREADS = 2  # they run beside generation, and two move bytes about as fast as the memory of a small machine does
+_WORTH_BYTES = 16 << 20  # starting a thread takes as long as moving a few MiB
+
+
+def num_threads() -> int:
+    """How many this process should use at once."""
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+@contextmanager
+def few_threads(name: str) -> Iterator[ThreadPoolExecutor]:
+    """A thread pool for the block; a failure in the block cancels the calls that have not begun."""
+    pool = ThreadPoolExecutor(num_threads(), name)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def run_all(calls: Sequence[Callable[[], object]], *, touched_bytes: int, name: str) -> None:
+    """Run every call, in any order; on several threads if ``touched_bytes`` is large enough to pay for them.
+
+    Raises the first failing call's error; the other calls may have run or not.
+    """
+    if touched_bytes < _WORTH_BYTES or num_threads() == 1:
+        for call in calls:
+            call()
+        return
+    # Each thread takes the next call after each call: a future per call would cost more than a short call.
+    remaining = iter(calls)
+
+    def work() -> None:
+        for call in remaining:
+            call()
+
+    with few_threads(name) as pool:
+        for ended in [pool.submit(work) for _ in range(num_threads())]:
+            ended.result()

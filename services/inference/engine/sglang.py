@@ -1,8 +1,8 @@
 """SGLang: its HTTP interface (only here), the command line of its servers, and the engine over them. Written against 0.5.23.
 
 Log-probabilities are those of the sampling distribution: SGLang scales by the temperature, and where top-k, top-p or min-p
-cut, its sampling mask has the kept tokens and the renormalised log-probability. ``sglang_tensors`` has the ways of an update
-that need torch.
+cut, its sampling mask has the kept tokens and the renormalised log-probability. ``sglang_tensors`` has the way of an update
+that needs torch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from typing import Any
 import structlog
 
 from services.common.config.processes import MASK_TOKENS, InferenceConfig
-from services.common.errors import ConfigError, DeadlineError, InfrastructureError, InvalidRequestError
+from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
 from services.common.export import ADAPTER_WEIGHTS, PEFT_CONFIG, adapter_files
 from services.common.weights.snapshot import AdapterIdentity
 from services.inference.engine import sglang_cpu
 from services.inference.engine.served.client import (
     CONTROL_TIMEOUT_S,
-    QUESTION_TIMEOUT_S,
     UPDATE_TIMEOUT_S,
     CallRequest,
     Chunk,
     Finish,
-    Load,
     PauseMode,
     Reader,
     ServerClient,
@@ -54,7 +52,7 @@ from services.inference.engine.served.process import (
     server_environment,
     spelled,
 )
-from services.inference.engine.served.stage import FILE, Stage, StagedTensor
+from services.inference.engine.served.stage import FILE, Stage
 
 log = structlog.get_logger(__name__)
 
@@ -67,7 +65,6 @@ class SglangClient(ServerClient):
     program = "SGLang"
     generate_path = "/generate"
     ready_path = "/ready"
-    version_path = "/model_info"
 
     def __init__(self, address: str, key: str, *, devices: Sequence[str] = ("cpu",)) -> None:
         super().__init__(address, key)
@@ -98,10 +95,6 @@ class SglangClient(ServerClient):
     async def resume(self) -> None:
         await self._post("/continue_generation", {"torch_empty_cache": False}, CONTROL_TIMEOUT_S)
 
-    async def flush(self) -> None:
-        """Forget every cached prefix; ``Refused`` while requests run."""
-        await self._post("/flush_cache", {}, CONTROL_TIMEOUT_S)
-
     async def update_from_disk(self, directory: str, version: int, *, flush: bool) -> None:
         """Read every tensor of a directory's safetensors files. After ``Refused`` the weights may have changed or not."""
         body = {
@@ -112,35 +105,9 @@ class SglangClient(ServerClient):
         }
         await self._post("/update_weights_from_disk", body, UPDATE_TIMEOUT_S)
 
-    async def join_group(self, name: str, port: int, num_ranks: int, timeout_s: float) -> None:
-        """Make the server's ranks join a gloo group as 1, 2, ... of ``num_ranks``, through the store at a port of this machine."""
-        body = {
-            "master_address": "127.0.0.1",
-            "master_port": port,
-            "rank_offset": 1,
-            "world_size": num_ranks,
-            "group_name": name,
-            "backend": "gloo",
-        }
-        await self._post("/init_weights_update_group", body, timeout_s)
-
     async def begin_update(self) -> None:
-        """Open the session for updates by a group; ``Refused`` if one is open."""
+        """Open the session of an update; ``Refused`` if one is open."""
         await self._post("/begin_weight_update", {}, CONTROL_TIMEOUT_S)
-
-    async def update_from_group(
-        self, group: str, tensors: Mapping[str, StagedTensor], version: int, *, flush: bool
-    ) -> None:
-        """Receive these tensors, one broadcast each. After ``Refused`` the weights may have changed or not."""
-        body = {
-            "names": list(tensors),
-            "dtypes": [tensor.dtype for tensor in tensors.values()],
-            "shapes": [list(tensor.shape) for tensor in tensors.values()],
-            "group_name": group,
-            "weight_version": str(version),
-            "flush_cache": flush,
-        }
-        await self._post("/update_weights_from_distributed", body, UPDATE_TIMEOUT_S)
 
     async def update_from_tensors(self, payloads: Sequence[str], version: int, *, flush: bool) -> None:
         """Copy tensors that lie in the memory of the ranks; one payload of handles for each rank. After ``Refused`` the weights
@@ -165,15 +132,6 @@ class SglangClient(ServerClient):
         await self._post("/end_weight_update", {}, CONTROL_TIMEOUT_S)
 
     # -- questions ----------------------------------------------------------------------------------------------
-
-    async def load(self) -> Load:
-        answer = await self._get("/v1/loads?include=core", QUESTION_TIMEOUT_S)
-        ranks = answer.get("loads") or [{}]
-        return Load(
-            running=sum(int(rank.get("num_running_reqs", 0)) for rank in ranks),
-            waiting=sum(int(rank.get("num_waiting_reqs", 0)) for rank in ranks),
-            used_share=max(float(rank.get("token_usage", 0.0)) for rank in ranks),
-        )
 
     async def is_generating(self, timeout_s: float) -> bool:
         return await self._succeeds("GET", "/health_generate", timeout_s)
@@ -392,8 +350,6 @@ def server_commands(
     commands = []
     for index, own in enumerate(ranks):
         env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", **server_environment(model_path, own)}
-        if settings.update == "broadcast":
-            env["GLOO_SOCKET_IFNAME"] = "lo"  # the weight group is local to this machine
         if on_cpu:
             bound = bound_cores(index, parallel, config.threads, cores)
             env |= {"OMP_NUM_THREADS": str(config.threads), "SGLANG_CPU_OMP_THREADS_BIND": bound}
@@ -407,8 +363,6 @@ def build_engine(setup: ServedSetup) -> ServedEngine:
     """Starts no process. Raises ``ConfigError`` for settings that cannot work."""
     config = setup.config
     on_cpu = runs_on_cpu(config)
-    if config.sglang.update == "broadcast" and not on_cpu:
-        raise ConfigError("sglang.update: broadcast has been tried on CPUs only; write disk or tensors")
     commands = server_commands(
         config,
         name=f"sglang-{setup.name}",
@@ -428,10 +382,6 @@ def _transfer(stage: Stage, setup: ServedSetup) -> Transfer:
         return AdapterTransfer(stage, adapter_files(setup.adapter, setup.model_path, config.dtype, {}))
     if config.sglang.update == "disk":
         return DiskTransfer(stage)
-    if config.sglang.update == "tensors":
-        from services.inference.engine.sglang_tensors import TensorTransfer  # needs torch, which `disk` does not
+    from services.inference.engine.sglang_tensors import TensorTransfer  # needs torch, which `disk` does not
 
-        return TensorTransfer(stage)
-    from services.inference.engine.sglang_tensors import BroadcastTransfer  # likewise
-
-    return BroadcastTransfer(stage, config.sglang.tensor_parallel)
+    return TensorTransfer(stage)

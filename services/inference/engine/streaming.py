@@ -6,8 +6,7 @@
         async def load(self, update):                    # newer weights
             ...
 
-The base class does the rest of the ``Engine`` protocol: slots, budgets, stop tokens, abort, pause, and the weight version of
-each token. A step is the time between two tokens of one request; ``load`` runs while no request is in a step.
+The base class does the rest of the ``Engine`` protocol: slots, budgets, stop tokens, and the weight version of each token. A step is the time between two tokens of one request; ``load`` runs while no request is in a step.
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ PAUSE_S = 60.0  # until every request has taken its step
 ENGINE_METHODS = {
     "start": "async def start(self)",
     "generate": "async def generate(self, request) -> Generation",
-    "abort": "async def abort(self, request_id)",
-    "pause": "async def pause(self)",
-    "resume": "async def resume(self)",
     "update": "async def update(self, update) -> float",
-    "flush": "async def flush(self)",
     "score": "async def score(self, request) -> Logprobs",
     "health": "def health(self) -> EngineHealth",
     "stop": "async def stop(self)",
@@ -70,13 +65,12 @@ class EngineSetup:
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
+class Live:
     """A request that is being generated."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    tokens: Any = field(default_factory=list)  # list or array of ints
+    logprobs: Any = field(default_factory=list)  # the same of floats
     marks: list[tuple[int, int, bool]] = field(default_factory=list)  # (first token, version, mixed cache)
-    aborted: bool = False
 
     def segments(self) -> tuple[Segment, ...]:
         ends = [start for start, _, _ in self.marks[1:]] + [len(self.tokens)]
@@ -91,14 +85,14 @@ class StreamingEngine:
     """An engine by its token streams. Subclasses write ``tokens``, and ``load`` where they have weights."""
 
     has_weights: ClassVar[bool] = True
-    recomputes: ClassVar[bool] = False
+    recomputes: bool = False
     """Whether a stream that goes on after ``load`` recomputes its KV cache of older weights. If False, later tokens of the
     stream are marked ``mixed_cache``."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
         self._slots = asyncio.Semaphore(setup.num_slots)
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._open = asyncio.Event()  # steps begin only while this is set
         self._open.set()
         self._between = asyncio.Condition()  # notified when a step ends
@@ -137,7 +131,7 @@ class StreamingEngine:
                 f"request {request.request_id!r}: {type(self).__name__} does not tell which tokens top_k, top_p and min_p "
                 "keep; write top_p 1, top_k 0 and min_p 0"
             )
-        live = self._live[request.request_id] = _Live()
+        live = self._live[request.request_id] = Live()
         try:
             async with self._slots:
                 self._running += 1
@@ -148,7 +142,7 @@ class StreamingEngine:
         finally:
             del self._live[request.request_id]
 
-    async def _play(self, request: GenerationRequest, live: _Live) -> Generation:
+    async def _play(self, request: GenerationRequest, live: Live) -> Generation:
         live.marks.append((0, self._version, False))
         room = min(request.sampling.max_new_tokens, self.setup.context_length - len(request.prompt_ids))
         end = FinishReason.LENGTH
@@ -159,9 +153,6 @@ class StreamingEngine:
             )
         async with aclosing(stream):
             while len(live.tokens) < room:
-                if live.aborted:
-                    end = FinishReason.ABORTED
-                    break
                 step = await self._step(stream)
                 if step is None:
                     break
@@ -171,14 +162,18 @@ class StreamingEngine:
                 if stops or (request.watch is not None and request.watch(int(step[0]))):
                     end = FinishReason.STOP
                     break
-        self._generated += len(live.tokens)
-        if self.setup.on_tokens is not None and live.tokens:
-            self.setup.on_tokens(len(live.tokens), time.time())
+        return self._generation(live, end)
+
+    def _generation(self, live: Live, end: FinishReason) -> Generation:
+        num_tokens = len(live.tokens)
+        self._generated += num_tokens
+        if self.setup.on_tokens is not None and num_tokens:
+            self.setup.on_tokens(num_tokens, time.time())
         return Generation(segments=live.segments(), finish_reason=end)
 
     async def _step(self, stream: AsyncGenerator[tuple[int, float], None]) -> tuple[int, float] | None:
         """The next token; None at the end of the stream. A fault of the subclass is an infrastructure failure."""
-        await self._open.wait()  # no deadline: until `resume`
+        await self._open.wait()  # during a `load`, which the caller of `update` bounds
         if self._failure:
             raise InfrastructureError(f"engine: {self._failure}")
         self._stepping += 1
@@ -201,40 +196,22 @@ class StreamingEngine:
             f"{type(self).__name__} cannot score tokens: write another engine, or teacher_model for teacher"
         )
 
-    async def abort(self, request_id: str) -> None:
-        """End a request before its next token."""
-        if live := self._live.get(request_id):
-            live.aborted = True
-
-    async def pause(self) -> None:
-        """Return when no request is in a step."""
-        self._open.clear()
-        async with deadline(PAUSE_S, f"the steps of {type(self).__name__}"), self._between:
-            await self._between.wait_for(lambda: not self._stepping)
-
-    async def resume(self) -> None:
-        """Continue the requests."""
-        self._open.set()
-
     async def update(self, update: WeightUpdate) -> float:
         """Load newer weights between two steps; returns the seconds without generation."""
-        was_open = self._open.is_set()
         began = time.monotonic()
-        await self.pause()
+        self._open.clear()
         try:
+            async with deadline(PAUSE_S, f"the steps of {type(self).__name__}"), self._between:
+                await self._between.wait_for(lambda: not self._stepping)
             await self.load(update)
             self._version = update.version
             for live in self._live.values():
                 if live.marks:
-                    mixed = bool(live.tokens) and not self.recomputes
+                    mixed = len(live.tokens) > 0 and not self.recomputes
                     live.marks.append((len(live.tokens), update.version, mixed))
         finally:
-            if was_open:
-                await self.resume()
+            self._open.set()
         return time.monotonic() - began
-
-    async def flush(self) -> None:
-        """Forget cached prefixes; a subclass with a prefix cache overrides this method."""
 
     @property
     def version(self) -> int:
@@ -245,10 +222,9 @@ class StreamingEngine:
         """Whether the engine runs, and its numbers of requests."""
         return EngineHealth(
             ok=not self._failure,
-            detail=self._failure or ("running" if self._open.is_set() else "paused"),
+            detail=self._failure or "running",
             running=self._running,
             waiting=len(self._live) - self._running,
-            free_slots=self.setup.num_slots - self._running,
             generated_tokens=self._generated + sum(len(live.tokens) for live in self._live.values()),
         )
 

@@ -14,7 +14,6 @@ import stat
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,19 +42,21 @@ from services.common.security.keys import Peer
 from services.common.telemetry.logs import LogEvent
 from services.common.transfer.bulk import (
     ANSWER_BYTES,
+    CHUNK_BYTES,
     KEY_BYTES,
     OVERHEAD_BYTES,
     WINDOW,
     BulkRequest,
     Kind,
+    MemoryReader,
     Operation,
+    PayloadReader,
     Socket,
     decode_answer,
     has_input,
     readable,
     speak_to,
 )
-from services.common.transfer.source import CHUNK_BYTES, MemoryReader, PayloadReader
 from services.common.weights.snapshot import (
     ALIGNMENT,
     BaseVersion,
@@ -69,7 +70,7 @@ from services.common.weights.snapshot import (
     lay_out,
 )
 from services.common.wire import not_ready_from_proto, payload_from_proto, payload_request_to_proto
-from services.inference.weights.mirror import HeldWeights, Mirror
+from services.inference.weights.mirror import Mirror
 
 # --- Brings the bytes of a payload over a connection from one source into a buffer: gRPC chunks, or the bulk plane.
 
@@ -310,7 +311,15 @@ class WeightSource:
             VersionUnavailableError: the source does not hold the version.
             CorruptDataError: the source offers another version than the ledger's, or a delta from another base.
         """
-        response = await self._manifest(version, base)
+        request = PayloadRequest(run_id=self._run_id, policy=version.policy, version=version.number, base=base)
+        with translated_errors(f"weights at {self.address}"):
+            response = await self._stub.GetManifest(
+                payload_request_to_proto(request, self._transports, host_identity()),
+                timeout=DEADLINES["GetManifest"],
+                metadata=call_metadata(self._run_id),
+                # No wait for an absent source: another source, or another attempt, comes sooner.
+                wait_for_ready=False,
+            )
         not_ready = not_ready_from_proto(response, f"version {version.number} of {version.policy} at {self.address}")
         if not_ready is not None:
             raise not_ready
@@ -374,17 +383,6 @@ class WeightSource:
                 return
         await GrpcTransport(self._stub, self.address).fetch(payload, wanted)
         self.transport = "grpc"
-
-    async def _manifest(self, version: WeightVersion, base: BaseVersion | None) -> weights_pb2.GetManifestResponse:
-        request = PayloadRequest(run_id=self._run_id, policy=version.policy, version=version.number, base=base)
-        with translated_errors(f"weights at {self.address}"):
-            return await self._stub.GetManifest(
-                payload_request_to_proto(request, self._transports, host_identity()),
-                timeout=DEADLINES["GetManifest"],
-                metadata=call_metadata(self._run_id),
-                # No wait for an absent source: another source, or another attempt, comes sooner.
-                wait_for_ready=False,
-            )
 
 
 def map_file(path: str, begin: int, size_bytes: int) -> memoryview:
@@ -469,10 +467,6 @@ class Incoming:
                 return max(0, shard.offset - offset)
         return 0
 
-    def reader(self, hold: AbstractContextManager[None]) -> IncomingReader:
-        """``hold`` keeps the buffer unchanged: a snapshot's becomes the mirror, which later deltas write into."""
-        return IncomingReader(self, hold)
-
     async def wait_readable(self, offset: int) -> int:
         """Wait until there is a byte at the offset; returns the number of readable bytes.
 
@@ -495,13 +489,26 @@ class Incoming:
         self._progress = asyncio.Event()
 
 
-class IncomingReader:
-    """A ``PayloadReader`` over the received bytes."""
+class _Reader:
+    """A ``PayloadReader`` that has leased a mirror."""
 
-    def __init__(self, incoming: Incoming, hold: AbstractContextManager[None]) -> None:
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror: Mirror | None = mirror
+
+    def close(self) -> None:
+        """Closing twice does no harm."""
+        mirror, self._mirror = self._mirror, None
+        if mirror is not None:
+            mirror.release()
+
+
+class IncomingReader(_Reader):
+    """Reads the received bytes. Held meanwhile: a snapshot's buffer becomes the mirror, which later deltas write into."""
+
+    def __init__(self, incoming: Incoming, mirror: Mirror) -> None:
+        super().__init__(mirror)
+        mirror.hold()
         self._incoming = incoming
-        self._hold: AbstractContextManager[None] | None = hold
-        hold.__enter__()
         self.size_bytes = incoming.payload.size_bytes
 
     async def read(self, offset: int, size: int) -> memoryview:
@@ -509,11 +516,6 @@ class IncomingReader:
             raise OffsetOutOfRangeError(f"offset {offset} of a payload of {self.size_bytes} bytes")
         there = await self._incoming.wait_readable(offset)
         return self._incoming.data[offset : offset + min(size, there)]
-
-    def close(self) -> None:
-        if self._hold is not None:
-            hold, self._hold = self._hold, None
-            hold.__exit__(None, None, None)
 
 
 class Relay:
@@ -577,24 +579,24 @@ class Relay:
         """A reader of a payload. ``NotFoundError`` if the payload is neither incoming nor kept nor held."""
         incoming = self._incoming.get(payload_id)
         if incoming is not None:
-            return incoming.reader(self._mirror.hold())
+            return IncomingReader(incoming, self._mirror)
         if payload_id in self._deltas:
             return MemoryReader(self._deltas[payload_id][1])
         held = self._mirror.manifest
         if held is None or payload_id != full_payload_id(held):
             raise NotFoundError(f"payload {payload_id!r} is not here: ask for the manifest again")
         try:
-            return _MirrorReader(self._mirror.lease())
+            return _MirrorReader(self._mirror)
         except VersionUnavailableError as error:
             raise NotFoundError(f"payload {payload_id!r} is being replaced: {error.message}") from None
 
 
-class _MirrorReader:
-    """The full payload of a leased mirror, tensor by tensor; between them lies padding."""
+class _MirrorReader(_Reader):
+    """Reads the full payload of a mirror, tensor by tensor; between them lies padding."""
 
-    def __init__(self, lease: AbstractContextManager[HeldWeights]) -> None:
-        self._lease: AbstractContextManager[HeldWeights] | None = lease
-        held = lease.__enter__()
+    def __init__(self, mirror: Mirror) -> None:
+        held = mirror.lease()
+        super().__init__(mirror)
         manifest = full_layout(held.manifest)
         self._entries: list[TensorEntry] = sorted(manifest.tensors, key=lambda entry: entry.offset)
         self._offsets = [entry.offset for entry in self._entries]
@@ -611,11 +613,6 @@ class _MirrorReader:
             return self._bits[entry.name].data.cast("B")[within : within + min(size, entry.length - within)]
         following = self._offsets[place + 1] if place + 1 < len(self._offsets) else self.size_bytes
         return memoryview(bytes(min(size, following - offset)))
-
-    def close(self) -> None:
-        if self._lease is not None:
-            lease, self._lease = self._lease, None
-            lease.__exit__(None, None, None)
 
 
 def full_layout(manifest: Manifest) -> Manifest:

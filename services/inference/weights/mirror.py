@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -41,7 +40,7 @@ from services.common.weights.snapshot import (
     lay_out,
     tensor_digest,
 )
-from services.inference.engine.threads import SCATTERED_BYTES, few_threads, run_all
+from services.inference.engine.base import SCATTERED_BYTES, few_threads, run_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +161,8 @@ class Mirror:
         run_all([partial(change, name) for name in names], touched_bytes=touched, name="weights.write")
         self._borrowed.clear()
 
-    @contextmanager
-    def lease(self) -> Iterator[HeldWeights]:
-        """The held version, unchanged during the lease; writes during the lease go to new arrays.
+    def lease(self) -> HeldWeights:
+        """The held version, unchanged until ``release``; meanwhile writes go to new arrays.
 
         Raises:
             VersionUnavailableError: no complete version is held now.
@@ -173,23 +171,16 @@ class Mirror:
             if self._writing or self.dirty or self.manifest is None:
                 raise VersionUnavailableError(f"the mirror of {self.policy} holds no whole version at this moment")
             self._num_leases += 1
-            held = HeldWeights(self.manifest, dict(self._bits))
-        try:
-            yield held
-        finally:
-            with self._lock:
-                self._num_leases -= 1
+            return HeldWeights(self.manifest, dict(self._bits))
 
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """A context in which writes replace arrays instead of changing them, for any held version."""
+    def hold(self) -> None:
+        """Until ``release``, writes replace arrays instead of changing them, for any held version."""
         with self._lock:
             self._num_leases += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_leases -= 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._num_leases -= 1
 
     def host_tensors(self) -> dict[str, Any]:
         """The mirror as torch tensors that share its memory, for a whole ``WeightUpdate``."""

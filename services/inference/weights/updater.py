@@ -342,14 +342,21 @@ class SourceFetcher:
         if "mapped" in self._transports and is_here(host_of(sources[-1])):
             # The publisher, named last, comes first on its own host: mapping its file costs the publisher no work.
             sources = (sources[-1], *sources[:-1])
-        for source in sources[:-1]:
+        for address in sources:
             try:
-                return await self._from(source, wanted, base, plan, is_superseded)
-            except SupersededError:
-                raise
+                async with WeightSource(address, self._run_id, transports=self._transports) as source:
+                    payload = await self._payload(source, wanted, base, is_superseded)
+                    by: tuple[str, ...] = (address,)
+                    data = source.mapped(payload)
+                    if data is None:
+                        data = receive_buffer(payload.size_bytes)
+                        by = await self._receive(source, payload, data, plan)
+                    return Fetched(payload=payload, data=data, transport=source.transport, sources=by)
             except RollmillError as error:
-                log.warning("weights.source_failed", source=source, reason=error.reason, error=error.message)
-        return await self._from(sources[-1], wanted, base, plan, is_superseded)
+                if address == sources[-1] or isinstance(error, SupersededError):
+                    raise
+                log.warning("weights.source_failed", source=address, reason=error.reason, error=error.message)
+        raise AssertionError("the last source returns or raises")
 
     def settled(self, fetched: Fetched, *, good: bool) -> None:
         """Note that the mirror has the payload (``good``), or has refused it."""
@@ -358,23 +365,6 @@ class SourceFetcher:
                 self._relay.received(fetched.payload, fetched.data)
             else:
                 self._relay.lost(fetched.payload.payload_id)
-
-    async def _from(
-        self,
-        address: str,
-        wanted: WeightVersion,
-        base: BaseVersion | None,
-        plan: FetchPlan | None,
-        is_superseded: Callable[[], bool],
-    ) -> Fetched:
-        async with WeightSource(address, self._run_id, transports=self._transports) as source:
-            payload = await self._payload(source, wanted, base, is_superseded)
-            sources: tuple[str, ...] = (address,)
-            data = source.mapped(payload)
-            if data is None:
-                data = receive_buffer(payload.size_bytes)
-                sources = await self._receive(source, payload, data, plan)
-            return Fetched(payload=payload, data=data, transport=source.transport, sources=sources)
 
     async def _payload(
         self, source: WeightSource, wanted: WeightVersion, base: BaseVersion | None, is_superseded: Callable[[], bool]

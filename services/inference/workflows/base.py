@@ -28,7 +28,6 @@ from services.common.dataset_rows import BuiltInReward, prompt_in
 from services.common.errors import (
     ConfigError,
     DatasetError,
-    InfrastructureError,
     PromptTooLongError,
     UnknownPolicyError,
 )
@@ -306,10 +305,7 @@ class Conversation:
 
     async def sample(self, sampling: Sampling, *, watch: Watch | None = None, seed: int | None = None) -> Generation:
         """Generate the policy's next turn within the remaining budgets; ``take`` adds the turn to the conversation."""
-        generation = await self._policy.generate(self._ids, self._within_room(sampling), watch=watch, seed=seed)
-        if generation.finish_reason is FinishReason.ABORTED:
-            raise InfrastructureError("the engine aborted a generation without a cancellation here")
-        return generation
+        return await self._policy.generate(self._ids, self._within_room(sampling), watch=watch, seed=seed)
 
     def take(self, generation: Generation) -> None:
         """Make a sampled turn, or the beginning of one, part of the conversation."""

@@ -13,8 +13,9 @@ import pytest
 
 from services.common.kept_tokens import unpack
 from services.common.records import Purpose, Sampling
+from services.common.text.chat import load_model, named_weights
 from services.inference.endpoint.server import EndpointServer
-from services.inference.engine.base import FinishReason, GenerationRequest
+from services.inference.engine.base import FinishReason, GenerationRequest, WeightUpdate
 from services.inference.rollouts import ServedPolicy
 from tests.integration.inference.endpoint_peers import (
     ADD,
@@ -25,8 +26,10 @@ from tests.integration.inference.endpoint_peers import (
     play_tools,
     serving,
     session_of,
+    tiny_model,
     torch_policy,
 )
+from tests.random_models import perturbed
 from tests.unit.inference.fakes import RecordingEngine, replies, served_policy
 from tests.waiting import until
 
@@ -216,7 +219,7 @@ async def test_a_client_that_leaves_aborts_its_generation_and_may_ask_again(
     with server.opened(session) as session_id:
         async with client_of(server, session_id) as client:
             messages = await play_tools(client, 1)
-            await engine.pause()
+            await engine.release()  # requests wait
             asked = asyncio.create_task(
                 client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD], stream=stream)
             )
@@ -225,7 +228,7 @@ async def test_a_client_that_leaves_aborts_its_generation_and_may_ask_again(
             with pytest.raises(asyncio.CancelledError):
                 await asked
             await until(lambda: not engine.health().waiting + engine.health().running, "the abort")
-            await engine.resume()
+            await engine.restore(WeightUpdate.full(dict(named_weights(load_model(tiny_model(), "float32"))), 0))
             await client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD])
     (sequence,) = session.sequences(1.0)
     assert [s.is_policy for s in sequence.segments] == [False, True, False, True]
@@ -235,11 +238,6 @@ async def test_a_client_that_leaves_aborts_its_generation_and_may_ask_again(
 async def test_a_swap_in_mid_conversation_keeps_the_versions_of_all_tokens(
     policy: ServedPolicy, server: EndpointServer
 ) -> None:
-    from services.common.text.chat import load_model, named_weights
-    from services.inference.engine.base import WeightUpdate
-    from tests.integration.inference.endpoint_peers import tiny_model
-    from tests.random_models import perturbed
-
     engine: Any = policy.engine
     weights = dict(named_weights(perturbed(load_model(tiny_model(), "float32"))))
     session = session_of(policy, sampling=Sampling(max_new_tokens=400, min_new_tokens=400))
@@ -271,7 +269,7 @@ async def test_a_wrong_session_is_refused_and_an_ended_one_too(policy: ServedPol
 
 async def test_the_end_of_a_session_ends_its_requests(policy: ServedPolicy, server: EndpointServer) -> None:
     engine: Any = policy.engine
-    await engine.pause()
+    await engine.release()  # requests wait
     with server.opened(session_of(policy)) as session_id:
         client = openai.AsyncOpenAI(base_url=server.base_url, api_key=session_id, max_retries=0)
         asked = asyncio.create_task(client.chat.completions.create(model=POLICY, messages=USER))

@@ -17,7 +17,7 @@ from services.common.telemetry.accounts import TimeAccount
 from services.inference.gateway import GatewayClient
 from services.inference.loading import LoadedPolicy
 from services.inference.records_out import TrajectorySender
-from services.inference.replica import MOST_PERIOD_S, EmissionLog, PoolClient, Replica, ReplicaIdentity
+from services.inference.replica import MOST_PERIOD_S, EmissionLog, Replica, ReplicaIdentity
 from services.inference.rollouts import RolloutPlayer
 from services.inference.weights.updater import AnnouncedVersions
 from services.inference.workflows.single import SingleTurn, SingleTurnSettings
@@ -29,11 +29,10 @@ from tests.waiting import WAIT_S, until
 class Member:
     """All parts of a replica but its process."""
 
-    def __init__(self, replica: Replica, player: RolloutPlayer, sender: TrajectorySender, pool: PoolClient) -> None:
+    def __init__(self, replica: Replica, player: RolloutPlayer, sender: TrajectorySender) -> None:
         self.replica = replica
         self.player = player
         self.sender = sender
-        self.pool = pool
         self.membership: asyncio.Task[None]
 
 
@@ -61,11 +60,19 @@ async def joined(
             account=account,
         )
         policies = {"model0": LoadedPolicy(served=policy, weights=weights)}
-        replica = Replica(policies=policies, player=player, gateway=gateway, emissions=emissions, account=account)
         identity = ReplicaIdentity(replica_id="a", incarnation="i1", num_slots=8, labels={"engine": "scripted"})
-        pool = PoolClient(connection, identity, replica, player, **{"report_period_s": 0.05, **settings})
-        member = Member(replica, player, sender, pool)
-        member.membership = asyncio.create_task(pool.run())
+        replica = Replica(
+            connection,
+            identity,
+            policies=policies,
+            player=player,
+            gateway=gateway,
+            emissions=emissions,
+            account=account,
+            **{"report_period_s": 0.05, **settings},
+        )
+        member = Member(replica, player, sender)
+        member.membership = asyncio.create_task(replica.run())
         others = [asyncio.create_task(work) for work in (sender.run(), weights.run())]
         try:
             yield member
@@ -124,13 +131,6 @@ async def test_a_broken_stream_is_joined_again_by_the_same_incarnation(orchestra
     assert member.player.counters.repeated == 4
 
 
-async def test_a_stream_that_ends_without_error_is_joined_again(orchestrator: FakeOrchestrator) -> None:
-    async with joined(orchestrator):
-        await until(lambda: orchestrator.reports)
-        orchestrator.end_stream()
-        await until(lambda: len(orchestrator.joins) == 2)
-
-
 async def test_a_lost_lease_is_taken_anew(orchestrator: FakeOrchestrator) -> None:
     async with joined(orchestrator) as member:
         await until(lambda: orchestrator.reports)
@@ -139,15 +139,6 @@ async def test_a_lost_lease_is_taken_anew(orchestrator: FakeOrchestrator) -> Non
         orchestrator.report_error = None
         num_reports = len(orchestrator.reports)
         await until(lambda: len(orchestrator.reports) > num_reports)
-        assert not member.membership.done()
-
-
-async def test_a_lease_that_runs_out_again_and_again_is_taken_anew_each_time(orchestrator: FakeOrchestrator) -> None:
-    """A link that flaps is no reason to end."""
-    async with joined(orchestrator) as member:
-        for number in range(2, 7):
-            orchestrator.end_stream(LeaseLostError("did not report for 3 s"))
-            await until(lambda number=number: len(orchestrator.joins) == number)
         assert not member.membership.done()
 
 
@@ -183,7 +174,7 @@ async def test_stretches_whose_report_was_lost_are_told_later(orchestrator: Fake
         orchestrator.report_error = InvalidRequestError("not now")
         orchestrator.order(make_order(indices=(0,)))
         await until(lambda: orchestrator.records)
-        await until(lambda: member.pool._unreported)
+        await until(lambda: member.replica._unreported)
         told = sum(len(r.emission_intervals) for r in orchestrator.reports)
         orchestrator.report_error = None
         await until(lambda: sum(len(r.emission_intervals) for r in orchestrator.reports) > told)
@@ -209,22 +200,14 @@ async def test_reports_share_a_stream_that_is_opened_again_after_a_refusal(orche
         assert not member.membership.done()
 
 
-async def test_reports_go_on_after_the_orchestrator_ended_their_stream(orchestrator: FakeOrchestrator) -> None:
-    async with joined(orchestrator) as member:
-        await until(lambda: orchestrator.reports)
-        orchestrator.end_report_stream = True
-        await until(lambda: orchestrator.num_report_streams == 2)
-        assert not member.membership.done()
-
-
 async def test_reports_come_as_seldom_as_they_are_asked_for_within_bounds(orchestrator: FakeOrchestrator) -> None:
     orchestrator.next_report_s = 3600.0
     async with joined(orchestrator) as member:
         await holds(orchestrator, 0)
-        await until(lambda: member.pool.report_period_s == MOST_PERIOD_S, "a longer one would lose the lease")
+        await until(lambda: member.replica.report_period_s == MOST_PERIOD_S, "a longer one would lose the lease")
         orchestrator.next_report_s = -1.0
         await holds(orchestrator, 1)  # reported at once, independent of the period
-        await until(lambda: member.pool.report_period_s == 0.05)
+        await until(lambda: member.replica.report_period_s == 0.05)
         told = len(orchestrator.reports)
         await until(lambda: len(orchestrator.reports) > told + 1)
 
@@ -267,7 +250,7 @@ async def test_a_drained_replica_takes_nothing_new_and_keeps_its_lease(orchestra
         await until(lambda: len(orchestrator.reports) > num_reports + 2)
         await member.player.wait_until_idle()
         await member.sender.wait_until_acknowledged(10.0)
-        member.pool.leave()
+        member.replica.leave()
         async with asyncio.timeout(WAIT_S):
             await member.membership
     assert sorted(indices_of(orchestrator.slots)) == [0, 1, 2, 3]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -78,17 +77,6 @@ async def test_an_agent_plays_through_the_endpoint_of_a_replica(orchestrator: Fa
     assert {record.trajectory.reward for record in orchestrator.records} == {0.5}
 
 
-async def test_a_signal_ends_a_replica_in_order(
-    orchestrator: FakeOrchestrator, replica: asyncio.subprocess.Process
-) -> None:
-    await play(orchestrator, (0,))
-    replica.send_signal(signal.SIGTERM)
-    code, output = await end_of(replica)
-    assert code == 0, output
-    assert "Traceback" not in output
-    assert "never retrieved" not in output
-
-
 async def test_a_signal_ends_what_is_being_played_without_a_record(orchestrator: FakeOrchestrator) -> None:
     orchestrator.recipe = scripted_recipe(
         inference={"a": {"engine": "scripted", "port": 0, "scripted": {"latency_s": 600.0}}}
@@ -125,18 +113,6 @@ async def test_health_is_serving_and_status_has_gauges(
     assert (status.service, status.instance_id, status.run_id, status.state) == ("inference", "a", "run-1", "ready")
     assert status.gauges["free_slots"] == 8
     assert status.labels["engine"] == "scripted"
-
-
-async def test_a_further_replica_takes_the_first_sections_settings(orchestrator: FakeOrchestrator) -> None:
-    orchestrator.recipe = scripted_recipe()
-    process = await start(
-        "--orchestrator", orchestrator.address, "--name", "late", "--replica-id", "late-2", "--num-slots", "3"
-    )
-    await until(lambda: orchestrator.joins, "the join")
-    assert (orchestrator.joins[0].replica_id, orchestrator.joins[0].num_slots) == ("late-2", 3)
-    process.terminate()
-    code, output = await end_of(process)
-    assert code == 0, output
 
 
 @pytest.mark.parametrize(
@@ -190,10 +166,3 @@ async def test_help_answers_before_anything_heavy_is_imported() -> None:
     assert code == 0
     assert "--orchestrator" in output
     assert output.splitlines()[-1] == "[]"
-
-
-async def test_the_scripted_engine_needs_no_torch() -> None:
-    program = "import sys, services.inference.app; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
-    async with asyncio.timeout(END_S):
-        assert await process.wait() == 0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import structlog
 
-from services.common.errors import DeadlineError, InfrastructureError
+from services.common.errors import DeadlineError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.records import RolloutFailure, RolloutTiming, Segment, StopReason, TokenSequence, Trajectory
 from services.common.rpc.client import channel
@@ -65,15 +65,6 @@ async def test_records_that_follow_one_another_share_a_message_and_a_lone_one_wa
     assert indices_of(orchestrator.slots) == list(range(40))
 
 
-async def test_what_does_not_fit_into_a_message_does_not_wait(orchestrator: FakeOrchestrator) -> None:
-    orchestrator.acknowledge = lambda request: False
-    async with sending(orchestrator, linger_s=600.0) as sender:
-        for index in range(30):
-            await sender.send(replace(failure(index), detail="x" * 100_000))
-        await until(lambda: len(orchestrator.records) == 30, "all messages, each full but the last")
-    assert len(orchestrator.message_sizes) == 15
-
-
 async def test_only_what_was_not_acknowledged_is_sent_again_in_its_order(orchestrator: FakeOrchestrator) -> None:
     orchestrator.acknowledge = lambda request: request.failure.index in (0, 1, 4)
     async with sending(orchestrator) as sender:
@@ -98,17 +89,6 @@ async def test_records_wait_for_an_orchestrator_that_is_away(orchestrator: FakeO
         await orchestrator.start()
         await sender.wait_until_acknowledged(WAIT_S)
     assert indices_of(orchestrator.slots) == [0, 1, 2]
-
-
-async def test_a_stream_that_the_server_ends_is_opened_again(orchestrator: FakeOrchestrator) -> None:
-    async with sending(orchestrator) as sender:
-        orchestrator.stream_error = InfrastructureError("stopping")
-        await sender.send(failure(0))
-        await sender.wait_until_acknowledged(WAIT_S)
-        await sender.send(failure(1))
-        await sender.wait_until_acknowledged(WAIT_S)
-    assert indices_of(orchestrator.slots) == [0, 0, 1]
-    assert orchestrator.num_streams == 2
 
 
 async def test_a_full_sender_makes_rollouts_wait(orchestrator: FakeOrchestrator) -> None:

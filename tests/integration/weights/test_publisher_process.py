@@ -137,23 +137,6 @@ async def test_a_publisher_that_always_dies_becomes_an_error(
         await asyncio.to_thread(publisher.announce, path)
 
 
-async def test_many_receivers_with_different_bases_are_served_at_once(start: Start, tmp_path: Path) -> None:
-    publisher = start(keep_versions=3)
-    manifests: list[Manifest] = []
-    for number in range(1, 6):
-        path, manifest = write_version(tmp_path, number)
-        manifests.append(manifest)
-        await asyncio.to_thread(publisher.announce, path)
-        await taken(publisher, manifest, manifests[-2] if number > 1 else None)  # coded: the next one skips nothing
-    bases = [None, *manifests[:-1]] * 6
-    fetched = await asyncio.gather(*(taken(publisher, manifests[-1], base) for base in bases))
-    for base, one in zip(bases, fetched, strict=True):
-        assert one.payload.encoding is (Encoding.DELTA if base in manifests[2:] else Encoding.FULL)
-    by_id = {one.payload.payload_id: bytes(one.data) for one in fetched}
-    assert len(by_id) == 3, "one payload for all with the same base"
-    assert all(bytes(one.data) == by_id[one.payload.payload_id] for one in fetched)
-
-
 async def test_a_file_that_is_no_snapshot_is_refused_with_a_message(start: Start, tmp_path: Path) -> None:
     publisher = start()
     (tmp_path / "garbage").write_bytes(b"no snapshot at all, but long enough for a header")

@@ -10,18 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import CorruptDataError, RollmillError, VersionUnavailableError
+from services.common.errors import CorruptDataError, VersionUnavailableError
 from services.common.records import FetchPlan, WeightVersion
 from services.common.rpc.server import Server
 from services.common.transfer.servicer import add_weight_service
 from services.common.weights.snapshot import (
     BaseVersion,
-    Encoding,
-    Manifest,
     PayloadRequest,
-    TensorSpec,
     full_payload_id,
-    lay_out,
 )
 from services.inference.weights import fetch as relay_module
 from services.inference.weights.fetch import Relay
@@ -133,15 +129,6 @@ async def test_a_relay_that_never_hears_of_the_payload_is_given_up(monkeypatch: 
         assert holds(member, source) and fetched.sources == (sender.address,)
 
 
-async def test_an_unreachable_relay_is_given_up() -> None:
-    source = MemorySource(4 * MIB)
-    async with sending(source) as sender, members(1) as (member,):
-        plan = FetchPlan(relays=("127.0.0.1:9", member.address), own_shard=1)
-        async with asyncio.timeout(WAIT_S):
-            await member.take(version_of(sender), plan)
-        assert holds(member, source)
-
-
 async def test_a_relay_that_lies_is_found_out_and_the_next_attempt_relies_on_the_source_alone() -> None:
     source = MemorySource(4 * MIB)
     async with sending(source) as sender, members(2) as (liar, member):
@@ -219,46 +206,6 @@ async def test_a_relay_offers_only_the_version_that_the_mirror_holds() -> None:
         for wrong in ({"version": 2}, {"run_id": "another"}):
             with pytest.raises(VersionUnavailableError):
                 member.relay.payload(PayloadRequest(**{"run_id": RUN, "policy": POLICY, "version": 1, **wrong}))
-
-
-def test_a_relay_may_be_asked_in_a_thread_while_it_receives() -> None:
-    [entry] = lay_out([TensorSpec(name="w", dtype="uint8", shape=(1000,))])
-    held = Manifest.of(run_id=RUN, policy=POLICY, version=1, tensors=[entry])
-    mirror = Mirror(POLICY)
-    mirror.manifest = held
-    relay = Relay(mirror)
-
-    class Kept:
-        """A delta; the event loop gets its turn, and receives another, while this one is looked at."""
-
-        encoding, target = Encoding.DELTA, held
-
-        def __init__(self, payload_id: str) -> None:
-            self.payload_id = payload_id
-
-        @property
-        def base(self) -> None:
-            relay.received(Kept("another"), memoryview(b""))  # type: ignore[arg-type]
-
-    for name in ("first", "second"):
-        relay.received(Kept(name), memoryview(b""))  # type: ignore[arg-type]
-    request = PayloadRequest(run_id=RUN, policy=POLICY, version=1, base=BaseVersion(number=0, digest="of no delta"))
-    assert relay.payload(request).encoding is Encoding.FULL
-
-
-async def test_readers_of_a_failed_transfer_get_the_error_at_once() -> None:
-    source = MemorySource(4 * MIB)
-    source.fail_at = 2 * MIB
-    async with sending(source) as sender, members(2) as (relay, reader):
-        version = version_of(sender)
-        failing = asyncio.create_task(relay.take(version, None))
-        other = asyncio.create_task(
-            reader.take(version, FetchPlan(relays=(relay.address, reader.address), own_shard=1))
-        )
-        async with asyncio.timeout(WAIT_S):
-            results = await asyncio.gather(failing, other, return_exceptions=True)
-        assert all(isinstance(result, RollmillError) for result in results)
-        assert reader.mirror.manifest is None
 
 
 def test_shards_cover_the_payload_once_and_are_not_smaller_than_pays() -> None:

@@ -123,15 +123,3 @@ async def test_a_replica_goes_on_with_the_newest_version_while_the_publisher_lag
     assert world.updater.num_failures == 0
     assert world.store.num_full == 1
     assert world.store.gauges()["deltas_skipped"] == 2
-
-
-async def test_a_delta_beyond_its_deadline_is_given_up_for_the_snapshot(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.inference.weights.updater.making_deadline_s", lambda size_bytes: 0.3)
-    world.publish(1)
-    await world.until_held(1)
-    world.publish(2)
-    await world.until_held(2)
-    assert [transfer.encoding for transfer in world.updater.take_transfers()] == ["full", "full"]
-    assert world.updater.num_failures == 0

@@ -25,9 +25,8 @@ from services.common.errors import (
 from services.common.pb import weights_pb2_grpc
 from services.common.records import WeightTransfer, WeightVersion
 from services.common.rpc.server import Server
-from services.common.transfer.bulk import BulkServer
+from services.common.transfer.bulk import BulkServer, PayloadReader, SendBudget
 from services.common.transfer.servicer import WeightServicer
-from services.common.transfer.source import PayloadReader, SendBudget
 from services.common.weights import snapshot
 from services.common.weights.codec import ChunkChange
 from services.common.weights.snapshot import (
@@ -206,17 +205,6 @@ async def world(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
     made.store.close()
 
 
-async def test_the_first_version_comes_in_full_and_the_next_as_a_small_delta(world: World) -> None:
-    first, second = world.publish(1), world.publish(2)
-    taken = await world.take(first)
-    assert (taken.encoding, taken.transport) == ("full", world.way)
-    taken = await world.take(second)
-    assert (taken.encoding, taken.transport) == ("delta", "grpc" if world.way == "mapped" else world.way)
-    assert taken.payload_size_bytes < SIZE * 2 / 100
-    assert world.engine.versions == [1, 2]
-    assert world.mirror.base == BaseVersion(number=2, digest=second.digest)
-
-
 @pytest.mark.parametrize("number", [1, 2])
 async def test_a_corrupt_chunk_changes_nothing_and_the_next_attempt_is_right(world: World, number: int) -> None:
     await world.take(world.publish(1)) if number == 2 else None
@@ -258,21 +246,6 @@ async def test_a_delta_that_never_comes_is_given_up_for_the_snapshot(
     second = world.publish(2)
     world.source.away = 2
     assert (await world.take(second)).encoding == "full"
-
-
-async def test_a_truncated_stream_is_no_version(world: World) -> None:
-    version = world.publish(1)
-    world.source.fault = "truncate"
-    await world.take(version)
-    assert not world.source.fault, "it happened"
-    # A stream that ends well and early is damaged; a range or a file that is not there is asked for in another way.
-    assert world.updater.num_failures == (1 if world.way == "grpc" else 0)
-
-
-async def test_a_wrong_base_is_answered_with_the_whole(world: World) -> None:
-    version = world.publish(2)
-    wrong = BaseVersion(number=1, digest="xxh3-128:" + "0" * 32)
-    assert (await world.fetch(version, wrong)).payload.encoding is Encoding.FULL
 
 
 async def test_unknown_versions_other_runs_and_other_digests_are_refused(world: World) -> None:

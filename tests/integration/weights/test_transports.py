@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import socket as sockets
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +14,15 @@ import zmq
 from services.common.errors import ConfigError, CorruptDataError
 from services.common.telemetry.logs import LogEvent
 from services.common.transfer import servicer as servicer_module
-from services.common.transfer.bulk import BulkRequest, BulkServer, Kind, Operation, decode_answer, encode_answer
-from services.common.transfer.source import SendBudget
+from services.common.transfer.bulk import (
+    BulkRequest,
+    BulkServer,
+    Kind,
+    Operation,
+    SendBudget,
+    decode_answer,
+    encode_answer,
+)
 from services.inference.weights.fetch import BulkTransport, ByteRange, WeightSource
 from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, fetched, sending
 from tests.waiting import WAIT_S, until
@@ -94,32 +99,6 @@ async def test_a_range_brings_exactly_its_bytes(way: str, tmp_path: Path) -> Non
             assert start == end or offsets[-1] == end
         with pytest.raises(ValueError, match="of a payload of"):
             await peer.fetch(payload, ByteRange(SIZE - 1, SIZE + 5, memoryview(bytearray(6))))
-
-
-async def test_ranges_that_end_at_different_times_all_come_over_the_bulk_plane() -> None:
-    source = MemorySource(SIZE)
-    async with sending(source) as sender, WeightSource(sender.address, RUN, transports=["bulk"]) as peer:
-        payload = await peer.payload(source.version, None)
-        room = bytearray(SIZE)
-        first, second, third = (
-            memoryview(room)[begin:end] for begin, end in ((0, 100), (100, 4 << 20), (4 << 20, SIZE))
-        )
-        await asyncio.gather(
-            peer.fetch(payload, ByteRange(0, 100, first)), peer.fetch(payload, ByteRange(100, 4 << 20, second))
-        )
-        await peer.fetch(payload, ByteRange(4 << 20, SIZE, third))
-        assert room == source.data.tobytes()
-        assert sender.budget.num_bytes_by_transport == {"bulk": SIZE}
-        await until(lambda: not source.num_leases)
-
-
-@pytest.mark.parametrize("piece_bytes", [1000, 300_000])
-async def test_sources_may_give_less_than_asked_for(piece_bytes: int) -> None:
-    source = MemorySource(1_500_000)
-    source.piece_bytes = piece_bytes
-    async with sending(source) as sender:
-        for way in ("bulk", "grpc"):
-            assert (await fetched(sender.address, source.version, transports=[way])).data == source.data.data
 
 
 async def test_a_bulk_transfer_that_fails_goes_on_over_grpc_at_the_same_offset() -> None:
@@ -273,15 +252,6 @@ async def test_a_bulk_endpoint_that_is_not_on_loopback_is_not_gone_to(endpoint: 
             got = await fetched(sender.address, source.version, transports=["bulk"])
     assert got.transport == "grpc" and got.data == source.data.data
     assert not [line for line in logs if line["event"] == LogEvent.TRANSPORT_FAILED], "this transport was not tried"
-
-
-async def test_bytes_of_another_protocol_have_no_effect_on_others() -> None:
-    source = MemorySource(SIZE)
-    async with sending(source) as sender:
-        port = int(sender.bulk.endpoint.rpartition(":")[2])
-        with sockets.create_connection(("127.0.0.1", port), timeout=WAIT_S) as raw:
-            raw.sendall(secrets.token_bytes(100_000))
-        assert (await fetched(sender.address, source.version)).transport == "bulk"
 
 
 async def test_a_receiver_that_gives_up_leaves_no_session_and_no_lease() -> None:

@@ -14,9 +14,8 @@ from services.common.errors import NotFoundError, VersionUnavailableError
 from services.common.pb import weights_pb2_grpc
 from services.common.records import WeightVersion
 from services.common.rpc.server import Server
-from services.common.transfer.bulk import BulkServer
+from services.common.transfer.bulk import BulkServer, MemoryReader, PayloadReader, SendBudget
 from services.common.transfer.servicer import WeightServicer
-from services.common.transfer.source import MemoryReader, PayloadReader, SendBudget
 from services.common.weights.snapshot import (
     BaseVersion,
     Encoding,

@@ -81,7 +81,7 @@ def test_an_engine_that_serves_no_adapters_is_refused() -> None:
             {"kv_policy": "keep"},
             r"inference.a.kv_policy is keep, and policies.model0.adapter is set: .* write recompute",
         ),
-        ({"sglang": {"update": "broadcast"}}, r"inference.a.sglang.update is broadcast, and .* write disk"),
+        ({"sglang": {"update": "tensors"}}, r"inference.a.sglang.update is tensors, and .* write disk"),
     ],
 )
 def test_ways_of_sglang_that_adapters_do_not_have_are_refused(service: dict[str, Any], says: str) -> None:

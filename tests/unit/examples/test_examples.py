@@ -155,7 +155,7 @@ async def test_engine() -> None:
     await engine.update(WeightUpdate(version=3, complete=False))
     assert (await engine.generate(requests[0])).segments[0].weight_version == 3
     assert sum(heard) == sum(len(one.token_ids) for one in [*first, *again, first[0]])
-    assert engine.health().ok and engine.health().free_slots == 2
+    assert engine.health().ok
     await engine.stop()
 
 

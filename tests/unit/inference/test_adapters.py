@@ -17,11 +17,10 @@ from services.common.lora import identity_of, initial_adapter, target_modules
 from services.common.rpc.run_client import RunSettings
 from services.common.weights.snapshot import PEFT_PREFIX, A, B
 from services.inference import loading
-from services.inference.bases import BaseModels
-from services.inference.config import replica_config
 from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch.blocks import Adapter
 from services.inference.engine.torch.engine import TorchEngine
+from services.inference.loading import BaseModels, replica_config
 from tests.conformance.subjects import until_tokens
 from tests.integration.inference.peers import scripted_recipe
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap
@@ -107,7 +106,7 @@ async def test_log_probabilities_are_those_of_peft_before_across_and_after_a_swa
 async def test_two_engines_on_one_base_do_not_touch_it_or_each_other() -> None:
     base, plain = build_model("qwen3"), build_model("qwen3")
     engines = [engine_on(base, version(base, 0)), engine_on(base, version(base, 0))]
-    layers = [engine._core.decoder._blocks.layers for engine in engines]
+    layers = [engine._core.decoder.blocks.layers for engine in engines]
     for one, other in zip(*layers, strict=True):
         assert one.qkv.data_ptr() == other.qkv.data_ptr() and one.gate_up.data_ptr() == other.gate_up.data_ptr()
     for engine, number in zip(engines, (1, 2), strict=True):
@@ -177,7 +176,7 @@ def test_policies_with_adapters_share_one_loaded_base(base_path: Path) -> None:
     ]
     torch.set_num_threads(threads)
     engines: list[Any] = [each.served.engine for each in loaded]
-    shared = [engine._core.decoder._embedding.data_ptr() for engine in engines]
+    shared = [engine._core.decoder.embedding.data_ptr() for engine in engines]
     assert shared[0] == shared[1]
     assert [len(engine._core.decoder.weights) for engine in engines] == [2 * 2 * 7, 2 * 2]
     held = [each.weights.held() for each in loaded]

@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import InfrastructureError, PromptTooLongError
+from services.common.errors import PromptTooLongError
 from services.common.records import Sampling, StopReason
 from services.common.telemetry.accounts import TimeAccount
 from services.inference.engine.base import GenerationRequest
 from services.inference.rollouts import RolloutPolicy
 from services.inference.workflows.base import Conversation
 from tests.unit.inference.fakes import RecordingEngine, qwen_like_chat, served_policy
-from tests.waiting import until
 
 QUESTION = [{"role": "user", "content": "go"}]
 
@@ -107,17 +106,6 @@ async def test_requests_of_one_rollout_have_names_and_seeds_of_their_own() -> No
     await conversation.generate()
     assert len({r.request_id for r in engine.requests}) == 2
     assert len({r.seed for r in engine.requests}) == 2
-
-
-async def test_an_abort_from_outside_is_an_infrastructure_failure() -> None:
-    policy = await served_policy(["a" * 200], tokens_per_second=50.0)
-    client = RolloutPolicy(policy, request_prefix="g/0/0", seed=3, account=TimeAccount("replica/a"))
-    conversation = Conversation(client, QUESTION, Sampling(max_new_tokens=300))
-    turn = asyncio.create_task(conversation.generate())
-    await until(lambda: policy.engine.health().running, "it generates")
-    await policy.engine.abort("g/0/0/model0/0")
-    with pytest.raises(InfrastructureError):
-        await turn
 
 
 async def test_the_text_of_a_turn_has_the_tag_of_a_thought_that_the_template_begins() -> None:

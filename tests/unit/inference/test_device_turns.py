@@ -71,17 +71,6 @@ async def test_turns_are_carried_out_in_order_and_reported(policy: Policy, turns
     assert policy.calls == ["stand still", "release", "restore", "go on", "stand still", "release"]
 
 
-async def test_only_the_newest_of_several_turns_is_carried_out(policy: Policy, turns: EngineTurns) -> None:
-    policy.gate.clear()
-    turns.offer(DeviceTurn(1, False))
-    await until(lambda: "release" in policy.calls)
-    for number, yours in ((2, True), (3, False), (4, True)):
-        turns.offer(DeviceTurn(number, yours))
-    policy.gate.set()
-    await until(lambda: turns.done.number == 4)
-    assert policy.calls == ["stand still", "release", "restore", "go on"]
-
-
 async def test_an_engine_that_frees_nothing_ends_the_process(policy: Policy) -> None:
     """The orchestrator counts on the device; a supervisor starts the replica again."""
     policy.error = InfrastructureError("no answer")

@@ -30,8 +30,3 @@ async def test_a_request_gets_the_same_bits_alone_in_company_and_after_its_own_p
     await used.generate(make_request(make_prompt(60), max_new_tokens=20, seed=8))
     assert bits(await used.generate(make_request(prompt, max_new_tokens=20, seed=7))) == expected
     assert used.counters.reused == 0
-
-
-async def test_it_needs_a_table_of_one_slot(launch: Launch) -> None:
-    with pytest.raises(ValueError, match="one slot, not of 2"):
-        await launch(build_model("qwen3"), num_slots=2, alone=True)

@@ -38,7 +38,7 @@ def last_logprobs(decoder: Decoder, prompt: list[int]) -> torch.Tensor:
     slots, none, cuts, lasts = np.arange(2), np.zeros(2, int), np.full(2, cut), np.full(2, last)
     with torch.inference_mode():
         decoder.cache.own(slots, none, lasts + 1)
-        if decoder.extends_each:
+        if decoder.extends_up_to:
             for begin, end in ((0, cut), (cut, last)):
                 every = np.arange(begin, end)
                 decoder.extend_each(
@@ -63,14 +63,8 @@ def test_a_decoder_gives_the_models_log_probabilities_before_and_after_an_update
     new = perturbed(model)
     before, after = expected(model, prompt), expected(new, prompt)
     decoder = Decoder(model, num_slots=2, context_length=64)
-    assert decoder.extends_each == (each_decoder == "compiled")
+    assert bool(decoder.extends_up_to) == (each_decoder == "compiled")
     assert (last_logprobs(decoder, prompt) - before).abs().max() <= TOLERANCE
     decoder.load(decoder.prepare(WeightUpdate.full(named_weights(new), 1)))
     assert (last_logprobs(decoder, prompt) - after).abs().max() <= TOLERANCE
     assert (before - after).abs().max() > 0.1
-
-
-def test_only_small_float32_models_on_a_cpu_decode_in_compiled_code() -> None:
-    assert Decoder(build_model("qwen3"), num_slots=1, context_length=16).extends_each
-    half = build_model("qwen3").to(torch.bfloat16)
-    assert not Decoder(half, num_slots=1, context_length=16).extends_each

@@ -13,8 +13,8 @@ from services.common.errors import DeadlineError, InfrastructureError
 from services.common.text.chat import named_weights
 from services.common.weights.codec import decode_tensor, encode_tensor
 from services.inference.engine.base import WeightUpdate
-from services.inference.engine.in_place import PreparedUpdate
 from services.inference.engine.torch import engine as torch_engine
+from services.inference.engine.torch.decoder import PreparedUpdate
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
 from tests.unit.inference.conftest import Launch, StepGate
 

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ModelMismatchError
-from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, decode_tensor, encode_tensor
+from services.common.weights.codec import CHUNK_ELEMENTS, decode_tensor, encode_tensor
 from services.common.weights.snapshot import Bits
 from services.inference.engine.base import WeightUpdate
-from services.inference.engine.in_place import prepare
+from services.inference.engine.torch.decoder import prepare
 
 SIGNED = {"float32": torch.int32, "bfloat16": torch.int16, "float16": torch.int16}
 
@@ -42,16 +41,6 @@ def test_changes_in_place_equal_the_whole_tensor(published: str, own: str, share
     assert torch.equal(in_place["w"], whole["w"])
 
 
-def test_chunks_behind_the_first_are_written_where_they_belong() -> None:
-    weights = {"w": torch.zeros(CHUNK_ELEMENTS + 8)}
-    values = np.array([1.0, 2.0], dtype=np.float32).view(np.uint32)
-    far = ChunkChange(start=CHUNK_ELEMENTS, positions=np.array([0, 7]), values=values, num_changes=2)
-    run = ChunkChange(start=CHUNK_ELEMENTS + 2, positions=None, values=values, num_changes=2)
-    prepare(WeightUpdate(version=1, changes={"w": [far, run]}, dtype="float32", complete=False), weights).apply()
-    assert weights["w"][CHUNK_ELEMENTS:].tolist() == [1.0, 0.0, 1.0, 2.0, 0.0, 0.0, 0.0, 2.0]
-    assert weights["w"][:CHUNK_ELEMENTS].count_nonzero() == 0
-
-
 def test_preparing_changes_of_the_models_own_type_copies_nothing() -> None:
     size = 4 * CHUNK_ELEMENTS
     old = np.zeros(size, np.uint16)
@@ -68,35 +57,3 @@ def test_preparing_changes_of_the_models_own_type_copies_nothing() -> None:
     assert peak < sum(change.size_bytes for change in changes) / 10
     prepared.apply()
     assert np.array_equal(bits_of(weights["w"], "bfloat16"), new)
-
-
-def test_what_is_not_named_stays_as_it_is() -> None:
-    weights = {"a": torch.ones(3), "b": torch.ones(3)}
-    prepare(WeightUpdate(version=1, whole={"a": torch.zeros(3)}, complete=False), weights).apply()
-    assert weights["a"].tolist() == [0.0] * 3 and weights["b"].tolist() == [1.0] * 3
-
-
-@pytest.mark.parametrize(
-    ("update", "message"),
-    [
-        (WeightUpdate.full({"w": torch.zeros(4)}, 1), "missing: v"),
-        (WeightUpdate(version=1, whole={"x": torch.zeros(4)}, complete=False), "unexpected: x"),
-        (WeightUpdate(version=1, whole={"w": torch.zeros(5)}, complete=False), "other shape: w"),
-        (
-            WeightUpdate(
-                version=1,
-                changes={
-                    "w": [ChunkChange(start=0, positions=np.array([4]), values=np.zeros(1, np.uint32), num_changes=1)]
-                },
-                dtype="float32",
-                complete=False,
-            ),
-            "changes element 4",
-        ),
-    ],
-)
-def test_an_update_for_another_model_is_refused_before_anything_changes(update: WeightUpdate, message: str) -> None:
-    weights = {"w": torch.ones(4), "v": torch.ones(4)}
-    with pytest.raises(ModelMismatchError, match=message):
-        prepare(update, weights)
-    assert weights["w"].tolist() == [1.0] * 4

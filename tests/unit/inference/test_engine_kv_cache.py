@@ -126,34 +126,6 @@ TestOneCache = OneCache.TestCase
 TestOneCache.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 
 
-def test_a_shared_block_is_copied_when_it_is_written_and_not_before() -> None:
-    cache = KvCache(SHAPE, 3 * LEAST_BYTES)
-    prompt = np.arange(BLOCK_TOKENS + 5)
-    cache.own(np.array([0]), np.array([0]), np.array([len(prompt)]))
-    write(cache, 0, 0, prompt)
-    cache.share(0, [1, 2], len(prompt))
-    assert cache.num_blocks - cache.num_free == 2 == np.count_nonzero(cache.refs > 1)
-    slots, last = np.arange(3), np.full(3, len(prompt))
-    assert cache.shortage(slots, last, last + 1) == 0
-    cache.own(slots, last, last + 1)
-    assert cache.num_blocks - cache.num_free == 4, "one full block for all, and a last block each"
-    for slot in range(3):
-        write(cache, slot, len(prompt), np.array([100.0 + slot]))
-    for slot in range(3):
-        assert read(cache, slot, len(prompt) + 1).tolist() == [*prompt.tolist(), 100.0 + slot]
-
-
-def test_a_slot_without_values_is_finite_after_another_one_was_cleared() -> None:
-    cache = KvCache(SHAPE, LEAST_BYTES)
-    whole = np.array([0]), np.array([0]), np.array([CONTEXT])
-    cache.own(*whole)
-    write(cache, 0, 0, np.full(CONTEXT, np.nan))
-    cache.clear(0)
-    cache.cut(0, 0)
-    cache.own(*whole)
-    assert all(part.isfinite().all() for part in cache.read(1, cache.reach(np.array([0]), CONTEXT)))
-
-
 def test_a_limit_that_holds_no_sequence_is_refused_with_one_that_does() -> None:
     cache = KvCache(SHAPE, LEAST_BYTES)
     assert cache.kv.nbytes == LEAST_BYTES
@@ -161,12 +133,3 @@ def test_a_limit_that_holds_no_sequence_is_refused_with_one_that_does() -> None:
     assert cache.shortage(*whole) == 0
     with pytest.raises(ConfigError, match=r"kv_cache_gib is .*one sequence of 103 tokens needs .*raise kv_cache_gib"):
         KvCache(SHAPE, LEAST_BYTES - 1)
-
-
-def test_a_cache_without_a_limit_is_never_short() -> None:
-    cache = KvCache(SHAPE)
-    slots = np.arange(NUM_SLOTS)
-    whole = slots, np.zeros(NUM_SLOTS, int), np.full(NUM_SLOTS, CONTEXT)
-    assert cache.shortage(*whole) == 0 and not cache.is_bounded
-    cache.own(*whole)
-    assert cache.num_free == 0

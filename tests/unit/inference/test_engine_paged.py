@@ -46,13 +46,16 @@ class Played:
         self.core = Core(decoder, SlotTable(num_slots, CONTEXT), kv_policy=policy, version=0)
         self.outcomes: dict[str, Any] = {}
         self.prompts: dict[str, list[int]] = {}
+        self.entries: dict[str, Entry] = {}
 
     def submit(self, prompt: list[int], seed: int, num_tokens: int) -> str:
         request = make_request(prompt, seed=seed, max_new_tokens=num_tokens)
         name = request.request_id
         self.prompts[name] = prompt
+        entry = Entry(request=request, done=lambda outcome: self.outcomes.__setitem__(name, outcome))
+        self.entries[name] = entry
         with torch.inference_mode():
-            self.core.submit(Entry(request=request, done=lambda outcome: self.outcomes.__setitem__(name, outcome)))
+            self.core.submit(entry)
         return name
 
     def step(self, times: int = 1) -> None:
@@ -90,7 +93,7 @@ def test_a_group_holds_its_prompt_once() -> None:
     for seed in range(16):
         played.submit(make_prompt(120), seed, 8)
     played.step(2)
-    use = played.core.kv_use
+    use = played.core.kv.use
     assert use.shared == 120 // BLOCK_TOKENS
     assert use.used == use.shared + 16, "the full blocks of the prompt, and one block of each row"
 
@@ -106,7 +109,7 @@ def test_the_next_turn_goes_on_in_the_blocks_of_the_last_one() -> None:
         assert max_gap(MODELS[0], prompt, generation, generation.segments[0]) <= TOLERANCE
         assert played.core.counters.prefilled - before == (49 if turn == 0 else 9)
         prompt = prompt + generation.token_ids + make_prompt(9, 100 + turn)
-    use = played.core.kv_use
+    use = played.core.kv.use
     assert use.used == blocks_of(len(prompt) - 9 - 1)
 
 
@@ -136,6 +139,16 @@ def test_requests_that_exceed_the_memory_wait_for_each_other_and_stay_exact(poli
     assert any(mixed) is (policy is KvPolicy.KEEP)
 
 
+def test_a_version_under_which_nothing_is_sampled_leaves_no_segment() -> None:
+    played = Played()
+    name = played.submit(make_prompt(20), 0, 20)
+    played.step(5)
+    played.update(1)
+    played.update(2)
+    played.end()
+    assert [(s.weight_version, s.num_tokens) for s in played.outcomes[name].segments] == [(0, 5), (2, 15)]
+
+
 def test_caches_of_ended_requests_go_before_a_running_row_is_parked() -> None:
     played = Played(kv_bytes=pool_bytes(least_blocks(CONTEXT) + 1))
     for seed in range(3):
@@ -147,14 +160,13 @@ def test_caches_of_ended_requests_go_before_a_running_row_is_parked() -> None:
     assert played.core.counters.parked == 0
 
 
-def test_a_parked_request_can_be_aborted_and_its_slot_taken_again() -> None:
+def test_a_parked_request_can_be_withdrawn_and_its_slot_taken_again() -> None:
     played = Played(num_slots=2, kv_bytes=pool_bytes(least_blocks(CONTEXT)))
     first, second = (played.submit(make_prompt(60, seed), seed, 99) for seed in range(2))
     while not played.core.table.num_parked:
         played.step()
-    tokens = int(played.core.table.length[played.core.table.parked.argmax()]) - 60
-    played.core.abort(second)
-    assert len(played.outcomes[second].token_ids) == tokens > 0
+    played.core.withdraw(played.entries[second])
+    assert second not in played.outcomes and not played.core.table.num_parked
     third = played.submit(make_prompt(20, 5), 5, 5)
     played.end()
     assert len(played.outcomes[first].token_ids) == 99
@@ -175,9 +187,10 @@ async def test_health_counts_parked_requests_as_waiting_and_tells_the_pool(launc
     group.append(asyncio.ensure_future(engine.generate(make_request(make_prompt(30, 1), max_new_tokens=90))))
     await asyncio.sleep(0)
     joining.open()
-    await gate.run(engine.flush())
+    await gate.reached()
     health = engine.health()
-    assert (health.running, health.waiting, health.free_slots) == (1, 1, 2)
+    gate.open()
+    assert (health.running, health.waiting) == (1, 1)
     assert health.kv is not None
     assert health.kv.parked == 1 and health.kv.blocks == least_blocks(CONTEXT) - 2
     await asyncio.gather(*group)
@@ -205,7 +218,7 @@ events = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.integers(0, 5), st.integers(1, 40)),
         st.tuples(st.just("turn"), st.integers(0, 9), st.integers(1, 20)),
-        st.tuples(st.just("abort"), st.integers(0, 9), st.just(0)),
+        st.tuples(st.just("cancel"), st.integers(0, 9), st.just(0)),
         st.tuples(st.just("step"), st.integers(1, 12), st.just(0)),
         st.tuples(st.just("swap"), st.integers(1, 3), st.just(0)),
         st.tuples(st.just("flush"), st.just(0), st.just(0)),
@@ -225,17 +238,18 @@ def play(played: Played, story: list[tuple[str, int, int]], swaps: bool) -> list
             case "turn" if names:
                 before = names[number % len(names)]
                 played.end()
-                prompt = [*played.prompts[before], *played.outcomes[before].token_ids, 5, 6, 7]
+                said = played.outcomes[before].token_ids if before in played.outcomes else []
+                prompt = [*played.prompts[before], *said, 5, 6, 7]
                 if len(prompt) < CONTEXT:
                     names.append(played.submit(prompt, seed, size))
-            case "abort" if names:
-                played.core.abort(names[number % len(names)])
+            case "cancel" if names:
+                played.core.withdraw(played.entries[names[number % len(names)]])
             case "step":
                 played.step(number)
             case "swap" if swaps:
                 played.update(number)
             case "flush":
-                played.core.flush()
+                played.core.kv.forget()
         played.check()
     played.end()
     return names
@@ -248,17 +262,18 @@ def test_a_random_life_in_little_memory_equals_a_forward_pass_of_each_version(
 ) -> None:
     played = Played(kv_bytes=pool_bytes(least_blocks(CONTEXT) + extra))
     for name in play(played, story, swaps=True):
-        generation = played.outcomes[name]
+        if (generation := played.outcomes.get(name)) is None:
+            continue  # cancelled
         for segment in generation.segments:
             gap = max_gap(MODELS[segment.weight_version], played.prompts[name], generation, segment)
             assert gap <= TOLERANCE
-    played.core.flush()
+    played.core.kv.forget()
     ledger = played.core.decoder.cache
     assert ledger.num_free == ledger.num_blocks, "a block leaks"
 
 
 @settings(max_examples=8, deadline=None)
-@given(story=events.map(lambda story: [event for event in story if event[0] != "abort"]), extra=st.integers(0, 6))
+@given(story=events.map(lambda story: [event for event in story if event[0] != "cancel"]), extra=st.integers(0, 6))
 def test_little_memory_and_sharing_change_no_sample(story: list[tuple[str, int, int]], extra: int) -> None:
     """Against one slot, where nothing is shared between requests that run at once."""
     paged = Played(kv_bytes=pool_bytes(least_blocks(CONTEXT) + extra))

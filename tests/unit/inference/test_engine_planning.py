@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.kept_tokens import pack, unpack
-from services.common.records import Sampling
 from services.inference.engine.torch.decoder import bucket_bounds
 from services.inference.engine.torch.keeper import MAX_PASS_TOKENS, Span, plan_passes, plan_sharing
 from services.inference.engine.torch.slots import (
     MIN_SHARED_HALF,
     SamplingRows,
-    SlotTable,
     sample,
     sample_plain,
     uniform_noise,
-    worth_sharing,
 )
 
 
@@ -44,14 +38,6 @@ def test_followers_share_exactly_what_the_plan_says_and_leaders_do_not_follow(ro
         assert leader not in plan
         assert MIN_SHARED_HALF <= shared <= min(len(rows[follower]), len(rows[leader]))
         assert (rows[follower][:shared] == rows[leader][:shared]).all()
-
-
-def test_each_group_has_one_leader_beside_a_common_system_prompt() -> None:
-    system = [1] * 20
-    groups = [row(*system, *[g] * 20) for g in (5, 6) for _ in range(4)]
-    plan = plan_sharing(groups)
-    assert len(plan) == 6
-    assert all(shared == 40 for _, shared in plan.values())
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 9000)), max_size=20))
@@ -79,21 +65,6 @@ def test_buckets_cover_all_rows_in_order_and_are_wide_enough(widths: np.ndarray)
         assert bucket.width >= widths[bucket.start : bucket.stop].max()
         place = bucket.stop
     assert place == len(widths)
-
-
-@pytest.mark.parametrize(
-    ("num_shared", "num_tokens", "is_worth"),
-    [(15, 100, False), (16, 100, True), (3, 3, False), (4, 8, True), (4, 9, False), (12, 14, True), (0, 0, False)],
-)
-def test_a_short_prefix_is_shared_where_it_is_half_of_the_row(num_shared: int, num_tokens: int, is_worth: bool) -> None:
-    assert worth_sharing(num_shared, num_tokens) is is_worth
-
-
-def test_equal_short_rows_are_computed_once() -> None:
-    prompts = [row(*range(8)) for _ in range(8)]
-    plan = plan_sharing(prompts)
-    assert len(plan) == 7
-    assert {shared for _, shared in plan.values()} == {8}
 
 
 def test_noise_is_uniform_and_independent_over_seeds_and_indices() -> None:
@@ -141,21 +112,6 @@ def test_a_plain_draw_is_the_draw_of_rows_without_settings() -> None:
     assert np.array_equal(plain.tokens, shaped.tokens)
     assert np.array_equal(plain.logprobs, shaped.logprobs)
     assert plain.kept == {}
-
-
-@pytest.mark.parametrize(
-    "own",
-    [{"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"min_new_tokens": 2}],
-)
-def test_one_live_row_with_settings_of_its_own_is_seen_until_it_leaves(own: dict[str, Any]) -> None:
-    table = SlotTable(3, 32)
-    prompt = np.arange(4, dtype=np.int32)
-    table.occupy(0, prompt, 0, Sampling(max_new_tokens=4), (), 1)
-    assert table.is_plain
-    table.occupy(1, prompt, 0, Sampling(max_new_tokens=4, **own), (), 1)
-    assert not table.is_plain
-    table.release(1)
-    assert table.is_plain
 
 
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
@@ -226,14 +182,3 @@ def test_what_is_recorded_is_the_set_that_the_log_probability_is_normalised_over
             assert not kept & set(rows.stop_ids[i].tolist()) - {150}
         sizes.add(len(kept))
     assert len(sizes) > 10, "sets of many sizes are compared"
-
-
-def test_a_joining_request_takes_an_empty_slot_or_the_oldest_cache() -> None:
-    table = SlotTable(6, 32)
-    for slot in (3, 0, 4, 2, 1):  # the order in which their requests end
-        table.occupy(slot, row(*range(slot, slot + 8)), 8, Sampling(max_new_tokens=4), (), seed=slot)
-    for slot in (3, 0, 4, 2):
-        table.release(slot)
-    assert table.free_slot() == 5, "it has no cache"
-    table.occupy(5, row(1), 0, Sampling(max_new_tokens=4), (), seed=0)
-    assert table.free_slot() == 3, "its request ended first"

@@ -98,35 +98,6 @@ async def test_stop_tokens_budget_and_the_last_word_end_it(
     assert (generation.token_ids, generation.finish_reason) == (expected, reason)
 
 
-async def test_the_context_cuts_what_is_said(launch: Launch) -> None:
-    engine = await launch(build_model("qwen3"), ReplayEngine, context_length=16)
-    generation = await engine.generate(make_request(make_prompt(12), stop=(STOP,), forced=words(9)))
-    assert (generation.token_ids, generation.finish_reason) == (words(9)[:4], FinishReason.LENGTH)
-
-
-async def test_a_conversation_goes_on_in_the_cache_of_its_last_turn(launch: Launch) -> None:
-    model = build_model("qwen3")
-    engine = await launch(model, ReplayEngine)
-    prompt = make_prompt(40)
-    first = await engine.generate(make_request(prompt, stop=(STOP,), forced=words(10)))
-    longer = [*prompt, *first.token_ids, 5, 6, 7]
-    second = await engine.generate(make_request(longer, stop=(STOP,), forced=words(12, 1)))
-    assert engine.counters.reused >= 40
-    assert max_gap(model, longer, second, second.segments[0]) <= TOLERANCE
-
-
-async def test_many_requests_share_few_slots_and_each_says_its_own(launch: Launch) -> None:
-    engine = await launch(build_model("qwen3"), ReplayEngine, num_slots=6)
-    said = [words(3 + (7 * i) % 23, i) for i in range(40)]
-    generations = await asyncio.gather(
-        *(
-            engine.generate(make_request(make_prompt(5 + i, i), stop=(STOP,), forced=text))
-            for i, text in enumerate(said)
-        )
-    )
-    assert [g.token_ids for g in generations] == said
-
-
 @pytest.mark.parametrize(
     ("forced", "sampling", "complaint"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 import time
@@ -12,10 +11,10 @@ import numpy as np
 import pytest
 
 from services.common.errors import ConfigError, InvalidRequestError
-from services.inference.engine.base import FinishReason, GenerationRequest, KvPolicy, WeightUpdate
+from services.inference.engine.base import FinishReason, GenerationRequest
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from tests.random_models import make_prompt, make_request
-from tests.waiting import PROCESS_S, until
+from tests.waiting import PROCESS_S
 
 
 def echo(request: GenerationRequest) -> list[int]:
@@ -64,7 +63,7 @@ async def test_truncated_sampling_that_would_be_trained_is_refused() -> None:
     engine = await started(lambda request: [1, 2, 3])
     for cut in ({"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}):
         request = make_request([0], max_new_tokens=2, **cut)
-        with pytest.raises(InvalidRequestError, match="write engine: torch"):
+        with pytest.raises(InvalidRequestError, match="does not tell which tokens"):
             await engine.generate(request)
         assert (await engine.generate(replace(request, record_kept=False))).token_ids == [1, 2]
 
@@ -95,25 +94,3 @@ async def test_tokens_take_the_configured_time() -> None:
     generation = await engine.generate(make_request([0], max_new_tokens=100))
     assert time.monotonic() - begun >= 0.15
     assert len(generation.token_ids) == 50
-
-
-async def test_a_kept_cache_is_marked() -> None:
-    engine = await started(lambda request: [1] * 100, tokens_per_second=200, kv_policy=KvPolicy.KEEP)
-    pending = asyncio.ensure_future(engine.generate(make_request([0], max_new_tokens=100)))
-    await until(lambda: engine.health().generated_tokens)
-    await engine.update(WeightUpdate.full({}, 4))
-    generation = await pending
-    assert [(s.weight_version, s.mixed_cache) for s in generation.segments] == [(0, False), (4, True)]
-
-
-async def test_slots_bound_what_runs_at_once() -> None:
-    running: list[int] = []
-    engine = await started(
-        lambda request: [1] * 10,
-        num_slots=3,
-        tokens_per_second=1000,
-        on_tokens=lambda n, t: running.append(engine.health().running),
-    )
-    await asyncio.gather(*(engine.generate(make_request([0], max_new_tokens=10)) for _ in range(10)))
-    assert max(running) == 3
-    assert engine.health().generated_tokens == 100

@@ -88,31 +88,18 @@ async def test_every_token_has_the_version_that_computed_it(recomputes: bool) ->
     assert engine.version == 4 and engine.loaded == [4]
 
 
-async def test_a_paused_engine_takes_no_step_and_an_update_leaves_it_paused() -> None:
-    engine = await started()
-    await engine.pause()
-    playing = asyncio.create_task(engine.generate(request(max_new_tokens=2)))
-    await engine.update(WeightUpdate(version=1, complete=False))
-    assert (engine.health().detail, engine.health().generated_tokens) == ("paused", 0)
-    await engine.resume()
-    assert [segment.weight_version for segment in (await playing).segments] == [1]
-
-
-async def test_slots_bound_what_runs_and_an_abort_ends_a_request_with_what_it_has() -> None:
+async def test_slots_bound_what_runs_and_a_cancelled_request_leaves_its_slot() -> None:
     engine = await started(free=0, num_slots=1)
     first, second = (asyncio.create_task(engine.generate(request(name))) for name in "ab")
     await until(lambda: len(engine._live) == 2, every_s=0)
     health = engine.health()
-    assert (health.running, health.waiting, health.free_slots) == (1, 1, 0)
+    assert (health.running, health.waiting) == (1, 1)
     with pytest.raises(InvalidRequestError, match="already being generated"):
         await engine.generate(request("a"))
-    await engine.abort("a")
-    engine.allowed.release()
-    cut = await first
-    assert (cut.token_ids, cut.finish_reason) == ([1], FinishReason.ABORTED)
-    second.cancel()
-    await asyncio.wait([second])
-    assert not engine._live and engine.health().free_slots == 1
+    for task in (first, second):
+        task.cancel()
+        await asyncio.wait([task])
+    assert not engine._live and engine.health().running == 0
 
 
 async def test_a_fault_of_the_users_stream_is_an_infrastructure_failure() -> None:

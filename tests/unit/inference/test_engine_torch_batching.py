@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from services.inference.engine.base import FinishReason, WeightUpdate
+from services.inference.engine.base import WeightUpdate
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
 from tests.unit.inference.conftest import Launch, StepGate
 
@@ -32,31 +32,6 @@ async def test_a_groups_prompt_is_prefilled_once(launch: Launch) -> None:
         assert max_gap(model, prompt, generation, generation.segments[0]) <= TOLERANCE
 
 
-async def test_a_later_sample_of_a_group_copies_from_a_running_one(launch: Launch) -> None:
-    model = build_model("qwen3")
-    gate = StepGate(at=5)
-    engine = await launch(model, on_tokens=gate)
-    prompt = make_prompt(60)
-    first = asyncio.ensure_future(engine.generate(make_request(prompt, seed=1, max_new_tokens=40)))
-    second = await gate.run(engine.generate(make_request(prompt, seed=2, max_new_tokens=40)))
-    assert engine.counters.prefilled == 59
-    for generation in (await first, second):
-        assert max_gap(model, prompt, generation, generation.segments[0]) <= TOLERANCE
-
-
-async def test_the_next_turn_of_a_conversation_computes_only_what_is_new(launch: Launch) -> None:
-    model = build_model("qwen3")
-    engine = await launch(model, num_slots=2)
-    prompt = make_prompt(50)
-    for turn in range(3):
-        before = engine.counters.prefilled
-        generation = await engine.generate(make_request(prompt, seed=turn, max_new_tokens=12))
-        assert max_gap(model, prompt, generation, generation.segments[0]) <= TOLERANCE
-        # The last sampled token was never fed, and the last token of a prompt is left to the decoding step.
-        assert engine.counters.prefilled - before == (49 if turn == 0 else 9)
-        prompt = prompt + generation.token_ids + make_prompt(9, 100 + turn)
-
-
 async def test_a_prompt_that_differs_in_one_early_token_reuses_only_up_to_there(launch: Launch) -> None:
     model = build_model("qwen3")
     engine = await launch(model)
@@ -66,15 +41,6 @@ async def test_a_prompt_that_differs_in_one_early_token_reuses_only_up_to_there(
     generation = await engine.generate(make_request(other, max_new_tokens=20))
     assert engine.counters.reused == 30
     assert max_gap(model, other, generation, generation.segments[0]) <= TOLERANCE
-
-
-async def test_flush_forgets_cached_prefixes(launch: Launch) -> None:
-    engine = await launch(build_model("qwen3"))
-    prompt = make_prompt(60)
-    await engine.generate(make_request(prompt, max_new_tokens=5))
-    await engine.flush()
-    await engine.generate(make_request(prompt, max_new_tokens=5))
-    assert engine.counters.reused == 0
 
 
 async def test_many_requests_of_all_lengths_through_few_slots_stay_exact(launch: Launch) -> None:
@@ -116,27 +82,3 @@ async def test_a_seed_gives_the_same_sample_whatever_runs_beside_it(launch: Laun
     assert crowded.token_ids == alone.token_ids
     other = await engine.generate(make_request(prompt, seed=43, max_new_tokens=40))
     assert other.token_ids != alone.token_ids
-
-
-async def test_without_a_seed_samples_differ(launch: Launch) -> None:
-    engine = await launch(build_model("qwen3"))
-    two = [await engine.generate(make_request(make_prompt(5), seed=None, max_new_tokens=30)) for _ in range(2)]
-    assert two[0].token_ids != two[1].token_ids
-
-
-async def test_requests_join_and_leave_a_running_batch(launch: Launch) -> None:
-    gate = StepGate(at=5)
-    engine = await launch(build_model("qwen3"), on_tokens=gate)
-    long = asyncio.ensure_future(engine.generate(make_request(make_prompt(10), max_new_tokens=200)))
-    short = await gate.run(engine.generate(make_request(make_prompt(10, 1), max_new_tokens=3)))
-    assert short.finish_reason is FinishReason.LENGTH
-    assert not long.done()
-    assert len((await long).token_ids) == 200
-
-
-async def test_emissions_add_up_to_the_tokens_generated(launch: Launch) -> None:
-    emitted: list[tuple[int, float]] = []
-    engine = await launch(build_model("qwen3"), on_tokens=lambda n, t: emitted.append((n, t)))
-    await asyncio.gather(*(engine.generate(make_request(make_prompt(5, i), max_new_tokens=5 + i)) for i in range(4)))
-    assert sum(n for n, _ in emitted) == engine.health().generated_tokens == 5 + 6 + 7 + 8
-    assert len(emitted) >= 8

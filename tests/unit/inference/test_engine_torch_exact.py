@@ -66,27 +66,6 @@ async def test_greedy_equals_transformers_generate(launch: Launch, kind: str, ti
     assert max_gap(model, prompt, generation, generation.segments[0]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("fault", ["shape", "missing", "unexpected"])
-async def test_a_wrong_update_changes_nothing(launch: Launch, fault: str) -> None:
-    model = build_model("qwen3", tied=False)
-    engine = await launch(model)
-    weights = named_weights(perturbed(model))
-    last = list(weights)[-1]
-    match fault:
-        case "shape":
-            weights[last] = weights[last][:-1]
-        case "missing":
-            del weights[last]
-        case "unexpected":
-            weights["model.layers.9.mlp.up_proj.weight"] = weights[last]
-    with pytest.raises(ModelMismatchError, match=r"lm_head\.weight|layers\.9"):
-        await engine.update(WeightUpdate.full(weights, 1))
-    assert engine.version == 0
-    prompt = make_prompt(10)
-    generation = await engine.generate(make_request(prompt, max_new_tokens=10))
-    assert max_gap(model, prompt, generation, generation.segments[0]) <= TOLERANCE
-
-
 @pytest.mark.parametrize(("engine_dtype", "tolerance"), [(torch.float32, TOLERANCE), (torch.bfloat16, 0.2)])
 async def test_weights_of_the_other_dtype_are_converted(launch: Launch, engine_dtype: Any, tolerance: float) -> None:
     """float32 from bfloat16 is exact; bfloat16 from float32 is as near as its rounding in the forward pass allows."""
@@ -125,21 +104,6 @@ async def test_an_unsupported_architecture_is_refused_by_name() -> None:
         TorchEngine(model, num_slots=1, context_length=16)
 
 
-async def test_logits_that_are_not_finite_fail_the_request_and_leave_no_trace(launch: Launch) -> None:
-    from services.common.errors import InfrastructureError
-
-    model = build_model("qwen3")
-    engine = await launch(model, num_slots=1)
-    prompt = make_prompt(30)
-    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in named_weights(model).items()}
-    await engine.update(WeightUpdate.full(broken, 1))
-    with pytest.raises(InfrastructureError, match="version 1"):
-        await engine.generate(make_request(prompt, max_new_tokens=5))
-    await engine.update(WeightUpdate.full(named_weights(model), 2))
-    generation = await engine.generate(make_request(prompt[:3], max_new_tokens=10))
-    assert max_gap(model, prompt[:3], generation, generation.segments[0]) <= TOLERANCE
-
-
 async def test_a_crash_of_the_engine_thread_fails_all_that_wait(launch: Launch) -> None:
     from services.common.errors import InfrastructureError
 
@@ -154,4 +118,4 @@ async def test_a_crash_of_the_engine_thread_fails_all_that_wait(launch: Launch) 
     assert not engine.health().ok
     assert "the disk is gone" in engine.health().detail
     with pytest.raises(InfrastructureError, match="disk"):
-        await engine.pause()
+        await engine.generate(make_request([1, 2, 3], max_new_tokens=9))

@@ -38,11 +38,6 @@ def test_other_bytes_than_those_due_are_refused_and_change_nothing(offset: int, 
     assert wanted.offset == 10 and room == bytes(5)
 
 
-def test_room_of_another_size_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="4 bytes of room"):
-        ByteRange(0, 5, memoryview(bytearray(4)))
-
-
 def test_a_complete_payload_is_freed_without_a_garbage_collection() -> None:
     manifest = Manifest.of(run_id="r", policy="p", version=1, tensors=[])
     payload = Payload(payload_id="p:1", encoding=Encoding.FULL, size_bytes=10, target=manifest)

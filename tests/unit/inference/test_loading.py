@@ -14,9 +14,9 @@ from services.common.config.loading import validate
 from services.common.errors import ConfigError, ModelMismatchError
 from services.common.rpc.run_client import RunSettings
 from services.inference import loading
-from services.inference.config import replica_config
 from services.inference.engine.base import ByteTokenizer, GenerationRequest
 from services.inference.engine.streaming import StreamingEngine
+from services.inference.loading import replica_config
 from tests.integration.inference.peers import scripted_recipe
 from tests.random_models import build_model
 from tests.unit.trainer_service.building import save_model
@@ -174,12 +174,3 @@ def test_an_engine_without_a_method_is_refused_with_its_line(tmp_path: Path) -> 
     told = rf"{__file__}:\d+: the class engine .*Incomplete lacks methods: write `async def start\(self\)`, .*health"
     with pytest.raises(ConfigError, match=told):
         loading.load_policy("model0", settings, replica_config(settings.recipe, "a"), lambda count, at: None)
-
-
-@pytest.mark.parametrize(("steps", "number"), [(0, 0), (3, -1)])
-def test_a_scripted_policy_waits_for_its_first_version_only_where_one_is_trained(
-    tmp_path: Path, steps: int, number: int
-) -> None:
-    settings = RunSettings("r", tmp_path, validate(scripted_recipe(run={"steps": steps}), source="test"))
-    loaded = loading.load_policy("model0", settings, replica_config(settings.recipe, "a"), lambda count, at: None)
-    assert loaded.weights.held().number == number

@@ -10,13 +10,9 @@ import pytest
 
 from services.common.errors import (
     CorruptDataError,
-    DeadlineError,
     InfrastructureError,
     ModelMismatchError,
-    NotFoundError,
-    RollmillError,
     SupersededError,
-    VersionUnavailableError,
 )
 from services.common.records import FetchPlan, WeightVersion
 from services.common.weights.snapshot import BaseVersion
@@ -149,17 +145,6 @@ async def test_a_failed_fetch_keeps_the_old_version_is_recorded_and_tried_again(
         assert world.updater.num_failures == 2 and world.updater.take_transfers() == ()
 
 
-@pytest.mark.parametrize(
-    "error", [VersionUnavailableError("let go of"), NotFoundError("ask again"), DeadlineError("busy")]
-)
-async def test_a_source_that_has_not_got_it_costs_no_snapshot(error: RollmillError) -> None:
-    async with running(World()) as world:
-        world.fetch_errors = [error]
-        world.updater.offer(world.version(1))
-        await world.until_held(1)
-        assert [base for _, base, _ in world.asked] == [0, 0]
-
-
 @pytest.mark.parametrize("error", [MemoryError("no room for the payload"), OSError(24, "too many open files")])
 async def test_a_machine_that_is_short_of_something_costs_an_attempt_not_the_replica(error: Exception) -> None:
     async with running(World()) as world:
@@ -167,18 +152,6 @@ async def test_a_machine_that_is_short_of_something_costs_an_attempt_not_the_rep
         world.updater.offer(world.version(1))
         await world.until_held(1)
         assert world.updater.take_transfers()[0].error.startswith("INFRASTRUCTURE")
-
-
-async def test_a_plan_that_was_made_for_another_announcement_is_not_gone_back_to() -> None:
-    async with running(World()) as world:
-        world.gate.clear()
-        world.updater.offer(world.version(1), FetchPlan(relays=("a:1", "b:1"), own_shard=0))
-        await until(lambda: bool(world.asked))
-        world.fetch_errors = [InfrastructureError("gone")]
-        world.updater.offer(world.version(1))
-        world.gate.set()
-        await world.until_held(1)
-        assert world.asked[1:] == [(1, 0, None)]
 
 
 async def test_bytes_that_are_wrong_are_settled_as_bad_and_the_next_as_good() -> None:
@@ -208,13 +181,3 @@ async def test_an_engine_behind_the_mirror_is_never_given_changes_alone() -> Non
         world.updater.offer(world.version(2))  # before the engine has version 1
         await world.until_held(2)
         assert world.updates[-1].complete
-
-
-async def test_a_version_that_is_held_is_not_fetched() -> None:
-    async with running(World()) as world:
-        world.updater.offer(world.version(0))
-        world.updater.offer(world.version(1))
-        await world.until_held(1)
-        world.updater.offer(world.version(1))
-        await asyncio.sleep(0.05)
-        assert [wanted for wanted, _, _ in world.asked] == [1]

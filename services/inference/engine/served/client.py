@@ -111,15 +111,6 @@ class Refused(InfrastructureError):
         self.status = status
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """The load that a server reports."""
-
-    running: int
-    waiting: int
-    used_share: float  # of its KV cache
-
-
 class TokenStream:
     """The chunks of one server call. ``next`` may be cancelled and called again without loss."""
 
@@ -162,7 +153,6 @@ class ServerClient(ABC):
     program: ClassVar[str]
     generate_path: ClassVar[str]
     ready_path: ClassVar[str]
-    version_path: ClassVar[str]
 
     def __init__(self, address: str, key: str) -> None:
         self.address = address
@@ -229,27 +219,14 @@ class ServerClient(ABC):
     async def resume(self) -> None: ...
 
     @abstractmethod
-    async def flush(self) -> None:
-        """Forget every cached prefix. Called while paused with ``retract``."""
-
-    @abstractmethod
     async def update_from_disk(self, directory: str, version: int, *, flush: bool) -> None:
         """Read every tensor of a directory's safetensors files. After a failure the weights may have changed or not."""
-
-    @abstractmethod
-    async def load(self) -> Load: ...
 
     @abstractmethod
     async def is_generating(self, timeout_s: float) -> bool:
         """Whether the server generates; an idle server is asked for one token. False for a paused server too."""
 
     # -- the same for all programs ------------------------------------------------------------------------------
-
-    async def weight_version(self) -> int | None:
-        """The version that the server reports; None if the report is not a number."""
-        answer = await self._get(self.version_path, QUESTION_TIMEOUT_S)
-        name = str(answer.get("weight_version"))
-        return int(name) if name.isdecimal() else None
 
     async def is_ready(self) -> bool:
         """Whether the server has started and takes requests; False while its port is closed."""

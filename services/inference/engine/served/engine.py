@@ -1,6 +1,6 @@
 """The production engine: servers as child processes, several for one policy, called over HTTP.
 
-    generate -> admission (a server with room) -> calls of servers -> segments by the servers' own version spans
+    generate -> calls of servers, the least loaded or the one with the prefix -> segments by the servers' own version spans
     update   -> stage -> every server: pause, read, flush, go on
     a server dies -> its requests go on elsewhere with their tokens; the server is restarted
 
@@ -15,7 +15,6 @@ import json
 import math
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -43,7 +42,7 @@ from services.inference.engine.base import (
     check_update,
 )
 from services.inference.engine.served.client import CallRequest, Chunk, Finish, Refused, TokenStream, VersionSpan
-from services.inference.engine.served.fleet import Fleet, PrefixMap, Server, Transfer, choose
+from services.inference.engine.served.fleet import Fleet, Server, Transfer
 from services.inference.engine.served.process import ServerCommand, ServerProcess
 from services.inference.engine.served.stage import Stage, place_stage, size_of
 
@@ -68,8 +67,6 @@ class RequestState:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: list[KeptRow] = field(default_factory=list)  # of the first tokens only
-    aborted: bool = False
-    abort_requested: asyncio.Event = field(default_factory=asyncio.Event)
     _parts: list[_Part] = field(default_factory=list)
 
     @property
@@ -82,14 +79,8 @@ class RequestState:
         """The prompt and the tokens so far."""
         return (*self.request.prompt_ids, *self.tokens)
 
-    def abort(self) -> None:
-        self.aborted = True
-        self.abort_requested.set()
-
     def ended(self) -> FinishReason | None:
         """The reason if the request is complete, else None."""
-        if self.aborted:
-            return FinishReason.ABORTED
         if self.tokens and self.tokens[-1] in self.request.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.remaining <= 0 else None
@@ -238,79 +229,14 @@ def judge(finish: Finish, output: CallOutput, state: RequestState) -> None:
         )
 
 
-# --- A queue of requests that wait for a server, and the choice of the server. One event loop, no HTTP.
-
-
-class AdmissionQueue:
-    """Admits requests to servers: ``enter`` waits for a server with room, ``leave`` frees the place."""
-
-    def __init__(self, servers: Sequence[Server]) -> None:
-        self._servers = servers
-        self._prefixes = PrefixMap()
-        self._queue: deque[tuple[RequestState, asyncio.Future[Server | None]]] = deque()
-        self._closed: str | None = None
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queue)
-
-    async def enter(self, state: RequestState) -> Server | None:
-        """A server with room for a request, counted as in flight there; None when the request was aborted.
-
-        No deadline of its own: the queue moves as long as a server serves, and ``close`` ends it when none will.
-        """
-        if self._closed is not None:
-            raise InfrastructureError(self._closed)
-        turn: asyncio.Future[Server | None] = asyncio.get_running_loop().create_future()
-        waiting = (state, turn)
-        self._queue.append(waiting)
-        self.dispatch()
-        ended = asyncio.ensure_future(state.abort_requested.wait())
-        either: set[asyncio.Future[Any]] = {turn, ended}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            return turn.result() if turn.done() else None
-        except asyncio.CancelledError:
-            if turn.done() and not turn.exception() and (server := turn.result()):
-                self.leave(server)
-            raise
-        finally:
-            ended.cancel()
-            if waiting in self._queue:
-                self._queue.remove(waiting)
-
-    def leave(self, server: Server) -> None:
-        server.in_flight -= 1
-        self.dispatch()
-
-    def dispatch(self) -> None:
-        """Admit requests while a server has room. Called when a server may have room."""
-        while self._queue:
-            free = {s.index: (s.in_flight, s.window.size) for s in self._servers if s.has_room}
-            if not free:
-                return
-            state, turn = self._queue.popleft()
-            sequence = state.sequence
-            server = self._servers[choose(free, self._prefixes.find(sequence))]
-            server.in_flight += 1
-            self._prefixes.note(sequence, server.index)
-            turn.set_result(server)
-
-    def forget(self, server: Server) -> None:
-        """Note that a server has lost its cache."""
-        self._prefixes.forget(server.index)
-
-    def close(self, reason: str) -> None:
-        """Fail all waiting and future requests with ``reason``."""
-        self._closed = reason
-        while self._queue:
-            self._queue.popleft()[1].set_exception(InfrastructureError(reason))
-
-
 log = structlog.get_logger(__name__)
+RESTARTS = 5  # in a row, of a server that dies without having served
+STALL_TIMEOUT_S = (
+    300.0  # without a token of a request; then its server is asked for one, and started again if none comes
+)
+# Of a request that nobody watches: they come together, and a continuation may lose so many when a server dies.
+CHUNK_TOKENS = 16
 ABORT_TIMEOUT_S = 3.0  # for a server to end an aborted call; then the tokens so far are taken
-SETTLE_S = 0.02  # of silence, after which tokens that were on their way have arrived
-SETTLE_TIMEOUT_S = 2.0
 _MAX_INTERRUPTIONS = 5  # of one request, by servers that die or refuse
 
 
@@ -326,9 +252,9 @@ class ServedEngine:
         context_length: int,
         vocab_size: int | None,
         kv_policy: KvPolicy = KvPolicy.RECOMPUTE,
-        restarts: int = 5,
-        stall_timeout_s: float = 300.0,
-        chunk_tokens: int = 16,
+        restarts: int = RESTARTS,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        chunk_tokens: int = CHUNK_TOKENS,
         on_tokens: Callable[[int, float], None] | None = None,
     ) -> None:
         self.servers = servers
@@ -340,32 +266,20 @@ class ServedEngine:
         self._stall_timeout_s = stall_timeout_s
         self._chunk_tokens = chunk_tokens
         self._on_tokens = on_tokens
-        self._admission = AdmissionQueue(servers)
-        self._fleet = Fleet(
-            servers,
-            stage,
-            transfer,
-            restarts=restarts,
-            changed=self._admission.dispatch,
-            lost=self._admission.forget,
-            failed=self._fail,
-        )
-        self._by_id: dict[str, RequestState] = {}
+        self._fleet = Fleet(servers, stage, transfer, restarts=restarts)
+        self._request_ids: set[str] = set()
         self._version = stage.version
         self._generated = 0
-        self._failure: str | None = "the engine is not started"
 
     # -- the protocol -------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Return when every server serves; ``InfrastructureError`` or ``DeadlineError`` with a server's last output."""
         await self._fleet.start()
-        self._failure = None
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        if self._failure is not None:
-            raise InfrastructureError(f"engine: {self._failure}")
-        if request.request_id in self._by_id:
+        self._fleet.check_alive()
+        if request.request_id in self._request_ids:
             raise InvalidRequestError(f"request {request.request_id!r} is already being generated")
         check_request(request, context_length=self._context_length, vocab_size=self._vocab_size)
         if request.sampling.top_k > MASK_TOKENS:
@@ -374,11 +288,11 @@ class ServedEngine:
                 f"{MASK_TOKENS} tokens which could be drawn: write fewer, or 0 (off)"
             )
         state = RequestState(request, self._context_length - len(request.prompt_ids))
-        self._by_id[request.request_id] = state
+        self._request_ids.add(request.request_id)
         try:
             return await self._play(state)
         finally:
-            del self._by_id[request.request_id]
+            self._request_ids.remove(request.request_id)
 
     async def score(self, request: ScoreRequest) -> Logprobs:
         raise ConfigError(
@@ -386,50 +300,35 @@ class ServedEngine:
             "algorithm.distillation.teacher_model, or write engine: torch"
         )
 
-    async def abort(self, request_id: str) -> None:
-        if (state := self._by_id.get(request_id)) is not None:
-            state.abort()
-
-    async def pause(self) -> None:
-        await self._fleet.pause()
-        await self._settle()
-
-    async def resume(self) -> None:
-        await self._fleet.resume()
-
     async def update(self, update: WeightUpdate) -> float:
-        if self._failure is not None:
-            raise InfrastructureError(f"engine: {self._failure}")
+        self._fleet.check_alive()
         check_update(update, self._stage.shapes)
         seconds = await self._fleet.switch(update)
         self._version = update.version
-        log.info(LogEvent.ENGINE_UPDATED, version=update.version, live=len(self._by_id), seconds=round(seconds, 4))
+        log.info(
+            LogEvent.ENGINE_UPDATED, version=update.version, live=len(self._request_ids), seconds=round(seconds, 4)
+        )
         return seconds
-
-    async def flush(self) -> None:
-        await self._fleet.flush()
 
     @property
     def version(self) -> int:
         return self._version
 
     def health(self) -> EngineHealth:
-        serving = [server for server in self.servers if server.serving]
+        num_serving = sum(server.serving for server in self.servers)
         running = sum(server.in_flight for server in self.servers)
-        state = "paused" if self._fleet.paused else "running"
-        if len(serving) < len(self.servers):
-            state = f"{len(serving)} of {len(self.servers)} {self._program.name} servers are running"
+        state = "running"
+        if num_serving < len(self.servers):
+            state = f"{num_serving} of {len(self.servers)} {self._program.name} servers are running"
         return EngineHealth(
-            ok=self._failure is None,
-            detail=self._failure or state,
+            ok=not self._fleet.failure,
+            detail=self._fleet.failure or state,
             running=running,
-            waiting=self._admission.num_waiting,
-            free_slots=sum(max(0, server.window.size - server.in_flight) for server in serving),
+            waiting=len(self._request_ids) - running,
             generated_tokens=self._generated,
         )
 
     async def stop(self) -> None:
-        self._fail("the engine is stopped")
         await self._fleet.stop()
         self._stage.remove()
 
@@ -438,14 +337,13 @@ class ServedEngine:
     async def _play(self, state: RequestState) -> Generation:
         interruptions, delays = 0, backoff(0.2)
         while (reason := state.ended()) is None:
-            server = await self._admission.enter(state)
-            if server is None:
-                continue  # the request was aborted
+            server = await self._fleet.server_for(state.sequence)
+            server.in_flight += 1
             try:
-                ended_here = not state.aborted and await self._run_call(state, server)
+                ended_here = await self._run_call(state, server)
             except Interrupted as interrupted:
                 interruptions += 1
-                self._check_alive()
+                self._fleet.check_alive()
                 if interruptions >= _MAX_INTERRUPTIONS:
                     raise InfrastructureError(
                         f"request {state.request.request_id!r} was interrupted {interruptions} times, last: {interrupted}"
@@ -460,7 +358,7 @@ class ServedEngine:
                 await asyncio.sleep(next(delays))
                 continue
             finally:
-                self._admission.leave(server)
+                server.in_flight -= 1
             if ended_here:
                 return state.generation(FinishReason.STOP)
         return state.generation(reason)
@@ -480,7 +378,7 @@ class ServedEngine:
                 with self._suspecting(server):
                     stream = await leaving.enter_async_context(server.client.generate(request))
                 while finish is None:
-                    chunk = await self._next(stream, state, output, server, request.rid)
+                    chunk = await self._next(stream, output, server, request.rid)
                     if chunk is None:
                         break
                     certain.note(len(output.tokens))
@@ -508,7 +406,7 @@ class ServedEngine:
             state.take(output, finish.spans, mixed_from=mixed_from)
         if finish is not None and finish.kind == "abort" and certain.of_adapter is not None and certain.is_outdated:
             return output.cut is not None  # ended by a switch: goes on with the next version's adapter
-        if finish is not None and output.cut is None and not state.aborted:
+        if finish is not None and output.cut is None:
             judge(finish, output, state)
         return output.cut is not None
 
@@ -527,31 +425,23 @@ class ServedEngine:
         finally:
             suspecting.cancel()
 
-    async def _next(
-        self, stream: TokenStream, state: RequestState, output: CallOutput, server: Server, rid: str
-    ) -> Chunk | None:
-        """The next chunk; None when an aborted call does not answer."""
+    async def _next(self, stream: TokenStream, output: CallOutput, server: Server, rid: str) -> Chunk | None:
+        """The next chunk; None when a call that ``watch`` has ended does not answer."""
+        if (ending := output.cut is not None) and not output.abort_sent:
+            self._fleet.ask(server, rid)
+            output.abort_sent = True
         arriving = asyncio.ensure_future(stream.next())
-        aborting = asyncio.ensure_future(state.abort_requested.wait())
         try:
             while True:
-                ending = output.cut is not None or state.aborted
-                if ending and not output.abort_sent:
-                    self._fleet.ask(server, rid)
-                    output.abort_sent = True
-                waits = {arriving} if ending else {arriving, aborting}
                 limit = ABORT_TIMEOUT_S if ending else self._stall_timeout_s
-                done, _ = await asyncio.wait(waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-                if arriving in done:
+                done, _ = await asyncio.wait({arriving}, timeout=limit)
+                if done:
                     return arriving.result()
                 if ending:
                     return None
-                if not done:
-                    self._fleet.suspect(server)
+                self._fleet.suspect(server)
         finally:
-            aborting.cancel()
-            if not arriving.done():
-                arriving.cancel()
+            arriving.cancel()
 
     def _accept(self, chunk: Chunk, output: CallOutput, state: RequestState) -> None:
         if output.cut is not None:
@@ -573,25 +463,6 @@ class ServedEngine:
         self._generated += taken
         if self._on_tokens is not None and taken:
             self._on_tokens(taken, time.time())
-
-    # -- the rest -----------------------------------------------------------------------------------------------
-
-    def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise InfrastructureError(f"engine: {self._failure}")
-
-    def _fail(self, reason: str) -> None:
-        if self._failure is None or reason == "the engine is stopped":
-            self._failure = reason
-        self._admission.close(f"engine: {reason}")
-
-    async def _settle(self) -> None:
-        """Wait for tokens that were sampled before the pause."""
-        end = time.monotonic() + SETTLE_TIMEOUT_S
-        seen = -1
-        while seen != self._generated and time.monotonic() < end:
-            seen = self._generated
-            await asyncio.sleep(SETTLE_S)
 
 
 # --- Builds an engine over servers: stage, processes, fleet. A program's ``build`` gives the commands and the transfer.
@@ -633,17 +504,9 @@ def engine_of(
     place = place_stage(settings.stage_directory, directory / "stage", setup.name, size_bytes)
     stage = Stage(place, setup.tensors, 0)
     kv_policy = KvPolicy(config.kv_policy)
-    slots = config.engine_slots or config.num_slots
-    ceiling = min(settings.max_running_requests or slots, slots)
-    servers = [
-        Server(
-            index,
-            ServerProcess(command, directory / "logs" / f"{command.name}.log", settings.loading_timeout_s(size_bytes)),
-            kv_policy,
-            ceiling,
-        )
-        for index, command in enumerate(commands)
-    ]
+    ready_s = settings.loading_timeout_s(size_bytes)
+    logs = directory / "logs"
+    servers = [Server(ServerProcess(command, logs / f"{command.name}.log", ready_s), kv_policy) for command in commands]
     return ServedEngine(
         servers,
         stage,
@@ -651,9 +514,6 @@ def engine_of(
         context_length=setup.context_length,
         vocab_size=_vocab_size(setup.model_path),
         kv_policy=kv_policy,
-        restarts=settings.restarts,
-        stall_timeout_s=settings.stall_timeout_s,
-        chunk_tokens=settings.chunk_tokens,
         on_tokens=setup.on_tokens,
     )
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,51 +23,24 @@ import xxhash
 from services.common.aio import TaskOwner, backoff, deadline
 from services.common.errors import DeadlineError, InfrastructureError, RollmillError
 from services.inference.engine.base import KvPolicy, WeightUpdate
-from services.inference.engine.served.client import PauseMode, ServerClient
+from services.inference.engine.served.client import ServerClient
 from services.inference.engine.served.process import Program, ServerProcess
 from services.inference.engine.served.stage import Stage
 
-# --- Limits each server's concurrent requests and chooses the server for a request. Pure bookkeeping, no clocks.
+# --- Which server has cached which sequences.
 
 
 _BLOCK = 64  # tokens; a prompt's cached beginning is known in such steps
 _KNOWN_BLOCKS = 1 << 17
-_FULL = 0.95  # share of a KV cache above which a window does not grow
-
-
-@dataclass(slots=True)
-class Window:
-    """Requests that one server may have at once: ``size`` of at most ``ceiling``.
-
-    The window shrinks to the number of running requests when a queue persists through two observations, and grows by an
-    eighth when the window is full and the server has no queue.
-    """
-
-    ceiling: int
-    size: int
-    _queued: bool = False
-
-    @classmethod
-    def open(cls, ceiling: int) -> Window:
-        return cls(ceiling=ceiling, size=ceiling)
-
-    def observe(self, *, in_flight: int, running: int, waiting: int, used_share: float) -> None:
-        """Adapt the window to the server's reported load; ``in_flight`` counts its admitted requests."""
-        queued = waiting > max(1, running // 10)
-        if queued and self._queued and running > 0:
-            self.size = max(1, min(self.size, running + max(1, running // 10)))
-        elif not waiting and in_flight >= self.size and used_share < _FULL:
-            self.size = min(self.ceiling, self.size + max(1, self.size // 8))
-        self._queued = queued
 
 
 class PrefixMap:
     """Maps prefixes of token sequences to servers, by hashes of their blocks; the oldest entries are dropped."""
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[int, int] = OrderedDict()
+        self._seen: OrderedDict[int, Server] = OrderedDict()
 
-    def find(self, token_ids: Sequence[int]) -> int | None:
+    def find(self, token_ids: Sequence[int]) -> Server | None:
         """The server that has seen the longest prefix; a prompt shorter than a block has an entry of its own."""
         found = None
         for block in _blocks(token_ids):
@@ -78,7 +49,7 @@ class PrefixMap:
             found = server
         return found
 
-    def note(self, token_ids: Sequence[int], server: int) -> None:
+    def note(self, token_ids: Sequence[int], server: Server) -> None:
         """Note that a server computes this sequence."""
         for block in _blocks(token_ids):
             self._seen[block] = server
@@ -86,21 +57,10 @@ class PrefixMap:
         while len(self._seen) > _KNOWN_BLOCKS:
             self._seen.popitem(last=False)
 
-    def forget(self, server: int) -> None:
+    def forget(self, server: Server) -> None:
         """Note that a server has lost its cache."""
-        for block in [block for block, owner in self._seen.items() if owner == server]:
+        for block in [block for block, owner in self._seen.items() if owner is server]:
             del self._seen[block]
-
-
-def choose(free: Mapping[int, tuple[int, int]], cached: int | None) -> int:
-    """The server for a request, of those that have room. ``cached`` is the server that has cached its prefix.
-
-    ``free``: server -> requests in flight, and their bound.
-    """
-    least = min(free, key=lambda server: free[server][0] / free[server][1])
-    if cached is not None and cached in free and free[cached][0] - free[least][0] <= max(4, free[cached][1] // 4):
-        return cached
-    return least
 
 
 def _blocks(token_ids: Sequence[int]) -> list[int]:
@@ -155,17 +115,12 @@ class DiskTransfer:
 
 log = structlog.get_logger(__name__)
 STALL_ANSWER_S = 45.0  # limit of a health check by one token; SGLang itself gives up after 20 s
-_ATTEMPTS = 2  # to load a version, before the server is restarted
 
 
 class Server:
-    """``index`` is its place among the policy's servers."""
-
-    def __init__(self, index: int, process: ServerProcess, kv_policy: KvPolicy, ceiling: int) -> None:
-        self.index = index
+    def __init__(self, process: ServerProcess, kv_policy: KvPolicy) -> None:
         self.process = process
-        self.window = Window.open(ceiling)
-        self.in_flight = 0
+        self.in_flight = 0  # requests; the server queues those that exceed its memory
         self.serving = False
         self.switches = 0  # begun; a call that sees another number than at its start spans a switch
         self.stale_prefixes = False  # its cache may hold prefixes that older weights computed
@@ -193,10 +148,6 @@ class Server:
         return self._client
 
     @property
-    def has_room(self) -> bool:
-        return self.serving and self.in_flight < self.window.size
-
-    @property
     def settled_version(self) -> int | None:
         """The version of current computations; None in the middle of a switch."""
         return None if self._switching else self.version
@@ -211,7 +162,7 @@ class Server:
         self.version = version
         self.stale_prefixes = False
 
-    async def switch(self, transfer: Transfer, version: int, *, stay_paused: bool) -> float | None:
+    async def switch(self, transfer: Transfer, version: int) -> float | None:
         """Switch to another version between two decoding steps; returns the seconds without decoding.
 
         None when the server was killed, because its version was unknown.
@@ -220,27 +171,26 @@ class Server:
         try:
             if self.adapter:
                 return await self._switch_adapter(transfer, version)
-            await self._switch_weights(transfer, version, stay_paused=stay_paused)
+            await self._switch_weights(transfer, version)
         except RollmillError as error:
             log.error("engine_server.switch_failed", server=self.name, version=version, error=error.message)
             self.end()
             return None
         return time.perf_counter() - began
 
-    async def _switch_weights(self, transfer: Transfer, version: int, *, stay_paused: bool) -> None:
+    async def _switch_weights(self, transfer: Transfer, version: int) -> None:
         keep = self._kv_policy is KvPolicy.KEEP
         self.switches += 1
         self._switching = True
         began = time.perf_counter()
         try:
-            await self.client.pause(self._mode)
+            await self.client.pause("in_place" if keep else "retract")
             paused_s = time.perf_counter() - began
             await self._load_for_sure(transfer, version, flush=not keep)
             loaded_s = time.perf_counter() - began - paused_s
             self.version = version
             self.stale_prefixes = keep
-            if not stay_paused:
-                await self.client.resume()
+            await self.client.resume()
         finally:
             self._switching = False
         log.info(
@@ -268,41 +218,12 @@ class Server:
         return time.perf_counter() - began
 
     async def _load_for_sure(self, transfer: Transfer, version: int, *, flush: bool) -> str:
-        """Load; after a refusal or a timeout the weights are unknown, so read the version back and repeat the load."""
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                return await transfer.load(self.client, version, flush=flush)
-            except (InfrastructureError, DeadlineError) as error:
-                held = await self.client.weight_version()
-                log.warning(
-                    "engine_server.update_in_doubt",
-                    server=self.name,
-                    version=version,
-                    held=held,
-                    attempt=attempt,
-                    error=error.message,
-                )
-                if held == version and not self.adapter:  # the load succeeded after all, but perhaps not its flush
-                    if flush:
-                        await self.client.flush()
-                    return ""
-                if attempt == _ATTEMPTS:
-                    raise
-        raise AssertionError("the last attempt returns or raises")
-
-    async def pause(self) -> None:
-        await self.client.pause(self._mode)
-
-    async def resume(self) -> None:
-        await self.client.resume()
-
-    async def flush(self, *, stay_paused: bool) -> None:
-        """Requests in flight give their caches back and recompute them."""
-        await self.client.pause("retract")
-        await self.client.flush()
-        self.stale_prefixes = False
-        if not stay_paused:
-            await self.client.resume()
+        """Load; once more after a refusal or a timeout, which leave the weights unknown: a repetition does no harm."""
+        try:
+            return await transfer.load(self.client, version, flush=flush)
+        except (InfrastructureError, DeadlineError) as error:
+            log.warning("engine_server.update_in_doubt", server=self.name, version=version, error=error.message)
+        return await transfer.load(self.client, version, flush=flush)
 
     async def check(self) -> None:
         """Kill the server if it generates no token. Concurrent calls share one check."""
@@ -333,46 +254,48 @@ class Server:
         await self.lost()
         await self.process.stop()
 
-    @property
-    def _mode(self) -> PauseMode:
-        return "in_place" if self._kv_policy is KvPolicy.KEEP else "retract"
 
-
-LOAD_POLL_S = 1.0
 LIVED_S = 60.0  # a server that served this long did not die of its start
 WHOLE_STAGE_S = 600.0  # limit for a full fetch that repairs an incomplete stage
 
 
 class Fleet:
-    """``changed`` is called whenever a server may take more requests; ``failed`` once, when all servers are given up."""
-
-    def __init__(
-        self,
-        servers: Sequence[Server],
-        stage: Stage,
-        transfer: Transfer,
-        *,
-        restarts: int,
-        changed: Callable[[], None],
-        lost: Callable[[Server], None],
-        failed: Callable[[str], None],
-    ) -> None:
+    def __init__(self, servers: Sequence[Server], stage: Stage, transfer: Transfer, *, restarts: int) -> None:
         self.servers = servers
+        self.failure = "the engine is not started"  # why no server will serve any more; empty while some do or will
         self._stage = stage
         self._transfer = transfer
         self._restarts = restarts
-        self._changed = changed
-        self._lost = lost
-        self._failed = failed
-        self._paused = False
+        self._prefixes = PrefixMap()
+        self._changed = asyncio.Event()  # a server serves again, or the engine has failed
         self._stopped = False
-        self._lock = asyncio.Lock()  # of the stage, of switches and of pauses
+        self._lock = asyncio.Lock()  # of the stage and of switches
         self._written = asyncio.Condition(self._lock)  # the stage
         self._tasks = TaskOwner()
 
-    @property
-    def paused(self) -> bool:
-        return self._paused
+    def check_alive(self) -> None:
+        """Raise ``InfrastructureError`` if no server will serve any more."""
+        if self.failure:
+            raise InfrastructureError(f"engine: {self.failure}")
+
+    async def server_for(self, sequence: Sequence[int]) -> Server:
+        """The server that continues a sequence: the one that has cached the most of it, unless another has far less to do.
+
+        Waits for a server while none serves, without a deadline: restarts come to an end.
+
+        Raises:
+            InfrastructureError: no server will serve any more.
+        """
+        while not (serving := [server for server in self.servers if server.serving]):
+            self.check_alive()
+            self._changed.clear()
+            await self._changed.wait()
+        least = min(serving, key=lambda server: server.in_flight)
+        chosen = self._prefixes.find(sequence)
+        if chosen is None or not chosen.serving or chosen.in_flight - least.in_flight > max(4, least.in_flight // 4):
+            chosen = least
+        self._prefixes.note(sequence, chosen)
+        return chosen
 
     async def start(self) -> None:
         """Start every server, or none; raises the first failure."""
@@ -387,11 +310,12 @@ class Fleet:
             raise
         for server in self.servers:
             self._tasks.start(self._supervise(server), f"server {server.name}")
-        self._tasks.start(self._watch_load(), "load of servers")
+        self.failure = ""
 
     async def stop(self) -> None:
         """Stop all servers; streams break at once."""
         self._stopped = True
+        self._fail("the engine is stopped")
         await self._tasks.close()
         await asyncio.gather(*(server.stop() for server in self.servers))
 
@@ -406,9 +330,7 @@ class Fleet:
             await asyncio.to_thread(self._stage.write, update)
             self._written.notify_all()
             serving = [server for server in self.servers if server.serving]
-            pauses = await asyncio.gather(
-                *(server.switch(self._transfer, update.version, stay_paused=self._paused) for server in serving)
-            )
+            pauses = await asyncio.gather(*(server.switch(self._transfer, update.version) for server in serving))
         taken = [pause for pause in pauses if pause is not None]
         if serving and not taken:
             raise InfrastructureError(
@@ -416,35 +338,9 @@ class Fleet:
             )
         return max(taken, default=0.0)
 
-    async def pause(self) -> None:
-        async with self._lock:
-            self._paused = True
-            await self._each(Server.pause)
-
-    async def resume(self) -> None:
-        async with self._lock:
-            self._paused = False
-            await self._each(Server.resume)
-
-    async def flush(self) -> None:
-        async with self._lock:
-            await self._each(partial(Server.flush, stay_paused=self._paused))
-
-    async def _each(self, action: Callable[[Server], Awaitable[None]]) -> None:
-        """Run an action on every serving server; a server that fails is killed, because its state is unknown."""
-
-        async def ask(server: Server) -> None:
-            try:
-                await action(server)
-            except RollmillError as error:
-                log.error("engine_server.does_not_follow", server=server.name, error=error.message)
-                server.end()
-
-        await asyncio.gather(*(ask(server) for server in self.servers if server.serving))
-
     def suspect(self, server: Server) -> None:
         """Check a server after a long wait for a token."""
-        if not self._paused and not self._stopped:
+        if not self._stopped:
             self._tasks.start(self._check(server), f"check of {server.name}")
 
     def ask(self, server: Server, rid: str) -> None:
@@ -460,14 +356,12 @@ class Fleet:
             async with self._lock:
                 await self._whole_stage(server)
                 await server.load(self._transfer, self._stage.version)
-                if self._paused:
-                    await server.pause()
                 server.serving = True
         except BaseException:
             await server.stop()
             raise
         log.info("engine_server.serving", server=server.name, pid=server.process.pid, version=server.version)
-        self._changed()
+        self._changed.set()
 
     async def _whole_stage(self, server: Server) -> None:
         """Wait for a complete stage with the lock held; `switch` can take the lock meanwhile. Raises ``DeadlineError``."""
@@ -481,7 +375,7 @@ class Fleet:
             served_since = time.monotonic()
             exit_message = await server.process.ended()
             await server.lost()
-            self._lost(server)
+            self._prefixes.forget(server)
             await server.process.stop()  # its workers, which hold memory of the GPU
             if time.monotonic() - served_since >= LIVED_S:
                 delays, deaths = backoff(1.0, 30.0), 0
@@ -505,27 +399,11 @@ class Fleet:
         log.error("engine_server.given_up", server=server.name, restarts=self._restarts, how=exit_message)
         if all(other.given_up for other in self.servers):
             program = server.program
-            self._failed(
-                f"every {program.name} server died more than {self._restarts} times in a row ({program.section}.restarts)\n"
-                f"{exit_message}"
-            )
+            self._fail(f"every {program.name} server died more than {self._restarts} times in a row\n{exit_message}")
 
-    async def _watch_load(self) -> None:
-        while True:
-            await asyncio.sleep(LOAD_POLL_S)
-            if not self._paused:
-                await asyncio.gather(*(self._observe(server) for server in self.servers if server.serving))
-                self._changed()
-
-    async def _observe(self, server: Server) -> None:
-        try:
-            load = await server.client.load()
-        except RollmillError as error:
-            log.debug("engine_server.no_load", server=server.name, error=error.message)
-            return
-        server.window.observe(
-            in_flight=server.in_flight, running=load.running, waiting=load.waiting, used_share=load.used_share
-        )
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        self._changed.set()
 
     async def _check(self, server: Server) -> None:
         try:

@@ -24,8 +24,7 @@ import structlog
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.weights.codec import ChunkChange
 from services.common.weights.snapshot import Bits, cast_bits, element_type
-from services.inference.engine.base import WeightUpdate, check_update
-from services.inference.engine.threads import SCATTERED_BYTES, run_all
+from services.inference.engine.base import SCATTERED_BYTES, WeightUpdate, check_update, run_all
 
 log = structlog.get_logger(__name__)
 

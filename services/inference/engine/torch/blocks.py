@@ -1,7 +1,7 @@
 """Computes a decoder's layers between embedding, KV cache and logits, on the model's own tensors.
 
 Query, key and value weights lie in one matrix, gate and up in another, and the Hugging Face model keeps working on views of
-them. For any size, type and device; ``native`` computes small float32 models on a CPU faster, from these tensors. The
+them. For any size, type and device; ``extras/compiled`` computes small float32 models on a CPU faster, from these tensors. The
 products of an adapter are added to those of the base: several engines of one process may compute on one base, each with its
 own adapter, and no update writes into the base.
 

@@ -7,42 +7,115 @@ Entry points: ``extend`` computes the KV of many tokens of some slots (no logits
 sequence is always left to ``decode``), ``decode`` feeds one token to each of some slots, ``score`` computes the
 log-probabilities of given tokens without the cache.
 
-Small float32 models on a CPU extend and decode in compiled code (``native``), which takes any slots, in any order.
+``extras/compiled`` has faster steps: compiled code for small models on a CPU, and CUDA graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakSet
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 import torch.nn.functional as F
 
-from services.common.config.processes import BLOCK_TOKENS, blocks_of
 from services.common.errors import ModelMismatchError
+from services.common.extras import load_extra
 from services.common.system.parking import Released
 from services.common.text.chat import named_weights
-from services.inference.engine.base import WeightUpdate
-from services.inference.engine.in_place import PreparedUpdate, prepare
+from services.common.weights.codec import ChunkChange
+from services.common.weights.snapshot import Bits, element_type
+from services.inference.engine.base import SCATTERED_BYTES, WeightUpdate, check_update, run_all
 from services.inference.engine.torch.blocks import Adapter, Blocks, Sizes
-from services.inference.engine.torch.kv import DUMP, EMPTY, Bucket, Ints, KvCache, KvShape, Reach, attend_to_trunk
-from services.inference.engine.torch.native.step import NativeStep, build_native_step
+from services.inference.engine.torch.kv import Bucket, Ints, KvCache, KvShape, Reach, attend_to_trunk
 from services.inference.engine.torch.slots import Drawn, sample_plain
 
-if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE
+# --- Changes a model's weights in place: values are prepared beforehand, in any thread, so that the pause covers only the writing.
+
+
+# numpy scatters into a tensor's memory about 1.5 times faster than torch's index_copy_ does, and copies bfloat16 twice as
+# fast as copy_; it has no bfloat16.
+_SIGNED = {2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedUpdate:
+    """Ready to be written. Writes to host memory may run in several threads; each of them names the bytes that it touches."""
+
+    version: int
+    on_host: list[tuple[Callable[[], object], int]]
+    others: list[Callable[[], object]]  # to a device, or from another type
+
+    def apply(self) -> None:
+        touched = sum(num_bytes for _, num_bytes in self.on_host)
+        run_all([write for write, _ in self.on_host], touched_bytes=touched, name="engine.write")
+        for write in self.others:
+            write()
+
+
+def prepare(update: WeightUpdate, weights: Mapping[str, torch.Tensor]) -> PreparedUpdate:
+    """``weights`` are the model's own. ``ModelMismatchError`` for a missing or unknown name or another shape."""
+    check_update(update, weights)
+    prepared = PreparedUpdate(update.version, on_host=[], others=[])
+    for name, tensor in update.whole.items():
+        values = tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor)
+        _copy(prepared, weights[name], values)
+    for name, changes in update.changes.items():
+        _change(prepared, weights[name], changes, update.dtype)
+    return prepared
+
+
+def _change(prepared: PreparedUpdate, own: torch.Tensor, changes: Sequence[ChunkChange], dtype: str) -> None:
+    flat = own.view(-1)
+    for change in changes:
+        if change.positions is None:
+            target = flat[change.start : change.start + len(change.values)]
+            _copy(prepared, target, _cast(change.values, dtype, own))
+    scattered = [(change, change.positions) for change in changes if change.positions is not None]
+    if not scattered:
+        return
+    if own.device.type != "cpu":  # which wants few calls
+        positions = np.concatenate([positions + change.start for change, positions in scattered])
+        values = _cast(np.concatenate([change.values for change, _ in scattered]), dtype, own)
+        prepared.others.append(partial(flat.index_copy_, 0, torch.from_numpy(positions).to(own.device), values))
+        return
+    # Chunk by chunk, with the decoded positions: only a cast of the values copies data.
+    signed = _SIGNED[own.element_size()]
+    shared = flat.view(signed).numpy()
+    for change, positions in scattered:
+        bits = _cast(change.values, dtype, own).view(signed).numpy()
+        write = partial(shared[change.start :].__setitem__, positions, bits)
+        prepared.on_host.append((write, SCATTERED_BYTES * len(positions)))
+
+
+def _copy(prepared: PreparedUpdate, target: torch.Tensor, values: torch.Tensor) -> None:
+    """Consecutive elements of a tensor, or the whole tensor."""
+    on_host = target.device.type == values.device.type == "cpu"
+    alike = target.dtype == values.dtype and target.is_contiguous() and values.is_contiguous()
+    signed = _SIGNED.get(target.element_size())
+    if not on_host or not alike or signed is None:
+        prepared.others.append(partial(target.copy_, values))
+        return
+    to, bits = (tensor.detach().view(-1).view(signed).numpy() for tensor in (target, values))
+    prepared.on_host.append((partial(np.copyto, to, bits), 2 * bits.nbytes))
+
+
+def _cast(bits: Bits, dtype: str, own: torch.Tensor) -> torch.Tensor:
+    """Bits of the published type as values of the model's type, on its device."""
+    published: torch.dtype = getattr(torch, dtype)
+    signed = np.ascontiguousarray(bits).view(f"i{element_type(dtype).size_bytes}")
+    if not signed.flags.writeable:
+        signed = signed.copy()  # a view of received bytes: torch wants memory that may be written
+    return torch.from_numpy(signed).view(published).to(device=own.device, dtype=own.dtype)
+
+
+log = structlog.get_logger(__name__)
 
 Stepping = Literal["eager", "graph", "compiled"]
-Replay = Callable[[], torch.Tensor]
-Capture = Callable[[Replay], Replay]
-
-ROW_STEP = 8  # rows are rounded up to a power of two up to this, then to its multiples
-LEAST_WIDTH = 256  # positions that attention reads are rounded up to this times a power of two
-DUMP_PLACE = DUMP * BLOCK_TOKENS
-WARM_UPS = 2  # calls before a capture, in which libraries allocate their workspaces
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 BLOCK_ROWS = 8  # rows that a bucket starts from
@@ -50,6 +123,25 @@ CALL_COST = 1024  # row-positions of attention that one more attention call is w
 WIDTH_STEP = 16  # bucket widths are rounded up to this, so that allocations repeat
 SCORED_AT_ONCE = 512  # positions whose logits exist at once while a sequence is scored
 _STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class FastStep(Protocol):
+    """Another way through ``Decoder.decode``, with the same cache; takes any slots, in any order."""
+
+    extends_up_to: int
+    """The end of the sequences that ``extend`` computes faster than ``Decoder.extend``; 0 without ``extend``."""
+
+    def decode(self, slots: Ints, tokens: Ints, positions: Ints) -> torch.Tensor: ...
+    def draw(self, logits: torch.Tensor, uniform: npt.NDArray[np.float64]) -> Drawn: ...
+    def extend(self, slots: Ints, tokens: Ints, positions: Ints) -> None: ...
+
+    def refresh(self) -> None:
+        """The weights have changed in place."""
+        ...
+
+    def forget(self) -> None:
+        """The memory of weights and cache is given back; they will have other addresses."""
+        ...
 
 
 class Decoder:
@@ -65,17 +157,16 @@ class Decoder:
         adapter: Adapter | None = None,
         kv_bytes: int | None = None,
         stepping: Stepping = "eager",
-        capture: Capture | None = None,
     ) -> None:
         """With ``adapter`` only its tensors change, and several decoders may share the model. The KV cache takes at most
-        ``kv_bytes``; without this limit, as many as all slots can fill. ``stepping`` beside ``eager`` is for a GPU; ``capture``
-        is for tests (see ``StaticStep``).
+        ``kv_bytes``; without this limit, as many as all slots can fill. ``stepping`` beside ``eager`` is for a GPU.
 
         Raises:
             ModelMismatchError: the model is none that this forward pass computes.
             ConfigError: ``kv_bytes`` holds no sequence of the context's length.
         """
         check_supported(model)
+        self.model = model
         config = model.config
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.heads: int = config.num_attention_heads
@@ -87,16 +178,16 @@ class Decoder:
         own = None if adapter is None else adapter.to(self.device, dtype)
         with torch.no_grad():
             sizes = Sizes(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, eps=config.rms_norm_eps)
-            self._blocks = Blocks(model, sizes, context_length, own, compiled=stepping == "compiled")
-            self._embedding = model.get_input_embeddings().weight.data
+            self.blocks = Blocks(model, sizes, context_length, own, compiled=stepping == "compiled")
+            self.embedding = model.get_input_embeddings().weight.data
         changing = named_weights(model) if own is None else own.tensors
         self.weights = {name: tensor.data for name, tensor in changing.items()}
         self._owns_weights = own is None
         self._released: Released | None = None
-        self.dtype = self._embedding.dtype
+        self.dtype = self.embedding.dtype
         self.context_length = context_length
         shape = KvShape(
-            num_layers=self._blocks.num_layers,
+            num_layers=self.blocks.num_layers,
             num_slots=num_slots,
             kv_heads=self.kv_heads,
             context_length=context_length,
@@ -105,20 +196,13 @@ class Decoder:
             device=self.device,
         )
         self.cache = KvCache(shape, kv_bytes)
-        with torch.no_grad():
-            self._native: NativeStep | None = None
-            if stepping == "eager":
-                self._native = build_native_step(model, self._blocks, self._embedding, self.cache, num_slots)
-        self._static: StaticStep | None = None
-        if stepping != "eager":
-            capture = capture or CudaCapture()
-            self._static = StaticStep(self, num_slots, capture)
+        self._fast = fast_step(self, num_slots, stepping)
         self._position_index = torch.arange(context_length, device=self.device)
 
     def release(self) -> None:
         """Free the memory of cache and weights, whose contents are lost. The base of an adapter stays: others may compute on it."""
-        if self._static is not None:
-            self._static.forget()
+        if self._fast is not None:
+            self._fast.forget()
         weights = self.weights.values() if self._owns_weights else ()
         self._released = Released([*weights, self.cache.kv])
 
@@ -137,29 +221,26 @@ class Decoder:
     def load(self, prepared: PreparedUpdate) -> None:
         """Write an update into the existing tensors; ``prepare`` has validated the update."""
         prepared.apply()
-        self._blocks.refresh()
-        if self._native is not None:
-            self._native.refresh()
+        self.blocks.refresh()
+        if self._fast is not None:
+            self._fast.refresh()
 
     @property
-    def extends_each(self) -> bool:
-        """Whether ``extend_each`` is there."""
-        return self._native is not None
+    def extends_up_to(self) -> int:
+        """The end of the sequences that ``extend_each`` computes; 0 where there is none."""
+        return 0 if self._fast is None else self._fast.extends_up_to
 
     def arranged(self, slots: Ints, lengths: Ints) -> Ints:
         """The slots in the order in which ``decode`` takes the least time; any order gives the same logits."""
-        eager = self._native is None and self._static is None
-        return self.cache.arranged(slots, lengths) if eager else slots
+        return self.cache.arranged(slots, lengths) if self._fast is None else slots
 
     def decode(self, slots: Ints, tokens: Ints, positions: Ints) -> torch.Tensor:
         """Feed ``tokens`` at ``positions`` to ``slots`` (all [num_rows]); logits [num_rows, vocabulary].
 
         Position p of a slot attends to its positions 0…p. The logits are valid until the next call.
         """
-        if self._native is not None:
-            return self._native.decode(slots, tokens, positions)
-        if self._static is not None:
-            return self._static.decode(slots, tokens, positions)
+        if self._fast is not None:
+            return self._fast.decode(slots, tokens, positions)
         places = self.cache.places(slots, positions)
         buckets = self.cache.split(slots, bucket_bounds(positions + 1))
         reaches = [self.cache.reach(slots[b.start : b.stop], b.width, may_share=True) for b in buckets]
@@ -168,7 +249,7 @@ class Decoder:
 
     def draw(self, logits: torch.Tensor, uniform: npt.NDArray[np.float64]) -> Drawn:
         """``sample_plain`` for the logits of the last ``decode``, which are overwritten."""
-        return sample_plain(logits, uniform) if self._native is None else self._native.draw(logits, uniform)
+        return sample_plain(logits, uniform) if self._fast is None else self._fast.draw(logits, uniform)
 
     def step(
         self,
@@ -180,13 +261,13 @@ class Decoder:
     ) -> torch.Tensor:
         """The operations of ``decode`` on the device alone: no value comes back to the host, so a graph can hold them."""
         heads, kv_heads, head_dim = self.heads, self.kv_heads, self.head_dim
-        blocks = self._blocks
+        blocks = self.blocks
         rotation = blocks.rotation(positions)
         masks = [
             mask if reach.trunk is None else mask[..., reach.trunk_width :]
             for mask, reach in zip((self._decode_mask(positions, b) for b in buckets), reaches, strict=True)
         ]
-        x = F.embedding(tokens, self._embedding)  # [num_rows, hidden]
+        x = F.embedding(tokens, self.embedding)  # [num_rows, hidden]
         for index in range(blocks.num_layers):
             qkv = blocks.project(index, x, rotation)
             self.cache.write(index, places, qkv[:, heads:])
@@ -204,12 +285,12 @@ class Decoder:
         return blocks.logits(x)
 
     def extend_each(self, slots: Ints, tokens: Ints, positions: Ints) -> None:
-        """Compute the KV of ``tokens`` at ``positions`` of ``slots`` (all [num_tokens]); needs ``extends_each``.
+        """Compute the KV of ``tokens`` at ``positions`` below ``extends_up_to`` of ``slots`` (all [num_tokens]).
 
         The positions of one slot come in order.
         """
-        assert self._native is not None
-        self._native.extend(slots, tokens, positions)
+        assert self._fast is not None
+        self._fast.extend(slots, tokens, positions)
 
     def extend(self, slots: Ints, tokens: torch.Tensor, starts: Ints, *, fresh: bool) -> None:
         """Compute the KV of ``tokens`` [rows, width] at positions ``starts`` [rows] onward of ``slots`` [rows].
@@ -221,13 +302,13 @@ class Decoder:
         heads, head_dim = self.heads, self.head_dim
         at = np.minimum(starts[:, None] + np.arange(width), self.context_length - 1)  # [rows, width]
         positions = torch.from_numpy(at).to(self.device)
-        blocks = self._blocks
+        blocks = self.blocks
         places = self.cache.places(slots.repeat(width), at.reshape(-1))
         rotation = blocks.rotation(positions.reshape(-1))
         longest = 0 if fresh else int(at[:, -1].max()) + 1
         mask = None if fresh else (self._position_index[:longest] <= positions[:, :, None])[:, None]
         reach = self.cache.reach(slots, longest)
-        x = F.embedding(tokens.reshape(-1), self._embedding)  # [rows * width, hidden]
+        x = F.embedding(tokens.reshape(-1), self.embedding)  # [rows * width, hidden]
         for index in range(blocks.num_layers):
             qkv = blocks.project(index, x, rotation)
             self.cache.write(index, places, qkv[:, heads:])
@@ -251,9 +332,9 @@ class Decoder:
         """
         num_tokens = len(tokens)
         heads, head_dim = self.heads, self.head_dim
-        blocks = self._blocks
+        blocks = self.blocks
         rotation = blocks.rotation(torch.arange(num_tokens, device=self.device))
-        x = F.embedding(tokens, self._embedding)  # [num_tokens, hidden]
+        x = F.embedding(tokens, self.embedding)  # [num_tokens, hidden]
         for index in range(blocks.num_layers):
             qkv = blocks.project(index, x, rotation).transpose(0, 1)[None]
             query, key, value = qkv.split((heads, self.kv_heads, self.kv_heads), dim=1)
@@ -275,109 +356,18 @@ class Decoder:
         return mask[:, None, None, :]
 
 
-class CudaCapture:
-    """Captures steps as CUDA graphs that share one memory pool: one graph runs at a time."""
-
-    def __init__(self) -> None:
-        self._pool: _POOL_HANDLE | None = None
-        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
-
-    def __call__(self, step: Replay) -> Replay:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                step()  # writes the same keys and values to the same places each time
-        torch.cuda.current_stream().wait_stream(side)
-        if not self._graphs:  # a pool ends with its last graph, and torch refuses a capture into it
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        self._graphs.add(graph)
-        # Other threads prepare weight updates on the device meanwhile, which the default mode would forbid.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = step()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return logits
-
-        return replay
-
-
-class StaticStep:
-    """``Decoder.decode`` over static buffers, so that a CUDA graph of each shape is captured once and replayed afterwards.
-
-    A step is hundreds of kernels. At few rows their submission from Python takes longer than they run; a graph submits all
-    at once. A replay reads and writes the memory of its capture, so the inputs are copied into buffers that stay, and shapes
-    are rounded up to few: rows that pad read EMPTY and write to DUMP (``kv``). Weights and the pool of blocks stay in place
-    over updates, so graphs stay valid.
-
-    A capture is given as a function, and tests on a CPU pass one that calls the step: buffers, shapes and arguments are the
-    same.
-    """
-
-    def __init__(self, decoder: Decoder, num_slots: int, capture: Capture) -> None:
-        self._cache = decoder.cache
-        self._decoder = decoder
-        self._capture = capture
-        self._num_slots = num_slots
-        device = decoder.device
-        self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._places = torch.full((num_slots,), DUMP_PLACE, device=device)
-        self._table = torch.full((num_slots, blocks_of(decoder.context_length)), EMPTY, device=device)
-        self._replays: dict[tuple[int, int], Replay] = {}
-
-    def decode(self, slots: Ints, tokens: Ints, positions: Ints) -> torch.Tensor:
-        """Logits [num_rows, vocabulary], valid until the next call."""
-        num_rows = len(tokens)
-        rows = padded_rows(num_rows, self._num_slots)
-        width = padded_width(int(positions.max()) + 1, self._decoder.context_length)
-        self._fill(slots, tokens, positions, rows, blocks_of(width))
-        key = rows, width
-        if key not in self._replays:
-            self._replays[key] = self._capture(self._bound(rows, width))
-        return self._replays[key]()[:num_rows]
-
-    def forget(self) -> None:
-        """Drop all captured steps and their memory: what they name will have other addresses."""
-        self._replays.clear()
-
-    def _fill(self, slots: Ints, tokens: Ints, positions: Ints, rows: int, num_blocks: int) -> None:
-        num_rows = len(tokens)
-        inputs = np.zeros((2, rows), dtype=np.int64)
-        inputs[:, :num_rows] = tokens, positions
-        table = np.full((rows, num_blocks), EMPTY, dtype=np.int64)
-        table[:num_rows] = self._cache.table[slots, :num_blocks]
-        fed = torch.from_numpy(inputs).to(self._decoder.device)
-        self._tokens[:rows].copy_(fed[0])
-        self._positions[:rows].copy_(fed[1])
-        self._places[:num_rows].copy_(self._cache.places(slots, positions))
-        self._places[num_rows:rows].fill_(DUMP_PLACE)
-        self._table[:rows, :num_blocks].copy_(torch.from_numpy(table))
-
-    def _bound(self, rows: int, width: int) -> Replay:
-        """The step over the leading parts of the buffers."""
-        tokens, positions, places = self._tokens[:rows], self._positions[:rows], self._places[:rows]
-        reach = Reach(self._table[:rows, : blocks_of(width)], width)
-        return lambda: self._decoder.step(tokens, positions, places, [Bucket(0, rows, width)], [reach])
-
-
-def padded_rows(num_rows: int, most: int) -> int:
-    """
-    >>> [padded_rows(n, 20) for n in (1, 3, 8, 9, 17)]
-    [1, 4, 8, 16, 20]
-    """
-    rows = 1 << (num_rows - 1).bit_length() if num_rows <= ROW_STEP else -(-num_rows // ROW_STEP) * ROW_STEP
-    return min(rows, most)
-
-
-def padded_width(width: int, most: int) -> int:
-    """
-    >>> [padded_width(n, 1000) for n in (1, 256, 257, 600)]
-    [256, 256, 512, 1000]
-    """
-    return min(most, LEAST_WIDTH << max(0, -(-width // LEAST_WIDTH) - 1).bit_length())
+def fast_step(decoder: Decoder, num_slots: int, stepping: Stepping) -> FastStep | None:
+    """The step of ``extras/compiled`` that suits the decoder; None where there is none, and torch computes alone."""
+    name = "torch_native" if stepping == "eager" else "torch_graphs"
+    try:
+        build = load_extra("engines", name)
+    except KeyError:
+        if stepping != "eager":
+            log.warning("engine.eager", asked=stepping, reason="CUDA graphs are in extras/compiled, which is not here")
+        return None
+    with torch.no_grad():
+        step: FastStep | None = build(decoder, num_slots)
+    return step
 
 
 def bucket_bounds(widths: Ints) -> list[Bucket]:

@@ -3,7 +3,7 @@
 This file connects asyncio and the engine thread. All access to the model is in that thread, between two decoding steps: an
 asynchronous call puts a command into the inbox and waits for its answer.
 
-    event loop:     generate / abort / pause / update ...  -- command -->  inbox
+    event loop:     generate / score / update ...  -- command -->  inbox
     engine thread:  run commands  ->  one ``Core.step``  ->  deliver finished requests  ->  again; sleeps when idle
 
 A crash of the thread fails all waiting calls with ``InfrastructureError`` and turns ``health().ok`` off; the
@@ -37,15 +37,13 @@ from services.inference.engine.base import (
     Generation,
     GenerationRequest,
     KvPolicy,
-    KvUse,
     ScoreRequest,
     WeightUpdate,
     check_request,
     check_score_request,
 )
-from services.inference.engine.in_place import PreparedUpdate
 from services.inference.engine.torch.blocks import Adapter
-from services.inference.engine.torch.decoder import Decoder, Stepping
+from services.inference.engine.torch.decoder import Decoder, PreparedUpdate, Stepping
 from services.inference.engine.torch.keeper import MAX_PASS_TOKENS, Counters, KvKeeper
 from services.inference.engine.torch.slots import Gathering, SlotTable, sample, worth_sharing
 
@@ -88,7 +86,7 @@ class Core:
         self.table = table
         self.version = version
         self.counters = Counters()
-        self._kv = KvKeeper(decoder, table, self.counters)
+        self.kv = KvKeeper(decoder, table, self.counters)
         self._kv_policy = kv_policy
         self._on_tokens = on_tokens
         self._waiting: deque[Entry] = deque()
@@ -108,10 +106,6 @@ class Core:
         """Requests without a place in the decoding steps: not yet joined, or parked."""
         return len(self._waiting) + self.table.num_parked
 
-    @property
-    def kv_use(self) -> KvUse:
-        return self._kv.use
-
     def holds_s(self) -> float:
         """Seconds that the next step waits for requests that may join; 0 when the step is due."""
         if self._alone:
@@ -128,18 +122,10 @@ class Core:
             self._watched[request_id] = entry
         self._waiting.append(entry)
 
-    def abort(self, request_id: str) -> None:
-        entry = self._by_id.get(request_id)
-        if entry is not None:
-            self._finish(entry, FinishReason.ABORTED)
-
     def withdraw(self, entry: Entry) -> None:
-        """Abort exactly this entry; another one may have its id by now."""
+        """End a request without an answer; another one may have its id by now."""
         if self._by_id.get(entry.request.request_id) is entry:
-            self._finish(entry, FinishReason.ABORTED)
-
-    def flush(self) -> None:
-        self._kv.forget()
+            self._release(entry)
 
     def announce(self, version: int) -> None:
         """Name the version under which the next step computes; its weights come before that step."""
@@ -154,12 +140,12 @@ class Core:
         self.decoder.load(prepared)
         version = self.version = prepared.version
         table = self.table
-        self._kv.forget()
+        self.kv.forget()
         live = np.flatnonzero(table.live)
         if recompute or self._kv_policy is KvPolicy.RECOMPUTE:
-            self._kv.invalidate(live)
+            self.kv.invalidate(live)
             table.mixed[live] = False
-            self._kv.compute(live.tolist())
+            self.kv.compute(live.tolist())
         else:
             table.mixed[live] = table.cached[live] > 0
         for slot in live.tolist():
@@ -183,7 +169,7 @@ class Core:
         began = time.monotonic()
         if self._gathering.joins(self.num_waiting, table.num_live, table.num_free + table.num_parked):
             self._admit()
-        self._kv.grow()
+        self.kv.grow()
         slots = np.flatnonzero(table.live)
         if not len(slots):
             return
@@ -220,8 +206,8 @@ class Core:
     def _admit(self) -> None:
         table = self.table
         if self._alone:
-            self._kv.forget()  # a prefix that an earlier request left was rounded in other shapes
-        revived = self._kv.revive()
+            self.kv.forget()  # a prefix that an earlier request left was rounded in other shapes
+        revived = self.kv.revive()
         for slot in revived:
             self._mark(slot)
         batch = [] if table.num_parked else self._next_batch()
@@ -248,19 +234,19 @@ class Core:
             free = table.free_slot()
             assert free is not None
             self._place(entry, free, prompt, source, shared if worth_sharing(shared, len(prompt) - 1) else 0)
-        self._kv.compute([*revived, *(entry.slot for entry in batch)])
+        self.kv.compute([*revived, *(entry.slot for entry in batch)])
 
     def _next_batch(self) -> list[Entry]:
         """Waiting requests that have slots and memory, in their order."""
         batch: list[Entry] = []
         num_tokens = 0
-        num_free, room = self.table.num_free, self._kv.room()
+        num_free, room = self.table.num_free, self.kv.room()
         seen: set[tuple[int, ...]] = set()
         while self._waiting and len(batch) < num_free and num_tokens < ADMIT_TOKENS:
             ids = self._waiting[0].request.prompt_ids
             if room is not None:
                 # Of equal prompts one is held: the others need the block they write into, and the next one.
-                price = 2 if ids in seen else self._kv.price(np.asarray(ids, dtype=np.int32))
+                price = 2 if ids in seen else self.kv.price(np.asarray(ids, dtype=np.int32))
                 if price > room and (batch or self.table.num_live):
                     break
                 room -= price + 1
@@ -272,7 +258,7 @@ class Core:
     def _place(self, entry: Entry, slot: int, prompt: Any, source: int, cached: int) -> None:
         request = entry.request
         seed = secrets.randbits(64) if request.seed is None else request.seed
-        self._kv.attach(slot, source, cached)
+        self.kv.attach(slot, source, cached)
         self.table.occupy(
             slot,
             prompt,
@@ -300,7 +286,7 @@ class Core:
         """Fail one row with a log-probability that is not finite."""
         entry = self._rows[slot]
         assert entry is not None
-        self._kv.clear(slot)
+        self.kv.clear(slot)
         self._release(entry)
         log.error("engine.not_finite", request=entry.request.request_id, version=self.version)
         entry.done(InfrastructureError(f"logits are not finite under weight version {self.version}"))
@@ -318,11 +304,9 @@ class Core:
         else:
             self._rows[entry.slot] = None
             self.table.release(entry.slot)
-            self._kv.released(entry.slot)
+            self.kv.released(entry.slot)
 
     def _segments(self, entry: Entry) -> tuple[Segment, ...]:
-        if entry.slot < 0:
-            return ()
         slot, table = entry.slot, self.table
         ends = [start for start, _, _ in entry.marks[1:]] + [int(table.length[slot])]
         first = entry.marks[0][0]
@@ -350,7 +334,7 @@ class TorchEngine:
 
     ``on_tokens`` is called in the engine thread once per decoding step with the number of tokens and the time. ``alone``, with
     one slot: the same request gets the same bits, independent of other requests (see ``Core``). ``kv_bytes`` bounds the KV
-    cache; ``stepping`` beside ``eager`` needs CUDA (see ``StaticStep``).
+    cache; ``stepping`` beside ``eager`` needs CUDA (``extras/compiled``).
     """
 
     takes_forced_tokens: ClassVar[bool] = False
@@ -384,9 +368,10 @@ class TorchEngine:
         self._context_length = context_length
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._waiters: set[_Waiter] = set()
-        self._finished: list[tuple[_Waiter, Any]] = []  # of the current turn of the thread, delivered together
-        self._paused = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # of all callers
+        self._waiters: set[asyncio.Future[Any]] = set()
+        # Of the current turn of the thread, delivered together.
+        self._finished: list[tuple[asyncio.Future[Any], Any]] = []
         self._released = False  # no memory: only commands that compute nothing
         self._held: list[Callable[[], None]] = []  # commands that wait for the memory
         self._stopping = False
@@ -397,6 +382,7 @@ class TorchEngine:
 
     async def start(self) -> None:
         self._failure = None
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -406,15 +392,17 @@ class TorchEngine:
             vocab_size=self._core.decoder.vocab_size,
             forced=self.takes_forced_tokens,
         )
-        waiter = _Waiter()
+        waiter: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         entry = Entry(request=request, done=lambda outcome: self._finished.append((waiter, outcome)))
         self._post(lambda: self._core.submit(entry), waiter)
         try:
             # Bounded by the request's token budget; a caller with a time limit cancels this task.
-            result: Generation = await waiter.future
-            return result
+            return await waiter
         except asyncio.CancelledError:
-            self._post_quietly(lambda: self._core.withdraw(entry))
+            with self._changed:
+                self._waiters.discard(waiter)
+                self._inbox.append(lambda: self._core.withdraw(entry))
+                self._changed.notify()
             raise
 
     async def score(self, request: ScoreRequest) -> Logprobs:
@@ -424,15 +412,6 @@ class TorchEngine:
         assert not isinstance(found, RollmillError)  # such an answer is raised
         return found
 
-    async def abort(self, request_id: str) -> None:
-        await self._call("abort", lambda: self._core.abort(request_id))
-
-    async def pause(self) -> None:
-        await self._call("pause", lambda: self._set_paused(True))
-
-    async def resume(self) -> None:
-        await self._call("resume", lambda: self._set_paused(False))
-
     async def update(self, update: WeightUpdate) -> float:
         if self._released:  # the weights come with the memory
             await self._call("update", lambda: self._core.announce(update.version))
@@ -440,9 +419,6 @@ class TorchEngine:
         # In another thread: casting and moving need not stop decoding.
         prepared = await asyncio.to_thread(self._core.decoder.prepare, update)
         return await self._call("update", lambda: self._core.update(prepared))
-
-    async def flush(self) -> None:
-        await self._call("flush", self._core.flush)
 
     async def release(self) -> None:
         await self._call("release", self._release)
@@ -462,12 +438,11 @@ class TorchEngine:
         running = self._core.table.num_live
         return EngineHealth(
             ok=self._failure is None,
-            detail=self._failure or ("paused" if self._paused else "running"),
+            detail=self._failure or ("released" if self._released else "running"),
             running=running,
             waiting=self._core.num_waiting,
-            free_slots=self._core.table.num_free,
             generated_tokens=self._core.counters.generated,
-            kv=self._core.kv_use,
+            kv=self._core.kv.use,
         )
 
     async def stop(self) -> None:
@@ -487,29 +462,23 @@ class TorchEngine:
 
         A caller that is gone may have changed the arrays of its update.
         """
-        waiter = _Waiter()
+        waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
             if computes and self._released:
                 self._held.append(run)
             else:
-                self._finished.append((waiter, None if waiter.future.cancelled() else command()))
+                self._finished.append((waiter, None if waiter.cancelled() else command()))
 
         self._post(run, waiter)
         async with deadline(CONTROL_TIMEOUT_S if bounded else None, f"engine {name}"):
-            result: T = await waiter.future
-        return result
+            return await waiter
 
-    def _post(self, command: Callable[[], None], waiter: _Waiter) -> None:
+    def _post(self, command: Callable[[], None], waiter: asyncio.Future[Any]) -> None:
         with self._changed:
             if self._failure is not None or self._stopping:
                 raise InfrastructureError(f"engine: {self._failure or 'the engine is stopping'}")
             self._waiters.add(waiter)
-            self._inbox.append(command)
-            self._changed.notify()
-
-    def _post_quietly(self, command: Callable[[], None]) -> None:
-        with self._changed:
             self._inbox.append(command)
             self._changed.notify()
 
@@ -551,7 +520,7 @@ class TorchEngine:
 
     @property
     def _decodes(self) -> bool:
-        return self._core.has_work and not self._paused and not self._released
+        return self._core.has_work and not self._released
 
     def _hold(self, seconds: float) -> None:
         """Wait for the next command, at most so long."""
@@ -592,20 +561,13 @@ class TorchEngine:
             command()
         return None
 
-    def _set_paused(self, paused: bool) -> None:
-        self._paused = paused
-
     def _deliver(self) -> None:
-        """Hand over outcomes, one wake-up per event loop."""
+        """Hand over outcomes, with one wake-up of the event loop."""
         finished, self._finished = self._finished, []
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Waiter, Any]]] = {}
-        for waiter, outcome in finished:
-            by_loop.setdefault(waiter.loop, []).append((waiter, outcome))
         with self._changed:
             self._waiters.difference_update(waiter for waiter, _ in finished)
-        for loop, outcomes in by_loop.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_settle, outcomes)
+        if finished and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_settle, finished)
 
 
 class ReplayEngine(TorchEngine):
@@ -622,19 +584,11 @@ class ReplayEngine(TorchEngine):
     takes_forced_tokens: ClassVar[bool] = True
 
 
-class _Waiter:
-    """A future together with its event loop."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self.loop.create_future()
-
-
-def _settle(outcomes: list[tuple[_Waiter, Any]]) -> None:
+def _settle(outcomes: list[tuple[asyncio.Future[Any], Any]]) -> None:
     for waiter, outcome in outcomes:
-        if waiter.future.done():
+        if waiter.done():
             continue  # cancelled meanwhile
         if isinstance(outcome, RollmillError):
-            waiter.future.set_exception(outcome)
+            waiter.set_exception(outcome)
         else:
-            waiter.future.set_result(outcome)
+            waiter.set_result(outcome)

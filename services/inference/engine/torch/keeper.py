@@ -25,9 +25,6 @@ from services.inference.engine.torch.decoder import Decoder
 from services.inference.engine.torch.kv import EMPTY, Ints
 from services.inference.engine.torch.slots import MIN_SHARED_HALF, SlotTable, worth_sharing
 
-# Positions up to which compiled code extends a sequence faster than torch, whose attention takes many queries at once.
-# Measured on one core.
-LONGEST_EACH = 512
 MAX_PASS_TOKENS = 4096  # padded tokens in one forward pass: bounds memory, and the time that decoding waits
 MAX_PADDING = 1.25  # padded tokens over real ones in one forward pass
 PASS_COST = 48  # tokens that one more pass is worth, measured on one core
@@ -118,6 +115,8 @@ class KvKeeper:
 
         Rows for which there is no room are parked.
         """
+        if not slots:
+            return
         table = self._table
         slots = list(slots)
         plan = self._plan(slots)
@@ -148,7 +147,7 @@ class KvKeeper:
 
     def forget(self) -> None:
         """Drop the caches of all slots without a request."""
-        self._table.forget()
+        self._table.cached[~self._table.live] = 0
         for slot in (~self._table.live).nonzero()[0].tolist():
             self._cache.cut(slot, 0)
 
@@ -224,7 +223,7 @@ class KvKeeper:
         if not spans:
             return
         self._cache.own(*np.asarray([(span.slot, span.start, span.stop) for span in spans], dtype=np.int64).T)
-        longest = LONGEST_EACH if decoder.extends_each else 0
+        longest = decoder.extends_up_to
         if each := [span for span in spans if span.stop <= longest]:
             decoder.extend_each(
                 np.concatenate([np.full(span.num_tokens, span.slot) for span in each]),

@@ -320,10 +320,6 @@ class SlotTable:
         self.parked[slot] = True
         self.cached[slot] = 0
 
-    def forget(self) -> None:
-        """Drop the caches of all free slots."""
-        self.cached[~self.live] = 0
-
     # -- a decoding step over some slots ---------------------------------------------------------------------
 
     def last_tokens(self, slots: Ints) -> tuple[Ints, Ints]:

@@ -30,7 +30,6 @@ def build(
     directory: Path,
     *arguments: str,
     number: int = 1,
-    slots: int = 8,
     kv_policy: KvPolicy = KvPolicy.RECOMPUTE,
     ready_timeout_s: float = WAIT_S,
     **settings: Any,
@@ -42,7 +41,7 @@ def build(
             name=f"sglang-fake-{index}", argv=(sys.executable, str(FAKE), *arguments), program=sglang_program(["cpu"])
         )
         process = ServerProcess(command, directory / "logs" / f"{command.name}.log", ready_timeout_s)
-        servers.append(Server(index, process, kv_policy, slots))
+        servers.append(Server(process, kv_policy))
     return ServedEngine(
         servers, stage, DiskTransfer(stage), context_length=CONTEXT, vocab_size=1000, kv_policy=kv_policy, **settings
     )

@@ -27,7 +27,6 @@ class Fake:
     def __init__(self, version: str, token_s: float, key: str) -> None:
         self.key = key
         self.version = version  # of the scheduler: the version of the tokens
-        self.told_version = version  # the version that the server reports
         self.token_s = token_s
         self.running = asyncio.Event()
         self.running.set()
@@ -40,13 +39,12 @@ class Fake:
         made.router.add_post("/misbehave", self.misbehave)
         made.router.add_get("/seen", self.tell)
         made.router.add_post("/generate", self.generate)
-        for route in ("/ready", "/server_info", "/model_info", "/v1/loads", "/health_generate"):
+        for route in ("/ready", "/server_info", "/health_generate"):
             made.router.add_get(route, self.answer)
         for route in (
             "/abort_request",
             "/pause_generation",
             "/continue_generation",
-            "/flush_cache",
             "/update_weights_from_disk",
         ):
             made.router.add_post(route, self.answer)
@@ -78,8 +76,6 @@ class Fake:
             os._exit(3)
         if route == "/update_weights_from_disk" and fault.get("applied", not fault):
             self.version = body["weight_version"]
-            if fault.get("told", True):
-                self.told_version = self.version
         if fault.get("status"):
             return web.json_response({"success": False, "message": fault.get("message", "")}, status=fault["status"])
         if route == "/pause_generation":
@@ -88,10 +84,6 @@ class Fake:
             self.running.set()
         elif route == "/abort_request":
             self.aborted.add(body["rid"])
-        elif route == "/model_info":
-            return web.json_response({"weight_version": self.told_version})
-        elif route == "/v1/loads":
-            return web.json_response({"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 0, "token_usage": 0.1}]})
         return web.json_response({"success": True})
 
     def fault(self, route: str) -> dict[str, Any]:
@@ -129,7 +121,7 @@ class Fake:
                 finish = {"type": "length"}
             meta: dict[str, Any] = {
                 "finish_reason": finish,
-                "weight_version": self.told_version,
+                "weight_version": self.version,
                 "output_token_logprobs": [[None if number == fault.get("nan_at") else LOGPROB, token, None]],
             }
             if body.get("return_sampling_mask") and not fault.get("no_mask"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,21 +41,6 @@ def test_a_digest_names_its_algorithm_and_has_the_length_of_its_dummy(algorithm:
 def test_known_digests_do_not_change() -> None:
     assert tensor_digest(b"") == "xxh3-128:99aa06d3014798d86001c324468d497f"
     assert tensor_digest(b"", "blake3") == "blake3:af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
-
-
-@algorithms
-def test_arrays_of_any_shape_and_type_digest_as_their_bytes(algorithm: DigestAlgorithm) -> None:
-    array = np.arange(6, dtype=np.uint16)
-    expected = tensor_digest(array.tobytes(), algorithm)
-    assert tensor_digest(array, algorithm) == expected
-    assert tensor_digest(array.reshape(2, 3), algorithm) == expected
-    assert tensor_digest(memoryview(array.tobytes()), algorithm) == expected
-    assert tensor_digest(np.empty(0, np.uint16), algorithm) == tensor_digest(b"", algorithm)
-
-
-def test_several_threads_give_the_same_digest() -> None:
-    data = np.random.default_rng(0).bytes(1 << 20)
-    assert tensor_digest(data, "blake3", num_threads=4) == tensor_digest(data, "blake3")
 
 
 @given(st.lists(st.binary(max_size=50), max_size=5), st.sampled_from(ALGORITHMS))

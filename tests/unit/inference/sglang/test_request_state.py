@@ -45,13 +45,6 @@ def test_the_context_bounds_the_budget() -> None:
     assert it.next_call(16).max_new_tokens == 2
 
 
-def test_legs_of_one_version_are_one_segment() -> None:
-    it = state(max_new_tokens=50)
-    it.take(output(4), spans((3, 0, 1)), mixed_from=None)
-    it.take(output(5), spans((3, 0, 1)), mixed_from=None)
-    assert [(s.weight_version, s.num_tokens) for s in it.generation(FinishReason.ABORTED).segments] == [(3, 2)]
-
-
 def test_a_leg_cut_short_keeps_the_spans_of_what_is_left() -> None:
     it, cut = state(max_new_tokens=50), output(4, 5, 6, 7)
     cut.cut = 3
@@ -64,7 +57,7 @@ def test_spans_on_an_older_cache_are_marked() -> None:
     it = state(max_new_tokens=50)
     it.take(output(4, 5), spans((0, 0, 1), (1, 1, 2)), mixed_from=1)
     it.take(output(6), spans((1, 0, 1)), mixed_from=0)
-    marks = [(s.weight_version, s.num_tokens, s.mixed_cache) for s in it.generation(FinishReason.ABORTED).segments]
+    marks = [(s.weight_version, s.num_tokens, s.mixed_cache) for s in it.generation(FinishReason.LENGTH).segments]
     assert marks == [(0, 1, False), (1, 2, True)]
 
 
@@ -90,17 +83,3 @@ def test_a_request_has_ended_with_its_stop_token_whatever_the_server_said() -> N
     it = state(max_new_tokens=50)
     it.take(output(4, 9), spans((0, 0, 2)), mixed_from=None)
     assert it.ended() is FinishReason.STOP
-
-
-def test_no_id_of_a_leg_begins_with_another() -> None:
-    it = state(max_new_tokens=50)
-    rids = {it.next_call(1).rid for _ in range(50)}
-    assert len(rids) == 50 and len({len(rid) for rid in rids}) == 1
-
-
-def test_a_watched_request_comes_token_by_token() -> None:
-    request = GenerationRequest(
-        request_id="r", prompt_ids=(1,), sampling=Sampling(), stop_token_ids=(), watch=lambda token: False
-    )
-    assert RequestState(request, 10).next_call(16).chunk_tokens == 1
-    assert state().next_call(16).chunk_tokens == 16

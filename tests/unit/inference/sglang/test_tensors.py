@@ -15,7 +15,6 @@ from torch.multiprocessing import reductions
 from services.inference.engine import sglang_tensors as tensors
 from services.inference.engine.base import WeightUpdate
 from services.inference.engine.served.client import Refused
-from services.inference.engine.served.process import seen_device
 from services.inference.engine.served.stage import Stage, StagedTensor
 from services.inference.engine.sglang_tensors import DEVICE_PLACE, handles, on_device, placed
 
@@ -46,12 +45,6 @@ def test_the_device_of_a_handle_is_the_rank_of_its_reader() -> None:
     assert rebuild is reductions.rebuild_cuda_tensor
     assert [place for place, value in enumerate(moved) if value != arguments[place]] == [DEVICE_PLACE]
     assert moved[DEVICE_PLACE] == 99 and len(moved) == len(parameters)
-
-
-def test_a_gpu_is_counted_among_those_that_this_process_sees() -> None:
-    assert seen_device("5", {"CUDA_VISIBLE_DEVICES": "4,5"}) == "cuda:1"
-    assert seen_device("5", {}) == "cuda:5"
-    assert seen_device(1, {"CUDA_VISIBLE_DEVICES": "4,5"}) == "cuda:1"
 
 
 class Client:

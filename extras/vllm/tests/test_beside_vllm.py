@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.inference.engine.vllm_server import guard
+from extras.vllm.server import guard
 
 FOLDER = Path(guard.__file__).parent
 

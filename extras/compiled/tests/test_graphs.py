@@ -12,16 +12,17 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from extras.compiled import graphs, step
+from extras.compiled.graphs import CudaCapture, Replay
 from services.common.text.chat import named_weights
 from services.inference.engine.base import WeightUpdate
-from services.inference.engine.torch import decoder as decoder_module
-from services.inference.engine.torch.decoder import CudaCapture, Decoder, Replay
+from services.inference.engine.torch.decoder import Decoder
 from tests.random_models import TOLERANCE, build_model, make_prompt, max_gap
 from tests.unit.inference.test_engine_paged import CONTEXT, MODELS, Played, pool_bytes
 
 
 class EagerCapture:
-    """Keeps the step instead of recording it."""
+    """Keeps the step instead of recording it; takes the place of ``CudaCapture``."""
 
     def __init__(self) -> None:
         self.steps: list[Replay] = []
@@ -31,11 +32,25 @@ class EagerCapture:
         return step
 
 
+@pytest.fixture
+def torch_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models decode in torch too, as on a GPU."""
+    monkeypatch.setattr(step, "PACKED_BYTES", 0)
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> EagerCapture:
+    made = EagerCapture()
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: made)
+    return made
+
+
 @pytest.mark.usefixtures("torch_decoder")
-def test_static_steps_sample_like_plain_ones_with_updates_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_module, "LEAST_WIDTH", 32)
-    capture = EagerCapture()
-    static = Played(kv_bytes=pool_bytes(16), stepping="graph", capture=capture)
+def test_static_steps_sample_like_plain_ones_with_updates_between(
+    monkeypatch: pytest.MonkeyPatch, capture: EagerCapture
+) -> None:
+    monkeypatch.setattr(graphs, "LEAST_WIDTH", 32)
+    static = Played(kv_bytes=pool_bytes(16), stepping="graph")
     plain = Played(kv_bytes=pool_bytes(16))
     names = []
     for played in (static, plain):
@@ -55,10 +70,10 @@ def test_static_steps_sample_like_plain_ones_with_updates_between(monkeypatch: p
 
 
 @pytest.mark.usefixtures("torch_decoder")
-def test_padding_rows_change_no_slot_and_no_result() -> None:
+def test_padding_rows_change_no_slot_and_no_result(capture: EagerCapture) -> None:
     decoders = [
         Decoder(copy.deepcopy(MODELS[0]), num_slots=6, context_length=CONTEXT, **settings)
-        for settings in ({}, {"stepping": "graph", "capture": EagerCapture()})
+        for settings in ({}, {"stepping": "graph"})
     ]
     tokens, positions = np.arange(3) + 40, np.array([0, 0, 0])
     found = []
@@ -76,7 +91,7 @@ def test_padding_rows_change_no_slot_and_no_result() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("torch_decoder")
 def test_a_compiled_layer_is_compiled_once_for_all_layers_and_computes_the_same(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capture: EagerCapture
 ) -> None:
     """By dynamo without code generation: a graph break fails, as does an operation that it cannot trace."""
     counter = CompileCounter()
@@ -84,7 +99,7 @@ def test_a_compiled_layer_is_compiled_once_for_all_layers_and_computes_the_same(
     torch._dynamo.reset()
     compiled, plain = (
         Decoder(copy.deepcopy(MODELS[0]), num_slots=8, context_length=CONTEXT, **settings)
-        for settings in ({"stepping": "compiled", "capture": EagerCapture()}, {})
+        for settings in ({"stepping": "compiled"}, {})
     )
     with torch.inference_mode():
         for num_rows, position in ((3, 0), (5, 40), (8, 100)):
@@ -122,7 +137,7 @@ def test_a_capture_gives_torch_arguments_that_it_knows(monkeypatch: pytest.Monke
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize(("kind", "dtype"), [("qwen3", torch.bfloat16)])
 def test_every_tensor_of_a_step_is_on_the_device_and_of_its_type(
-    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, capture: EagerCapture
 ) -> None:
     """Fake tensors of another device than the CPU: an operation between devices or types that a GPU refuses fails here."""
     model = build_model(kind).to(dtype)
@@ -133,9 +148,7 @@ def test_every_tensor_of_a_step_is_on_the_device_and_of_its_type(
                     if tensor is not None:
                         tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         monkeypatch.setattr(model, "to", lambda device: model)
-        decoder = Decoder(
-            model, num_slots=4, context_length=CONTEXT, device="meta", stepping="graph", capture=EagerCapture()
-        )
+        decoder = Decoder(model, num_slots=4, context_length=CONTEXT, device="meta", stepping="graph")
         slots, none, ends = np.arange(3), np.zeros(3, int), np.full(3, 40)
         decoder.cache.own(slots, none, ends)
         for start, fresh in ((0, True), (20, False)):
@@ -148,10 +161,9 @@ def test_every_tensor_of_a_step_is_on_the_device_and_of_its_type(
 
 
 @pytest.mark.usefixtures("torch_decoder")
-def test_captured_steps_are_dropped_with_the_memory_that_they_name() -> None:
+def test_captured_steps_are_dropped_with_the_memory_that_they_name(capture: EagerCapture) -> None:
     """A GPU gives other addresses when the memory is allocated again."""
-    capture = EagerCapture()
-    played = Played(kv_bytes=pool_bytes(16), stepping="graph", capture=capture)
+    played = Played(kv_bytes=pool_bytes(16), stepping="graph")
     played.submit(make_prompt(12), 0, 20)
     played.step(3)
     before = len(capture.steps)

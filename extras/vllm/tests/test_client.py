@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from extras.vllm.engine import VllmClient
 from services.common.errors import InfrastructureError, InvalidRequestError
 from services.common.kept_tokens import RowKind, pack, unpack
 from services.common.records import Sampling
 from services.inference.engine.served.client import CallRequest, Chunk, VersionSpan
-from services.inference.engine.vllm import VllmClient
 
 
 def call(*, suppress: bool = False, **sampling: Any) -> CallRequest:

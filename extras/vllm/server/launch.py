@@ -3,7 +3,7 @@
 A script, run by the interpreter of an environment that holds vLLM and not this project. Takes vLLM's own command line
 arguments, and before them ``--key-file FILE``, whose line ``api-key: KEY`` gives the key that callers must have:
 
-    .venv-vllm-cpu/bin/python services/inference/engine/vllm_server/launch.py --key-file FILE --model DIR ...
+    .venv-vllm-cpu/bin/python extras/vllm/server/launch.py --key-file FILE --model DIR ...
 
 The modules beside this file are found because Python puts a script's folder first on the path.
 """

@@ -2,7 +2,7 @@
 
 Log-probabilities are those of the sampling distribution: the server is started with processed log-probabilities, after
 temperature, top-k, top-p, min-p and forbidden tokens. Where these cut, the tokens that could be drawn are those of the
-likeliest ones that have a finite log-probability. ``vllm_server`` runs beside vLLM.
+likeliest ones that have a finite log-probability. ``server`` runs beside vLLM.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from typing import Any
 
 import orjson
 
+from extras.vllm import server
 from services.common.config.processes import MASK_TOKENS, InferenceConfig
 from services.common.errors import InfrastructureError, InvalidRequestError
-from services.inference.engine import vllm_server
 from services.inference.engine.served.client import (
     CONTROL_TIMEOUT_S,
-    QUESTION_TIMEOUT_S,
     UPDATE_TIMEOUT_S,
     CallRequest,
     Chunk,
     Finish,
-    Load,
     PauseMode,
     Reader,
     Refused,
@@ -63,7 +61,6 @@ class VllmClient(ServerClient):
     program = "vLLM"
     generate_path = "/inference/v1/generate"
     ready_path = "/health"
-    version_path = "/weight_info"
 
     def __init__(self, address: str, key: str, *, most_kept: int) -> None:
         super().__init__(address, key)
@@ -125,14 +122,6 @@ class VllmClient(ServerClient):
             await self.flush()
 
     # -- questions ----------------------------------------------------------------------------------------------
-
-    async def load(self) -> Load:
-        text = (await self._ask("GET", "/metrics", QUESTION_TIMEOUT_S)).decode(errors="replace")
-        return Load(
-            running=int(sum(_metric(text, "vllm:num_requests_running"))),
-            waiting=int(sum(_metric(text, "vllm:num_requests_waiting"))),
-            used_share=max(_metric(text, "vllm:kv_cache_usage_perc"), default=0.0),
-        )
 
     async def is_generating(self, timeout_s: float) -> bool:
         parameters = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
@@ -197,13 +186,7 @@ def _raise(error: Any) -> None:
     raise InfrastructureError(f"vLLM ended the call: {message}")
 
 
-def _metric(text: str, name: str) -> list[float]:
-    """The values of a metric in Prometheus' format, one per engine core."""
-    lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
-    return [float(line.rsplit(" ", 1)[1]) for line in lines]
-
-
-LAUNCHER = Path(vllm_server.__file__).resolve().with_name("launch.py")
+LAUNCHER = Path(server.__file__).resolve().with_name("launch.py")
 CPU_BLOCK_TOKENS = 128  # of vLLM's KV cache on a CPU
 CPU_CACHE_BYTES = 1 << 30  # most of a KV cache in host memory, and all of one whose model's shape is unknown
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -70,7 +70,6 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = {
     "vllm.entrypoints.rl.online.api_router:start_weight_update": (),
     "vllm.entrypoints.rl.online.api_router:update_weights": ("update_info",),
     "vllm.entrypoints.rl.online.api_router:finish_weight_update": ("weight_version",),
-    "vllm.entrypoints.rl.online.api_router:weight_info": (),
     "vllm.entrypoints.serve.dev.cache.api_router:reset_prefix_cache": ("reset_running_requests",),
     "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory.register_engine": (
         "module_path_or_cls",

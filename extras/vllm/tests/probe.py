@@ -1,4 +1,4 @@
-"""Whether an environment has a vLLM that loads for the CPU: ``python -m tests.vllm.probe PYTHON``.
+"""Whether an environment has a vLLM that loads for the CPU: ``python -m extras.vllm.tests.probe PYTHON``.
 
 Uses none of the project's engine, so that a fault of that is a failure of the tests, not a reason to leave them out.
 """

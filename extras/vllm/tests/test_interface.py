@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from services.inference.engine.vllm_server import interface
+from extras.vllm.server import interface
 
 
 def made(leave_out: str = "", without: str = "", mode: str = interface.PAUSE_MODE) -> Any:
@@ -51,10 +51,3 @@ def test_a_vllm_that_lacks_an_object_or_a_name_is_refused_with_the_name(where: s
 
 def test_a_vllm_that_cannot_freeze_requests_is_refused() -> None:
     assert interface.missing(made(mode="wait")) == ["vllm.v1.engine:PauseMode without keep"]
-
-
-def test_without_vllm_everything_is_missing() -> None:
-    def load(module: str) -> Any:
-        raise ModuleNotFoundError(module)
-
-    assert len(interface.missing(load)) == len(interface.RELIED_ON) + 1

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from extras.vllm.engine import CPU_CACHE_BYTES, server_commands
 from services.common.config.processes import InferenceConfig
 from services.common.errors import ConfigError
 from services.inference.engine.served.process import ServerCommand
-from services.inference.engine.vllm import CPU_CACHE_BYTES, server_commands
 
 PYTHON = {"ROLLMILL_VLLM_PYTHON": sys.executable}
 QWEN3_8B = {
@@ -51,7 +51,7 @@ def option(command: ServerCommand, name: str) -> str:
 
 def test_settings_of_the_recipe_become_arguments() -> None:
     (command,) = commands(num_slots=256, vllm={"memory_share": 0.7, "tensor_parallel": 2})
-    assert command.argv[0] == sys.executable and command.argv[1].endswith("vllm_server/launch.py")
+    assert command.argv[0] == sys.executable and command.argv[1].endswith("vllm/server/launch.py")
     assert option(command, "--model") == "Qwen/Qwen3-8B"
     assert option(command, "--gpu-memory-utilization") == "0.7"
     assert option(command, "--tensor-parallel-size") == "2"

@@ -28,8 +28,9 @@ import structlog
 import torch
 
 from services.common.config.processes import BLOCK_TOKENS
-from services.inference.engine.torch.blocks import Blocks, LowRank
-from services.inference.engine.torch.kv import Ints, KvCache
+from services.inference.engine.torch.blocks import LowRank
+from services.inference.engine.torch.decoder import Decoder
+from services.inference.engine.torch.kv import Ints
 from services.inference.engine.torch.slots import Drawn
 
 # --- Compiles a C file into a shared library for this machine's CPU, once, and keeps it in the user's cache.
@@ -159,19 +160,21 @@ class _Model(ctypes.Structure):
 class NativeStep:
     """The step of one decoder, over its cache; all calls from one thread. ``threads``: of a decoding step."""
 
+    # Torch's attention takes many queries at once, and is faster for longer sequences. Measured on one core.
+    extends_up_to = 512
+
     def __init__(
         self,
         library: ctypes.CDLL,
-        blocks: Blocks,
-        embedding: torch.Tensor,
-        cache: KvCache,
+        decoder: Decoder,
         num_slots: int,
         threads: int,
     ) -> None:
         self._library = library
         library.panel_width.restype = _Int
         self._panel = library.panel_width()
-        self._blocks, self._embedding, self._cache = blocks, embedding, cache
+        blocks, cache = decoder.blocks, decoder.cache
+        self._blocks, self._embedding, self._cache = blocks, decoder.embedding, cache
         sizes, first = blocks.sizes, blocks.layers[0]
         self._vocab, hidden = blocks.head.shape
         ffn, dim = first.down.shape[1], sizes.head_dim
@@ -238,6 +241,9 @@ class NativeStep:
             list(self._pool.map(work, self._models[:parts], edges[:-1], edges[1:]))
         return self._logits[:num, : self._vocab]
 
+    def forget(self) -> None:
+        """Nothing to do: memory on a CPU keeps its addresses."""
+
     def draw(self, logits: torch.Tensor, uniform: npt.NDArray[np.float64]) -> Drawn:
         """The same as ``sampler.sample_plain`` for the logits of the last ``decode``."""
         assert logits.data_ptr() == self._logits.data_ptr()
@@ -283,19 +289,17 @@ class NativeStep:
         return self._scratch[-1].data_ptr()
 
 
-def build_native_step(
-    model: Any, blocks: Blocks, embedding: torch.Tensor, cache: KvCache, num_slots: int
-) -> NativeStep | None:
+def build_native_step(decoder: Decoder, num_slots: int) -> NativeStep | None:
     """The compiled step of a decoder that suits it; None for others, and where there is no compiler."""
-    parameters = list(model.parameters())
+    parameters = list(decoder.model.parameters())
     on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in parameters)
     is_small = sum(p.numel() * p.element_size() for p in parameters) <= PACKED_BYTES
-    if not (on_cpu and is_small and blocks.sizes.head_dim % 8 == 0):
+    if not (on_cpu and is_small and decoder.head_dim % 8 == 0):
         return None
     library = load_library(SOURCE)
     if library is None:
         return None
-    return NativeStep(library, blocks, embedding, cache, num_slots, torch.get_num_threads())
+    return NativeStep(library, decoder, num_slots, torch.get_num_threads())
 
 
 def _address(numbers: npt.NDArray[Any]) -> ctypes.c_void_p:

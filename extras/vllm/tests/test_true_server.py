@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from extras.vllm.engine import LAUNCHER
 from services.common.errors import InfrastructureError
-from services.inference.engine.vllm import LAUNCHER
 from tests.conformance.served_engines import Build, check_long_generation, engines_of, start_long_generation
 from tests.random_models import build_model, perturbed
 from tests.waiting import until

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extras.compiled import step
+from extras.compiled import step as compiler
 from services.inference.engine.torch.decoder import Decoder
-from services.inference.engine.torch.native import step
-from services.inference.engine.torch.native import step as compiler
 from services.inference.engine.torch.slots import sample_plain
 from tests.random_models import TOLERANCE, build_model, make_prompt
 
@@ -36,7 +36,7 @@ def no_library() -> Any:
 
 def decoder(num_slots: int = 8) -> Decoder:
     built = Decoder(copy.deepcopy(MODEL), num_slots=num_slots, context_length=96)
-    assert built.extends_each
+    assert built.extends_up_to
     return built
 
 
@@ -119,7 +119,7 @@ def test_a_model_without_a_compiler_decodes_in_torch_and_the_log_says_what_to_do
     monkeypatch.setenv("CC", "no-such-compiler")
     with structlog.testing.capture_logs() as logs:
         built = [Decoder(copy.deepcopy(MODEL), num_slots=1, context_length=16) for _ in range(2)]
-    assert not any(each.extends_each for each in built)
+    assert not any(each.extends_up_to for each in built)
     (warning,) = logs
     assert (
         warning["log_level"] == "warning" and "no-such-compiler" in warning["reason"] and "apt-get" in warning["action"]
@@ -144,7 +144,7 @@ def test_a_compiler_that_fails_is_named_with_its_output(
 
 def test_a_library_is_compiled_once_by_several_processes_and_kept_where_only_the_user_writes(tmp_path: Path) -> None:
     code = (
-        "from services.inference.engine.torch.native.step import load_library\n"
+        "from extras.compiled.step import load_library\n"
         "from pathlib import Path; import sys\n"
         "assert load_library(Path(sys.argv[1])).panel_width() in (8, 16, 32)\n"
     )
@@ -168,3 +168,9 @@ def test_a_cache_that_others_may_write_is_not_read(monkeypatch: pytest.MonkeyPat
     assert compiler._folder() != folder
     folder.chmod(0o755)
     assert compiler._folder() == folder
+
+
+def test_only_small_float32_models_on_a_cpu_decode_in_compiled_code() -> None:
+    assert Decoder(build_model("qwen3"), num_slots=1, context_length=16).extends_up_to
+    half = build_model("qwen3").to(torch.bfloat16)
+    assert not Decoder(half, num_slots=1, context_length=16).extends_up_to

@@ -1,0 +1,127 @@
+"""The sending end of weights: frames, tickets, the rate that transports share, and the source of a payload."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.errors import InvalidRequestError, NotFoundError
+from services.common.transfer import bulk
+from services.common.transfer.bulk import (
+    ANSWER_BYTES,
+    REQUEST_BYTES,
+    TICKET_BYTES,
+    BulkRequest,
+    Operation,
+    SendBudget,
+    Tickets,
+    decode_answer,
+)
+from services.common.transfer.servicer import source_of
+from tests.clock import Clock
+
+
+@given(
+    st.binary(min_size=TICKET_BYTES, max_size=TICKET_BYTES),
+    st.sampled_from(Operation),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**32 - 1),
+)
+def test_requests_come_back_as_they_were(ticket: bytes, operation: Operation, offset: int, size: int) -> None:
+    request = BulkRequest(ticket=ticket, operation=operation, offset=offset, size_bytes=size)
+    encoded = request.encode()
+    assert len(encoded) == REQUEST_BYTES
+    assert BulkRequest.decode(encoded) == request
+
+
+@given(st.binary(max_size=2 * REQUEST_BYTES).filter(lambda data: len(data) != REQUEST_BYTES))
+def test_bytes_of_another_length_are_no_request(data: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        BulkRequest.decode(data)
+
+
+@given(st.binary(min_size=REQUEST_BYTES, max_size=REQUEST_BYTES))
+def test_any_bytes_are_a_request_or_refused(data: bytes) -> None:
+    try:
+        assert BulkRequest.decode(data).encode() == data
+    except InvalidRequestError:
+        assert data[TICKET_BYTES] not in set(Operation)
+
+
+@pytest.mark.parametrize("head", [b"", bytes(ANSWER_BYTES), bytes(ANSWER_BYTES + 1), b"\x03" + bytes(ANSWER_BYTES - 1)])
+def test_other_heads_are_refused(head: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        decode_answer(head)
+
+
+SOURCE: Any = object()
+
+
+def test_a_ticket_is_for_one_payload_and_no_two_are_alike() -> None:
+    tickets = Tickets()
+    first, second = tickets.give(SOURCE, "a"), tickets.give(SOURCE, "a")
+    assert first != second
+    assert tickets.use(first).payload_id == "a"
+    with pytest.raises(NotFoundError):
+        tickets.use(bytes(len(first)))
+
+
+def test_a_ticket_expires_without_use_and_using_renews_it() -> None:
+    clock = Clock()
+    tickets = Tickets(10.0, clock)
+    used, unused = tickets.give(SOURCE, "a"), tickets.give(SOURCE, "b")
+    clock.now = 9.0
+    tickets.use(used)
+    clock.now = 11.0
+    with pytest.raises(NotFoundError):
+        tickets.use(unused)
+    assert tickets.use(used).payload_id == "a"
+    clock.now = 21.0
+    with pytest.raises(NotFoundError):
+        tickets.use(used)
+    assert len(tickets) == 0
+
+
+def test_the_number_of_tickets_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "MOST_TICKETS", 3)
+    tickets = Tickets()
+    given = [tickets.give(SOURCE, str(number)) for number in range(5)]
+    assert len(tickets) == 3
+    assert tickets.use(given[-1]).payload_id == "4"
+    with pytest.raises(NotFoundError):
+        tickets.use(given[0])
+
+
+async def test_senders_share_the_rate_in_the_order_of_asking() -> None:
+    budget = SendBudget(1_000_000)
+    ended: list[int] = []
+
+    async def send(number: int) -> None:
+        await budget.take(100_000, "grpc")
+        ended.append(number)
+
+    began = time.monotonic()
+    await asyncio.gather(*(send(number) for number in range(5)))
+    assert time.monotonic() - began >= 0.39, "half a second of bytes, less the burst"
+    assert ended == [0, 1, 2, 3, 4]
+
+
+async def test_unused_rate_is_not_saved_up() -> None:
+    budget = SendBudget(1_000_000)
+    await asyncio.sleep(0.5)
+    began = time.monotonic()
+    await budget.take(400_000, "grpc")
+    assert time.monotonic() - began >= 0.25
+
+
+def test_a_source_is_found_by_the_policy_that_its_payloads_begin_with() -> None:
+    sources: dict[str, Any] = {"a": "A", "a:b": "AB"}
+    assert source_of("a:1:full:x", sources) == "A"
+    assert source_of("a:b:1:full:x", sources) == "AB"
+    with pytest.raises(NotFoundError):
+        source_of("c:1", sources)
