@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from services.common import errors
 from services.common.aio import deadline
-from services.common.errors import CapacityError, DeadlineError, InfrastructureError, NotFoundError, RollmillError
+from services.common.errors import CapacityError, InfrastructureError, NotFoundError, RollmillError
 from services.common.pb import errors_pb2
 from services.common.rpc.client import CLASS_OF_REASON, STATUS_OF, channel, from_call, translated_errors
 from services.common.telemetry.logs import LogEvent
@@ -53,14 +53,6 @@ async def test_every_error_arrives_as_the_class_that_was_raised(served: Served, 
     assert caught.value.message == "what happened: 7 of 8 – full"
     assert caught.value.metadata == {"policy": "model0"}
     assert caught.value.retry_after_s == 1.5
-
-
-async def test_a_unary_call_tells_errors_too(served: Served) -> None:
-    served.servicer.failure = lambda: NotFoundError("no replica r9", replica="r9")
-    with pytest.raises(NotFoundError, match="no replica r9") as caught, translated_errors("orchestrator"):
-        await get_run(served.connection)
-    assert caught.value.metadata == {"replica": "r9"}
-    assert caught.value.retry_after_s is None
 
 
 async def test_messages_sent_before_a_failure_arrive(served: Served) -> None:
@@ -125,15 +117,6 @@ async def test_nobody_listening_is_an_infrastructure_error_that_names_the_peer()
             translated_errors("the orchestrator"),
         ):
             await watch(connection).read()
-
-
-async def test_a_call_that_waits_for_a_peer_in_vain_is_a_deadline_error_that_names_it() -> None:
-    async with channel(f"127.0.0.1:{free_port()}") as connection:
-        with (
-            pytest.raises(DeadlineError, match=r"^the orchestrator: DEADLINE_EXCEEDED"),
-            translated_errors("the orchestrator"),
-        ):
-            await get_run(connection, timeout_s=2.5)  # longer than four attempts without waiting take
 
 
 async def test_a_client_that_leaves_ends_the_stream_without_an_error(served: Served) -> None:

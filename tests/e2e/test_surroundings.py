@@ -63,23 +63,12 @@ def run(here: Path, shell: str, variables: Mapping[str, str], *settings: str) ->
 @pytest.mark.parametrize(
     ("shell", "variables", "settings"),
     [
-        ('"$@"', {**PROXIES, **JOB}, ()),
-        ('"$@"', JOB, ("policies.model0.trainer.num_ranks=2",)),
-        ('"$@"', ASCII, ("description=reward ≤ 1 🎉", "run.dir=./ü ≤")),
-        ('"$@" | head -1', {}, ()),
-        ('"$@" <&- >&- 2>&-', {}, ()),
+        ('"$@"', {**PROXIES, **JOB}, ("policies.model0.trainer.num_ranks=2",)),
+        ('"$@" | head -1', ASCII, ("description=reward ≤ 1 🎉", "run.dir=./ü ≤")),
+        ("trap '' CHLD HUP PIPE; exec \"$@\" <&- >&- 2>&-", {}, ()),
         ('"$@" >/dev/full 2>&1', {}, ()),
-        ("trap '' CHLD HUP PIPE; exec \"$@\"", {}, ()),
     ],
-    ids=[
-        "proxies and a job",
-        "two ranks in a job",
-        "ascii",
-        "a reader that leaves",
-        "closed",
-        "full",
-        "ignored signals",
-    ],
+    ids=["two ranks between proxies, in a job", "ascii, and a reader that leaves", "closed, ignored signals", "full"],
 )
 def test_a_run_trains_to_its_end(
     shell: str, variables: Mapping[str, str], settings: tuple[str, ...], tmp_path: Path

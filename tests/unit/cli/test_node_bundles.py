@@ -76,14 +76,6 @@ def test_the_bundle_of_node_1_holds_the_settings_and_one_role(tmp_path: Path) ->
     assert stat.S_IMODE((bundle / "keys" / "inference" / "key.pem").stat().st_mode) == 0o600
 
 
-def test_a_node_with_the_gateway_gets_its_keys_too(tmp_path: Path) -> None:
-    recipe = two_nodes(tmp_path, "envgateway.node=1")
-    keys_of_run(recipe, tmp_path, {})
-    keys = tmp_path / "nodes" / "1" / "keys"
-    assert {folder.name for folder in keys.iterdir()} == {"envgateway", "inference"}
-    assert identity.load(keys, Role.ENVGATEWAY).run == tmp_path.name
-
-
 def test_starting_checkpoints_that_the_run_makes_are_part_of_the_bundle(tmp_path: Path) -> None:
     """Also after the copy was prepared: they are made later."""
     recipe = load_recipe(
@@ -160,9 +152,3 @@ def test_where_only_the_orchestrators_own_keys_are_there_is_no_bundle_and_no_com
     assert keys_of_run(recipe, tmp_path / "run", environment) == made.folder / "orchestrator"
     assert not (tmp_path / "run" / "nodes").exists()
     assert commands_for_other_nodes(recipe, tmp_path / "run", {}) == []
-
-
-def test_the_printed_command_is_there_when_the_bundle_is(tmp_path: Path) -> None:
-    recipe = two_nodes(tmp_path)
-    keys_of_run(recipe, tmp_path, {})
-    assert len(commands_for_other_nodes(recipe, tmp_path, {})) == 3
