@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKOUT = ("services", "recipes", "deploy")  # what a machine needs of the repository
+CHECKOUT = ("services", "extras", "recipes", "deploy")  # what a machine needs of the repository
 START_S = 20.0
 _NAMESPACES = ("--net", "--mount", "--pid", "--uts", "--ipc")
 

@@ -2,19 +2,15 @@
 
 * *control*: calls of ``StreamReports`` with one report of a real size (2 KiB), 16 at a time, per second, to a real orchestrator whose
   limits are set out of reach.
-* *commands*: messages of 1 KiB per second of one stream from a server without other work: the bare cost of a message,
-  shown beside the others, because no run sends a thousandth as many.
-* *trajectories*: sequences of 1,000 policy tokens, as in ``orchestrator_throughput.py``, per second from issue to
+* *trajectories*: sequences of 1,000 policy tokens (``--tokens``), as in ``orchestrator_throughput.py``, per second from issue to
   pulled batch: a real orchestrator that journals before each acknowledgement, a scripted replica that streams
-  trajectories, a scripted trainer that pulls and publishes. Also the same with ``--tokens``: encryption costs by the
-  byte, about a nanosecond for each end, so longer sequences show more of the cost.
-* *weights*: GB/s of a snapshot from a real publisher, over gRPC (plain, TLS) and over ZeroMQ (plain, CURVE). Beside the
-  others: weights may take another way where this matters, and are verified by digest in every way.
+  trajectories, a scripted trainer that pulls and publishes. Encryption costs by the byte, about a nanosecond for each
+  end, so longer sequences (``--tokens``) show more of the cost.
 
 ``ratio`` is the lower one of control and trajectories, secured over plain; ``ours`` and ``theirs`` are trajectories
 secured and plain. Each is the median over interleaved rounds; ``spread`` half their range.
 
-    python benchmarks/tls_overhead.py [--quick] [--tokens 4000] [--weights-mib 256]
+    python benchmarks/tls_overhead.py [--quick] [--tokens 4000]
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,18 +30,14 @@ from typing import Any
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer, report_once
 from benchmarks._processes import ROOT, free_port, kill
 from benchmarks._report import median_and_spread, report
-from benchmarks._secure_services import Services, prepared
 from benchmarks._weight_versions import POLICY, RUN
 from services.cli.keys import Keyring
 from services.common.config.loading import save_resolved, validate
 from services.common.pb import pool_pb2, pool_pb2_grpc
-from services.common.records import WeightVersion
 from services.common.rpc.client import channel
-from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.keys import VARIABLE, Role
 from services.common.system.machine import num_cores
-from services.inference.weights.updater import SourceFetcher
 
 AT_ONCE = 16
 BATCH = 256
@@ -62,28 +53,22 @@ Measured = dict[str, dict[str, list[float]]]  # by quantity, by arm
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: at most a minute")
-    parser.add_argument("--tokens", type=int, default=4000, help="policy tokens of a long sequence")
-    parser.add_argument("--weights-mib", type=int, default=256, help="size of the snapshot (64 with --quick)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="policy tokens of a sequence")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.role:
-        asyncio.run(_ROLES[options.role](options))
+    if options.role:  # of a process of this benchmark
+        asyncio.run(_play(options))
         return
     # Many short rounds: what else the machine does then hits both arms alike.
-    rounds, seconds, mib = (12, 0.3, 64) if options.quick else (40, 0.5, options.weights_mib)
+    rounds, seconds = (12, 0.3) if options.quick else (40, 0.5)
     measured: Measured = {}
     with tempfile.TemporaryDirectory(prefix="rollmill-tls-") as name:
         folder = Path(name)
         keys = Keyring.make(folder / "keys", RUN)
-        asyncio.run(_control("control", _calls, "reports_per_s", keys, folder, rounds, seconds, measured))
-        asyncio.run(_control("commands", _commands, "commands_per_s", keys, folder, rounds // 2, seconds, measured))
-        asyncio.run(_weights(keys, folder, rounds, mib, measured))
-        of_length = ((TOKENS, "trajectories_per_s", 5, 24), (options.tokens, "long_trajectories_per_s", 2, 10))
-        for tokens, quantity, num_quick, num_full in of_length:
-            number, turn_s = (num_quick, 0.7) if options.quick else (num_full, 1.0)
-            asyncio.run(_trajectories(quantity, tokens, keys, folder, number, turn_s, measured))
+        asyncio.run(_control(keys, folder, rounds, seconds, measured))
+        number, turn_s = (5, 0.7) if options.quick else (24, 1.0)
+        asyncio.run(_trajectories(options.tokens, keys, folder, number, turn_s, measured))
     found = {quantity: _ratio(arms) for quantity, arms in measured.items()}
     control = found["reports_per_s"]["ratio"]
     trajectories = found["trajectories_per_s"]
@@ -93,14 +78,12 @@ def main() -> None:
         trajectories["plain"],
         min(control, trajectories["ratio"]),
         trajectories["spread"],
-        unit=f"sequences of {TOKENS} tokens per second",
+        unit=f"sequences of {options.tokens} tokens per second",
         control_ratio=control,
         trajectory_ratio=trajectories["ratio"],
         wanted_ratio=0.9,
         **found,
         rounds=rounds,
-        weights_mib=mib,
-        long_tokens=options.tokens,
         # Of others too: beyond 1 no core is free to encrypt beside the rest.
         load_per_core_at_end=os.getloadavg()[0] / num_cores(),
     )
@@ -125,33 +108,21 @@ def _ratio(arms: dict[str, list[float]]) -> dict[str, float]:
 # --- control ---------------------------------------------------------------------------------------------------------
 
 
-Measure = Callable[[Any, float], Awaitable[float]]
-
-
-async def _control(
-    role: str,
-    measure: Measure,
-    quantity: str,
-    keys: Keyring,
-    folder: Path,
-    rounds: int,
-    seconds: float,
-    found: Measured,
-) -> None:
+async def _control(keys: Keyring, folder: Path, rounds: int, seconds: float, found: Measured) -> None:
     """Both servers run all the time, and are measured in turn."""
     with ExitStack() as ended:
         channels = {}
         for arm in _ARMS:
             port, held = free_port(), keys if arm == "secured" else None
-            place = folder / f"{role}-{arm}"
+            place = folder / f"control-{arm}"
             place.mkdir()
             _write_recipe(place, port)
-            process = _spawn(role, port, held, place)
+            process = _spawn("orchestrator", port, held, place)
             ended.callback(kill, [process])
             with identity.used(_holding(held, Role.INFERENCE)):
                 channels[arm] = channel(f"127.0.0.1:{port}")
             with identity.used(_holding(held, Role.TRAINER)):
-                await _first_version(role, port)
+                await _first_version(port)
         joined = []
         for each in channels.values():
             welcome = asyncio.Event()
@@ -159,9 +130,9 @@ async def _control(
             await asyncio.wait_for(welcome.wait(), 30.0)
         for number in range(-1, rounds):  # the first one warms up
             for arm in _in_turn(number):
-                rate = await measure(pool_pb2_grpc.PoolServiceStub(channels[arm]), seconds)
+                rate = await _calls(pool_pb2_grpc.PoolServiceStub(channels[arm]), seconds)
                 if number >= 0:
-                    _note(found, quantity, arm, rate)
+                    _note(found, "reports_per_s", arm, rate)
         for task in joined:
             task.cancel()
         await asyncio.gather(*joined, return_exceptions=True)
@@ -169,13 +140,12 @@ async def _control(
             await each.close()
 
 
-async def _first_version(role: str, port: int) -> None:
-    """Real orchestrators only: a version for replicas to hold; also waits for the server."""
+async def _first_version(port: int) -> None:
+    """A version for replicas to hold; also waits for the server."""
     trainer = ScriptedTrainer(f"127.0.0.1:{port}")
-    if role == "control":
-        async with asyncio.timeout(60):
-            await trainer.join()
-            await trainer.publish(0)
+    async with asyncio.timeout(60):
+        await trainer.join()
+        await trainer.publish(0)
     await trainer.close()
 
 
@@ -202,18 +172,6 @@ async def _calls(stub: Any, seconds: float) -> float:
     return count / (time.perf_counter() - begin)
 
 
-async def _commands(stub: Any, seconds: float) -> float:
-    call, count, begin = stub.JoinPool(pool_pb2.JoinPoolRequest(replica_id="b"), wait_for_ready=True), 0, 0.0
-    async for _ in call:
-        begin = begin or time.perf_counter()
-        count += 1
-        if time.perf_counter() - begin > seconds:
-            break
-    rate = count / (time.perf_counter() - begin)
-    call.cancel()
-    return rate
-
-
 def _real_report() -> pool_pb2.StreamReportsRequest:
     """A report of a replica with a hundred rollouts."""
     request = pool_pb2.StreamReportsRequest(replica_id="a", incarnation="1", num_generated_tokens=10**9)
@@ -228,45 +186,17 @@ def _real_report() -> pool_pb2.StreamReportsRequest:
     return request
 
 
-class _Pool(pool_pb2_grpc.PoolServiceServicer):
-    async def JoinPool(self, request: Any, context: Any) -> AsyncIterator[pool_pb2.JoinPoolResponse]:
-        order = pool_pb2.RunTaskGroup(task_group_id="0123456789abcdef-00000001", indices=range(8))
-        order.task.task_id, order.task.data_json = "42", json.dumps({"question": "x" * 800}).encode()
-        while True:
-            yield pool_pb2.JoinPoolResponse(run_task_group=order)
-
-
-async def _serve_commands(options: argparse.Namespace) -> None:
-    identity.configure(Role.ORCHESTRATOR)
-    server = Server(service="orchestrator", instance_id="o", host="127.0.0.1", port=options.port, run_id=RUN)
-    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, _Pool(), "rollmill.v1.PoolService")
-    await server.start()
-    server.set_ready()
-    await server.wait_for_stop()
-
-
-async def _serve_control(options: argparse.Namespace) -> None:
-    """A real orchestrator."""
-    from services.orchestrator.app import main as orchestrate
-    from services.orchestrator.config import parse
-
-    identity.configure(Role.ORCHESTRATOR)
-    await orchestrate(parse(["--run-dir", str(options.folder)]))
-
-
 # --- trajectories ----------------------------------------------------------------------------------------------------
 
 
-async def _trajectories(
-    quantity: str, tokens: int, keys: Keyring, folder: Path, rounds: int, seconds: float, found: Measured
-) -> None:
+async def _trajectories(tokens: int, keys: Keyring, folder: Path, rounds: int, seconds: float, found: Measured) -> None:
     """Sequences per second that a trainer holds. Both orchestrators run all the time, and are measured in turn: one whose
     batches are not pulled stands still at its quota."""
     with ExitStack() as ended:
         trainers = {}
         for arm in _ARMS:
             port, held = free_port(), keys if arm == "secured" else None
-            place = folder / f"{quantity}-{arm}"
+            place = folder / f"trajectories-{arm}"
             place.mkdir()
             _write_recipe(place, port, tokens)
             for process in (_spawn("orchestrator", port, held, place), _spawn("replica", port, held, tokens=tokens)):
@@ -282,7 +212,7 @@ async def _trajectories(
                 async with asyncio.timeout(TURN_S):
                     count, took_s = await trainers[arm].throughput(seconds, WAITING_BATCHES)
                 if number >= 0:
-                    _note(found, quantity, arm, count / took_s)
+                    _note(found, "trajectories_per_s", arm, count / took_s)
         for trainer in trainers.values():
             await trainer.close()
 
@@ -314,51 +244,13 @@ def _write_recipe(folder: Path, port: int, tokens: int = TOKENS) -> None:
     save_resolved(validate(tree, source="benchmark"), folder)
 
 
-# --- weights ---------------------------------------------------------------------------------------------------------
-
-
-async def _weights(keys: Keyring, folder: Path, rounds: int, mib: int, measured: Measured) -> None:
-    with ExitStack() as ended:
-        publishers: dict[str, Services] = {}
-        for arm in _ARMS:
-            place = folder / f"weights-{arm}"
-            place.mkdir()
-            held = keys if arm == "secured" else None
-            publishers[arm] = ended.enter_context(
-                prepared(place, keys=held, names=("publisher",), weights_bytes=mib << 20)
-            )
-            await publishers[arm].start()
-        for number in range(-1, max(5, rounds // 4)):
-            for transport in ("grpc", "bulk"):
-                for arm in _in_turn(number):
-                    rate = await _fetched(publishers[arm], transport)
-                    if number >= 0:
-                        _note(measured, f"weights_{transport}_gb_per_s", arm, rate)
-
-
-async def _fetched(publisher: Services, transport: str) -> float:
-    address = publisher.addresses["publisher"]
-    version = WeightVersion(policy=POLICY, number=1, digest=publisher.digest, sources=(address,))
-    with identity.used(publisher.holding(Role.INFERENCE)):
-        begin = time.perf_counter()
-        got = await SourceFetcher(RUN, [transport]).fetch(version, None, None)
-        return got.payload.size_bytes / (time.perf_counter() - begin) / 1e9
-
-
 # --- processes -------------------------------------------------------------------------------------------------------
-
-_ROLES: dict[str, Callable[[argparse.Namespace], Awaitable[None]]] = {
-    "control": _serve_control,
-    "commands": _serve_commands,
-    "replica": _play,
-}
 
 
 def _spawn(role: str, port: int, keys: Keyring | None, folder: Path | None = None, tokens: int = 0) -> Any:
-    command = [sys.executable, __file__, f"--role={role}", f"--port={port}", f"--tokens={tokens}"]
-    command += [f"--folder={folder}"] if folder is not None else []
-    if role == "orchestrator":
-        command = [sys.executable, "-m", "services.orchestrator", "--run-dir", str(folder)]
+    command = [sys.executable, "-m", "services.orchestrator", f"--run-dir={folder}"]
+    if role == "replica":
+        command = [sys.executable, __file__, f"--role={role}", f"--port={port}", f"--tokens={tokens}"]
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {VARIABLE: str(keys.folder)} if keys is not None else {}
