@@ -93,38 +93,28 @@ MESSAGE_BYTES = 1200  # sent twice, once as percent-encoded text
 METADATA_VALUE_BYTES = 200
 Code = grpc.StatusCode
 
-# Most specific last: every leaf of the tree in services.common.errors has one row.
+# Of the tree in services.common.errors; a class without a row has the status of its base.
 STATUS_OF: dict[type[RollmillError], grpc.StatusCode] = {
     errors.RollmillError: Code.INTERNAL,
-    errors.InvalidRequestError: Code.INVALID_ARGUMENT,
-    errors.ConfigError: Code.INVALID_ARGUMENT,
-    errors.DatasetError: Code.INVALID_ARGUMENT,
-    errors.PromptTooLongError: Code.INVALID_ARGUMENT,
-    errors.UnknownPolicyError: Code.INVALID_ARGUMENT,
-    errors.ModelMismatchError: Code.INVALID_ARGUMENT,
+    errors.UserError: Code.INVALID_ARGUMENT,
     errors.UnauthenticatedError: Code.UNAUTHENTICATED,
     errors.PermissionDeniedError: Code.PERMISSION_DENIED,
     errors.NotFoundError: Code.NOT_FOUND,
-    errors.UnknownTaskGroupError: Code.NOT_FOUND,
-    errors.EpisodeNotFoundError: Code.NOT_FOUND,
-    errors.UnknownEnvironmentError: Code.NOT_FOUND,
     errors.StateError: Code.FAILED_PRECONDITION,
-    errors.LeaseLostError: Code.FAILED_PRECONDITION,
-    errors.WeightsStaleError: Code.FAILED_PRECONDITION,
-    errors.VersionConflictError: Code.FAILED_PRECONDITION,
-    errors.VersionUnavailableError: Code.FAILED_PRECONDITION,
-    errors.SandboxRefusedError: Code.FAILED_PRECONDITION,
     errors.OffsetOutOfRangeError: Code.OUT_OF_RANGE,
     errors.SupersededError: Code.ABORTED,
     errors.CapacityError: Code.RESOURCE_EXHAUSTED,
     errors.CorruptDataError: Code.DATA_LOSS,
-    errors.BatchLostError: Code.DATA_LOSS,
     errors.DeadlineError: Code.DEADLINE_EXCEEDED,
     errors.RolloutTimeoutError: Code.DEADLINE_EXCEEDED,
     errors.InfrastructureError: Code.UNAVAILABLE,
-    errors.GraderFailedError: Code.UNAVAILABLE,
 }
-CLASS_OF_REASON: dict[str, type[RollmillError]] = {cls.reason: cls for cls in STATUS_OF}
+# Of two classes with one reason the leaf.
+CLASS_OF_REASON = {
+    cls.reason: cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, RollmillError) and cls not in (errors.UserError, AccessError)
+}
 # A status without our details comes from the transport. A server of ours adds details even to its bugs, so
 # UNKNOWN ("Stream removed") and INTERNAL (RST_STREAM, a forwarder's answer) are a connection that broke in mid-call.
 CLASS_OF_BARE_STATUS: dict[grpc.StatusCode, type[RollmillError]] = {
@@ -137,7 +127,7 @@ CLASS_OF_BARE_STATUS: dict[grpc.StatusCode, type[RollmillError]] = {
 
 
 def to_status(error: RollmillError) -> grpc.Status:
-    """The status of this error; an error class without a row uses that of its base."""
+    """The status of this error."""
     code = next(STATUS_OF[cls] for cls in type(error).__mro__ if cls in STATUS_OF)
     metadata = {key: _cut(str(value), METADATA_VALUE_BYTES) for key, value in error.metadata.items()}
     details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))]

@@ -43,14 +43,6 @@ def keys_of_run(recipe: Recipe, run_dir: Path, environment: dict[str, str]) -> P
     return keys
 
 
-def test_a_run_on_one_node_has_no_keys_unless_some_are_named(tmp_path: Path) -> None:
-    recipe = load_recipe(REPOSITORY / "recipes/quickstart", (), {})
-    assert keys_of_run(recipe, tmp_path, {}) is None
-    assert keys_of_run(recipe, tmp_path, {VARIABLE: str(tmp_path / "mine")}) == tmp_path / "mine"
-    specs = plan(recipe, tmp_path)
-    assert {with_keys(spec, None).env[VARIABLE] for spec in specs} == {""} and list(tmp_path.iterdir()) == []
-
-
 def test_each_process_gets_the_keys_of_its_role_and_no_others(tmp_path: Path) -> None:
     recipe = two_nodes(tmp_path)
     keys = keys_of_run(recipe, tmp_path, {})
