@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from services.common.config.loading import RESOLVED
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.safetensors_files import INDEX, SINGLE, places, read_object, weight_files
+from services.common.system.child import module_command
 
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # in the names of architectures
 _MOST_STRETCH = 1e6
@@ -285,3 +287,46 @@ def _ask(name: str, kind: Kind) -> str | int:
 
 
 _unreachable: dict[str, str] = {}  # endpoint -> reason: a machine without internet waits once
+
+
+# --- Asks trainer and torch engine, each in a process of its own, whether they compute the models of a recipe, by their
+# configs: the command line imports no torch. A process reads ``config.json`` and no weights, and takes some seconds.
+
+
+_DEADLINE_S = 180.0
+_ON_THE_DECODER = ("torch", "forced")
+
+
+def model_trials(recipe: Recipe) -> tuple[list[str], list[str]]:
+    """(problems, notes), a line for each policy and service that refuses its model, or could not be asked."""
+    problems, notes = [], []
+    for where, command in _questions(recipe):
+        try:
+            answer = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_DEADLINE_S)
+        except (OSError, subprocess.SubprocessError) as error:
+            notes.append(f"{where}: could not be tried ({error}), so the run tries it at its start")
+            continue
+        said = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
+        if answer.returncode == 2:
+            problems.append(f"{where}: {said}")
+        elif answer.returncode:
+            notes.append(f"{where}: could not be tried ({said}), so the run tries it at its start")
+        notes += [f"{where}: {line}" for line in answer.stdout.splitlines()]
+    return problems, notes
+
+
+def _questions(recipe: Recipe) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name, policy in recipe.policies.items():
+        file = file_of(policy.model.path or "", "config.json")
+        if file is None:
+            continue
+        folder, where = str(file.parent), f"policies.{name}.model.path"
+        for service, config in recipe.inference.items():
+            if config.engine in _ON_THE_DECODER and (not config.policies or name in config.policies):
+                adapter = () if policy.adapter is None else (policy.adapter.model_dump_json(),)
+                yield (
+                    f"{where}, inference.{service}",
+                    module_command("services.inference.engine.torch.check", folder, *adapter),
+                )
+        if policy.trained and recipe.run.steps:
+            yield where, module_command("services.trainer.model.check", folder, str(policy.model.context_length))

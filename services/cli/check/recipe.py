@@ -26,11 +26,11 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.check.memory import GIB, estimates, host_lines, host_problems, misfits, small_caches
-from services.cli.check.model_trials import model_trials
 from services.cli.check.models import (
     hub_problems,
     lacks_chat_template,
     model_problems,
+    model_trials,
     other_architecture,
     positions,
 )
