@@ -45,7 +45,7 @@ from services.common.config.recipe import Recipe
 from services.common.dataset_rows import BuiltInReward, prompt_in, truth_in
 from services.common.errors import ConfigError, DatasetError, InfrastructureError, InvalidRequestError, RollmillError
 from services.common.importing import RAISED, load_object, place_of, place_of_error, told
-from services.common.records import Task
+from services.common.records import Purpose, Task
 from services.common.system.threads import DaemonThreads
 from services.envgateway.calls import CORRECT, RewardOutcome, RewardResult
 from services.envgateway.judge.judge import Judge
@@ -94,6 +94,8 @@ def try_rows(recipe: Recipe, sources: Mapping[str, TaskSource]) -> Tried:
         if chat is not None:
             _try_prompts(recipe, where, workflow, source, chat, tried)
         _try_reward(recipe, where, workflow, source, tried)
+        if any(service.engine == "forced" for service in recipe.inference.values()):
+            _try_script(recipe, where, workflow, source[0], tried)
     return tried
 
 
@@ -312,6 +314,30 @@ async def _graded(recipe: Recipe, reward: BuiltInReward, asked: Sequence[tuple[T
         return [await rewards.compute(reward, task.data, answer) for task, answer in asked]
     finally:
         await pool.close()
+
+
+def _try_script(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task, tried: Tried) -> None:
+    """Call the script of the replay engine for the first turn of the row, with the messages of the row as its prompt."""
+    from services.inference.workflows.base import PromptSettings, build_messages
+    from services.inference.workflows.scripts import Scene, load_scripts
+
+    forced = next(service.forced for service in recipe.inference.values() if service.engine == "forced")
+    scene = Scene(task, Purpose.TRAIN if is_training(where) else Purpose.EVALUATION, 0, name_of(where))
+    policy = workflow.settings.get("policy") or next(iter(recipe.playing_policies))
+    try:
+        given = build_messages(PromptSettings(prompt_field=workflow.settings.get("prompt_field")), task)
+    except DatasetError:
+        return  # an environment, whose first prompt is not in the row
+    prompt = "\n".join(str(message.get("content")) for message in given)
+    try:
+        said = scene.text(load_scripts(forced, recipe), policy, prompt)
+    except RAISED as error:  # the user's script
+        raised = f"{place_of_error(error)}the script of the replay engine raised {told(error)}"
+        tried.problems.append(f"{where}, task {task.task_id}: {raised} (inference.<name>.forced.script)")
+    else:
+        if is_training(where):
+            text = f"{_first_row(where)} answered by the script of the replay engine: {said[:_SHOWN_CHARS]!r}"
+            tried.told.append(text)
 
 
 def _reward_of(path: str, task: Task, answer: str) -> float:

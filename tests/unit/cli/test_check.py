@@ -184,6 +184,34 @@ def test_commands_take_the_name_of_a_recipe_in_any_folder(tmp_path: Path, monkey
     assert shown.exit_code == 0 and "name: quickstart" in shown.output, shown.output
 
 
+@pytest.mark.parametrize(
+    ("row", "script", "refused", "told"),
+    [
+        ({"problem": "1+1", "answer": "2"}, None, "", "answered by the script of the replay engine"),
+        ({"problem": "1+1", "answer": "2"}, "tool_use", "", "answered by the script of the replay engine"),
+        ({"problem": "1+1"}, None, "task 1 has no reference for a scripted policy", ""),
+        ({"problem": "1+1"}, "mine:say", "mine.py:2: the script of the replay engine raised KeyError: 'capital'", ""),
+        ({"problem": "1+1", "capital": "Rome"}, "mine:say", "", "'Rome'"),
+    ],
+)
+def test_the_profile_tiny_calls_the_script_for_a_row(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, row: dict[str, str], script: str | None, refused: str, told: str
+) -> None:
+    (recipe.parent / "mine.py").write_text(
+        "def say(cue):\n    return cue.task.data['capital']\ndef pay(task, text):\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(recipe.parent)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    (recipe.parent / "tasks.jsonl").write_text(json.dumps(row) + "\n")
+    settings = ["--set", "workflow.settings.reward=mine:pay"]
+    settings += [] if script is None else ["--set", f"inference.a.forced.script={script}"]
+    result = CliRunner().invoke(app, ["check", str(recipe), "--profile", "tiny", *settings], env={"COLUMNS": "400"})
+    if refused:
+        assert isinstance(result.exception, ConfigError) and refused in result.exception.message
+    else:
+        assert told in " ".join(result.output.split()), result.output
+
+
 def test_a_disk_on_which_a_run_would_wait_is_told(recipe: Path) -> None:
     loaded = load_recipe(recipe, ["orchestrator.min_free_bytes=1000000000000000", "run.dir=/tmp/not-there-yet/runs"])
     (told,) = [line for line in launch_problems(loaded) if "min_free_bytes" in line]
