@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -299,7 +299,7 @@ def start(
 def deploy(
     recipe: RecipeArgument,
     target: Annotated[
-        Literal["compose", "scripts", "slurm", "kubernetes", "skypilot"],
+        str,
         typer.Option(
             help="`compose`: containers, a file for each node. `scripts`: processes, a script for each. `slurm`: scripts and a "
             "job for sbatch. `kubernetes`: manifests for kubectl. `skypilot`: a task for sky."

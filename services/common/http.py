@@ -37,7 +37,7 @@ from services.common.errors import AccessError, ConfigError, InvalidRequestError
 from services.common.net.hosts import peer_of_host
 from services.common.rpc.interceptors import HANDSHAKE_S, MOST_CONNECTIONS
 from services.common.security import identity
-from services.common.security.identity import Identity, caller, check_bind, server_context
+from services.common.security.identity import Identity, caller, check_bind, permit, server_context
 from services.common.telemetry.logs import Repeats
 from services.common.text.encodable import encodable
 
@@ -234,7 +234,7 @@ def password(request: web.Request) -> str | None:
 def authenticated(who: Identity, group: str, refuse: Refuse, shown: Shown, scheme: str = "Bearer") -> Any:
     """A middleware: 401 for unknown callers, 403 for callers whose role may not use this group of routes
     (``permissions.HTTP``). ``scheme`` is what the answer 401 asks for."""
-    from services.common.security.gatekeeper import Gatekeeper, permit  # and cryptography: for those with keys only
+    from services.common.security.gatekeeper import Gatekeeper  # and cryptography: for those with keys only
 
     gatekeeper = Gatekeeper(who)
     repeats = Repeats()

@@ -21,7 +21,7 @@ from services.common.net.hosts import check_place
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2_grpc
 from services.common.prometheus import Metric, serve_metrics
-from services.common.rpc.interceptors import AccountInterceptor
+from services.common.rpc.interceptors import booked
 from services.common.rpc.server import Server
 from services.common.system.child import DIE_WITH_PARENT
 from services.common.system.machine import GarbageSweeper
@@ -41,11 +41,11 @@ from services.envgateway.rewards.math_worker import REASONING_GYM
 from services.envgateway.rewards.pool import MathPool, comparisons
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rpc import (
-    ClientInterceptor,
     CodeExecutionServicer,
     EnvironmentServicer,
     JudgeServicer,
     RewardServicer,
+    by_client,
 )
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.taskserver import TaskServer
@@ -156,7 +156,7 @@ class Gateway:
             host=config.host,
             port=config.port,
             run_id=run_id,
-            interceptors=[ClientInterceptor(), AccountInterceptor(self._account, _ACTIVITIES)],
+            around=[by_client, booked(self._account, _ACTIVITIES)],
         )
         self.server.add(
             pb_grpc.add_EnvironmentServiceServicer_to_server,

@@ -23,7 +23,7 @@ from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2 as judge_pb
 from services.common.rpc.client import channel, refusal_behind, translated_errors
-from services.common.rpc.interceptors import MOST_REQUESTS, CallInterceptor, Context
+from services.common.rpc.interceptors import MOST_REQUESTS, Context
 from services.common.rpc.run_client import AWAY_S, FIRST_WORD_S, TELL_S
 from services.common.security.keys import Peer
 from services.common.telemetry.logs import LogEvent
@@ -235,13 +235,11 @@ async def _told(answer: Awaitable[Response]) -> Response | None:
 CLIENT_KEY = "x-client-id"
 
 
-class ClientInterceptor(CallInterceptor):
-    """Metadata ``x-client-id`` names a client that has several connections; without the name each connection is a
+def by_client(_: str, context: Context) -> AbstractContextManager[object]:
+    """Round a call: metadata ``x-client-id`` names a client that has several connections; without the name each connection is a
     client."""
-
-    def around(self, method: str, context: Context) -> AbstractContextManager[object]:
-        named = dict(context.invocation_metadata() or ()).get(CLIENT_KEY)
-        return on_behalf_of(str(named or context.peer()))
+    named = dict(context.invocation_metadata() or ()).get(CLIENT_KEY)
+    return on_behalf_of(str(named or context.peer()))
 
 
 _UNNAMED_S = 600.0  # of callers that name no deadline

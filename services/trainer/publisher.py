@@ -39,7 +39,7 @@ from services.common.errors import (
     VersionUnavailableError,
 )
 from services.common.prometheus import serve_metrics
-from services.common.rpc.interceptors import AccountInterceptor
+from services.common.rpc.interceptors import booked
 from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.keys import Role
@@ -350,7 +350,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         port=config.port if arguments.port is None else arguments.port,
         run_id=arguments.run_id,
         port_setting=f"policies.{arguments.policy}.weights.port",
-        interceptors=[AccountInterceptor(account, _ACTIVITIES)],
+        around=[booked(account, _ACTIVITIES)],
     )
     servicer = await add_weight_service(
         server,

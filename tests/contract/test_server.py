@@ -24,7 +24,6 @@ from tests.contract.run_servicer import (
     SERVICE,
     STREAMING_SERVICE,
     RunServicer,
-    get_run,
     make_server,
     number_of,
     remaining,
@@ -146,22 +145,6 @@ async def test_a_stop_refuses_new_calls_and_lets_running_ones_end(served: Served
     assert await remaining(call) == [1.0, 2.0]
 
 
-async def test_health_says_not_serving_before_anything_else_stops(served: Served) -> None:
-    served.server.set_ready()
-    watcher = health_pb2_grpc.HealthStub(served.connection).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
-    states = [(await watcher.read()).status]
-    if states == [NOT_SERVING]:  # the watch began before the readiness was stored
-        states = [(await watcher.read()).status]
-
-    async def when_stopping() -> None:
-        states.append((await watcher.read()).status)
-        watcher.cancel()
-
-    served.server.on_stop(when_stopping)
-    await served.server.stop(grace_s=1.0)
-    assert states == [SERVING, NOT_SERVING]
-
-
 async def test_a_failing_stop_callback_is_raised_after_the_stop(served: Served) -> None:
     def fail() -> None:
         raise OSError("no space left")
@@ -174,15 +157,6 @@ async def test_a_failing_stop_callback_is_raised_after_the_stop(served: Served) 
     assert called == ["next"]
     with pytest.raises(InfrastructureError), translated_errors("orchestrator"):
         await watch(served.connection).read()
-
-
-async def test_calls_that_outlive_the_grace_are_cut(served: Served) -> None:
-    call = watch(served.connection)
-    await call.read()
-    async with deadline(10.0, "the stop"):
-        await served.server.stop(grace_s=0.1)
-    with pytest.raises(InfrastructureError), translated_errors("orchestrator"):
-        await call.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -206,10 +180,3 @@ async def test_a_stream_begun_before_the_signal_delivers(repository: Path, numbe
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-async def test_the_server_sees_the_deadline_of_the_call(served: Served) -> None:
-    await get_run(served.connection, timeout_s=30.0)
-    (left,) = served.servicer.times_left
-    assert left is not None
-    assert 0 < left < 60.0  # without a deadline grpc says None

@@ -17,9 +17,14 @@ import pytest
 from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S
 
 pytestmark = pytest.mark.slow
-PACKAGES = ("services", "rollmill", "recipes")
+PACKAGES = ("services", "extras", "rollmill", "recipes")
 # For readers of a checkout: guides of the code, and a script that starts what lies beside it.
-LEFT_OUT = {*REPOSITORY.glob("services/**/README.md"), REPOSITORY / "recipes" / "run.sh"}
+LEFT_OUT = {
+    *REPOSITORY.glob("services/**/README.md"),
+    *REPOSITORY.glob("extras/**/README.md"),
+    *REPOSITORY.glob("extras/*/tests/**/*"),
+    REPOSITORY / "recipes" / "run.sh",
+}
 
 
 def ask(*command: str | Path, here: Path) -> subprocess.CompletedProcess[str]:
@@ -120,7 +125,8 @@ def test_commands_that_take_files_of_a_checkout_or_packages_that_are_not_here_sa
 ) -> None:
     refused = ask(bin_folder / "rollmill", "deploy", "quickstart", "--target", "compose", "-o", "out", here=tmp_path)
     assert refused.returncode and "takes files of a checkout" in refused.stdout + refused.stderr
-    answer(bin_folder / "rollmill", "deploy", "quickstart", "--target", "scripts", "-o", "out", here=tmp_path)
+    answer(bin_folder / "rollmill", "deploy", "quickstart", "--target", "slurm", "-o", "out", here=tmp_path)
+    assert "#SBATCH --nodes=1" in (tmp_path / "out" / "job.sbatch").read_text()
     assert "start quickstart orchestrator" in (tmp_path / "out" / "node0-orchestrator.sh").read_text()
     told = answer(
         bin_folder / "python", "-c",

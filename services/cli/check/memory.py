@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from services.cli.check.models import file_of
 from services.cli.plan import trainer_name
@@ -42,7 +41,7 @@ _SMALL = 1 * GIB  # files of that size may spill from /dev/shm to a disk unnotic
 # --- models
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a model that memory depends on.
 
@@ -90,11 +89,8 @@ class ModelShape:
             attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_width
             tied = bool(config.get("tie_word_embeddings", False))
             experts = next((int(config[key]) for key in _EXPERTS if config.get(key)), 0)
-            sparse, per_layer, active = (
-                0,
-                0,
-                intermediate,
-            )  # layers with experts, their parameters, the width of a token
+            # Layers with experts, their parameters, the width of a token.
+            sparse, per_layer, active = 0, 0, intermediate
             if experts:
                 one = int(config.get("moe_intermediate_size") or intermediate)
                 shared = one * int(config.get("n_shared_experts") or 0)
@@ -132,20 +128,13 @@ class ModelShape:
         )  # fmt: skip
 
 
-def _known(parameters: int, layers: int, hidden: int, wide: int, kv: int, vocabulary: int, **more: Any) -> ModelShape:
-    return ModelShape(
-        num_parameters=parameters, num_layers=layers, hidden=hidden, intermediate=wide, kv_width=kv, vocabulary=vocabulary,
-        **more,
-    )  # fmt: skip
-
-
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 KNOWN_SHAPES = {
-    "Qwen3-0.6B": _known(596_049_920, 28, 1024, 3072, 1024, 151_936, query_width=2048, tied=True),
-    "Qwen3-1.7B": _known(1_720_574_976, 28, 2048, 6144, 1024, 151_936, tied=True),
-    "Qwen3-8B": _known(8_190_735_360, 36, 4096, 12288, 1024, 151_936),
-    "Qwen2.5-1.5B": _known(1_543_714_304, 28, 1536, 8960, 256, 151_936, tied=True, head_norms=False),
-    "Qwen2.5-7B": _known(7_615_616_512, 28, 3584, 18944, 512, 152_064, head_norms=False),
+    "Qwen3-0.6B": ModelShape(596_049_920, 28, 1024, 3072, 1024, 151_936, query_width=2048, tied=True),
+    "Qwen3-1.7B": ModelShape(1_720_574_976, 28, 2048, 6144, 1024, 151_936, tied=True),
+    "Qwen3-8B": ModelShape(8_190_735_360, 36, 4096, 12288, 1024, 151_936),
+    "Qwen2.5-1.5B": ModelShape(1_543_714_304, 28, 1536, 8960, 256, 151_936, tied=True, head_norms=False),
+    "Qwen2.5-7B": ModelShape(7_615_616_512, 28, 3584, 18944, 512, 152_064, head_norms=False),
 }
 
 
@@ -304,14 +293,9 @@ def engine_parts(
     assert service.servers is not None
     parallel = service.servers.tensor_parallel
     weights = shape.num_parameters * 2 / parallel
-    needed = kv_bytes_per_token(shape, parallel) * context_length
+    needed = _token_bytes(shape, 2) / parallel * context_length
     left = service.servers.memory_share * gpu_memory - weights
     return {"weights": weights, "KV cache": max(left, needed), "allowance": float(CONTEXT_BYTES)}
-
-
-def kv_bytes_per_token(shape: ModelShape, tensor_parallel: int) -> float:
-    """Keys and values of one token in all layers, on one GPU of an engine."""
-    return 2 * shape.num_layers * shape.kv_width * 2 / tensor_parallel
 
 
 def embedded_engine_parts(shape: ModelShape, service: InferenceConfig, context_length: int) -> dict[str, float]:
@@ -323,7 +307,7 @@ def embedded_engine_parts(shape: ModelShape, service: InferenceConfig, context_l
     """  # fmt: skip
     size = DTYPE_BYTES[service.dtype]
     slots = service.engine_slots or service.num_slots
-    cache = cache_bytes(service.kv_cache_gib * GIB, slots, context_length, _token_bytes(shape, service))
+    cache = cache_bytes(service.kv_cache_gib * GIB, slots, context_length, _token_bytes(shape, size))
     return {
         "weights": float(shape.num_parameters * size),
         "KV cache": float(cache),
@@ -331,9 +315,9 @@ def embedded_engine_parts(shape: ModelShape, service: InferenceConfig, context_l
     }
 
 
-def _token_bytes(shape: ModelShape, service: InferenceConfig) -> int:
-    """Keys and values of one position."""
-    return 2 * shape.num_layers * shape.kv_width * DTYPE_BYTES[service.dtype]
+def _token_bytes(shape: ModelShape, size: int) -> int:
+    """Keys and values of one position in all layers, of elements of so many bytes."""
+    return 2 * shape.num_layers * shape.kv_width * size
 
 
 def alone(recipe: Recipe) -> Iterator[GpuEstimate]:
@@ -611,7 +595,7 @@ def small_caches(recipe: Recipe) -> list[str]:
             if (shape := ModelShape.of(model.path)) is None:
                 continue
             slots = service.engine_slots or service.num_slots
-            token_bytes, limit = _token_bytes(shape, service), service.kv_cache_gib * GIB
+            token_bytes, limit = _token_bytes(shape, DTYPE_BYTES[service.dtype]), service.kv_cache_gib * GIB
             if slots * model.context_length * token_bytes <= limit:
                 continue  # rows
             if problem := too_small(limit, model.context_length, token_bytes):

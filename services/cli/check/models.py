@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 import os
-import shlex
+import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from services.common.config.loading import RESOLVED
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.safetensors_files import INDEX, SINGLE, places, read_object, weight_files
-from services.common.text.chat import vocabulary_difference
+from services.common.system.child import module_command
 
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # in the names of architectures
 _MOST_STRETCH = 1e6
@@ -77,15 +77,6 @@ def _stretched_by(section: Mapping[str, Any]) -> float:
     return 1.0
 
 
-def weight_names(model: str) -> frozenset[str]:
-    """Names of a model's weights, from the index or the header of its safetensors; empty where neither can be read."""
-    file = file_of(model, INDEX) or file_of(model, SINGLE)
-    try:
-        return frozenset() if file is None else frozenset(weight_files(file.parent))
-    except ConfigError:
-        return frozenset()
-
-
 def other_architecture(model: str) -> str | None:
     """The architecture of a model that does not generate text, by its ``config.json``; None of one that does, or is unknown."""
     named = config_of(model).get("architectures")
@@ -110,56 +101,19 @@ def lacks_chat_template(model: str) -> bool:
 
 def model_problems(recipe: Recipe) -> list[str]:
     """A line for each model directory that cannot be used; names of a hub are taken as they are."""
-    problems = []
+    named = {}
     for name, policy in recipe.policies.items():
-        named = {f"policies.{name}.model.path": policy.model.path}
-        of_teacher, teacher = _teacher(recipe, name)
-        named |= {of_teacher: teacher} if of_teacher else {}
-        folders = {where: Path(path) for where, path in named.items() if path is not None and is_local(path)}
-        found = [
-            f"{where}: {problem}"
-            for where, folder in folders.items()
-            if (problem := _problem(folder)) is not None
-            and not (where == of_teacher and name in recipe.teachers)  # reported as a policy of its own
-        ]
-        if not found and len(folders) == 2:
-            own, other = folders.values()
-            found = _other_vocabulary(own, other, of_teacher)
-        problems += found
-    return problems
-
-
-def _teacher(recipe: Recipe, policy: str) -> tuple[str, str | None]:
-    """The key that names a policy's teacher, empty without one, and where the teacher's model is."""
-    distillation = recipe.policies[policy].algorithm.distillation
-    where = f"policies.{policy}.algorithm.distillation"
-    if policy in recipe.teachers:
-        return f"{where}.teacher", recipe.policies[recipe.teachers[policy]].model.path
-    if distillation is not None and distillation.teacher_model is not None:
-        return f"{where}.teacher_model", distillation.teacher_model
-    return "", None
+        named[f"policies.{name}.model.path"] = policy.model.path
+        distillation = policy.algorithm.distillation
+        if distillation is not None and name not in recipe.teachers:  # else the teacher is a policy of its own
+            named[f"policies.{name}.algorithm.distillation.teacher_model"] = distillation.teacher_model
+    folders = {where: Path(path) for where, path in named.items() if path is not None and is_local(path)}
+    return [f"{where}: {problem}" for where, folder in folders.items() if (problem := _problem(folder)) is not None]
 
 
 def is_local(path: str) -> bool:
     """Whether a path is on this machine, or can only be: no name of the hub begins or ends so."""
     return Path(path).exists() or path.startswith(("/", ".", "~")) or path.endswith(".gguf")
-
-
-def _other_vocabulary(own: Path, teacher: Path, where: str) -> list[str]:
-    vocabularies = [_vocabulary(folder) for folder in (own, teacher)]
-    if vocabularies[0] is None or vocabularies[1] is None:
-        return []  # the trainer compares what it loads
-    difference = vocabulary_difference(vocabularies[0], vocabularies[1])
-    return [] if difference is None else [f"{where}: vocabulary does not match {own}: {difference}"]
-
-
-def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """Token -> id by ``tokenizer.json``; None where there is none, or of a kind that lists its tokens in another way."""
-    try:
-        tree = read_object(folder / "tokenizer.json")
-        return {**tree["model"]["vocab"], **{token["content"]: token["id"] for token in tree["added_tokens"]}}
-    except (ConfigError, KeyError, TypeError):
-        return None
 
 
 def model_instead(folder: Path) -> str:
@@ -177,7 +131,10 @@ def model_instead(folder: Path) -> str:
 def _problem(folder: Path) -> str | None:
     quantised = [folder] if folder.is_file() and folder.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
     if quantised and not (folder / "config.json").is_file():
-        return _convert(quantised[0])
+        return (
+            f"{quantised[0]} is a GGUF file, and training needs weights in safetensors: load it with transformers "
+            "(`gguf_file=`) and save_pretrained it, and write that directory"
+        )
     if not folder.is_dir():
         return (
             f"{folder} is no directory, so it holds no config.json; write a Hugging Face model directory or a hub name"
@@ -206,20 +163,6 @@ def _problem(folder: Path) -> str | None:
     except ConfigError as error:
         return error.message
     return None
-
-
-def _convert(file: Path) -> str:
-    """The refusal of a GGUF file, with the commands that make a model directory of it."""
-    source, target = f"{str(file.parent)!r}, gguf_file={file.name!r}", str(file.with_suffix(""))
-    code = (
-        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T, GgufConfig as C; "
-        f"M.from_pretrained({source}, quantization_config=C(dequantize=True)).save_pretrained({target!r}); "
-        f"T.from_pretrained({source}).save_pretrained({target!r})"
-    )
-    return (
-        f"{file} is a GGUF file, and training needs weights in safetensors: write {target}, after `pip install gguf "
-        f"accelerate` and `python -c {shlex.quote(code)}`"
-    )
 
 
 ASK_TIMEOUT_S = 5.0
@@ -344,3 +287,46 @@ def _ask(name: str, kind: Kind) -> str | int:
 
 
 _unreachable: dict[str, str] = {}  # endpoint -> reason: a machine without internet waits once
+
+
+# --- Asks trainer and torch engine, each in a process of its own, whether they compute the models of a recipe, by their
+# configs: the command line imports no torch. A process reads ``config.json`` and no weights, and takes some seconds.
+
+
+_DEADLINE_S = 180.0
+_ON_THE_DECODER = ("torch", "forced")
+
+
+def model_trials(recipe: Recipe) -> tuple[list[str], list[str]]:
+    """(problems, notes), a line for each policy and service that refuses its model, or could not be asked."""
+    problems, notes = [], []
+    for where, command in _questions(recipe):
+        try:
+            answer = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_DEADLINE_S)
+        except (OSError, subprocess.SubprocessError) as error:
+            notes.append(f"{where}: could not be tried ({error}), so the run tries it at its start")
+            continue
+        said = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
+        if answer.returncode == 2:
+            problems.append(f"{where}: {said}")
+        elif answer.returncode:
+            notes.append(f"{where}: could not be tried ({said}), so the run tries it at its start")
+        notes += [f"{where}: {line}" for line in answer.stdout.splitlines()]
+    return problems, notes
+
+
+def _questions(recipe: Recipe) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name, policy in recipe.policies.items():
+        file = file_of(policy.model.path or "", "config.json")
+        if file is None:
+            continue
+        folder, where = str(file.parent), f"policies.{name}.model.path"
+        for service, config in recipe.inference.items():
+            if config.engine in _ON_THE_DECODER and (not config.policies or name in config.policies):
+                adapter = () if policy.adapter is None else (policy.adapter.model_dump_json(),)
+                yield (
+                    f"{where}, inference.{service}",
+                    module_command("services.inference.engine.torch.check", folder, *adapter),
+                )
+        if policy.trained and recipe.run.steps:
+            yield where, module_command("services.trainer.model.check", folder, str(policy.model.context_length))

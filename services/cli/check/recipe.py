@@ -26,14 +26,13 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.check.memory import GIB, estimates, host_lines, host_problems, misfits, small_caches
-from services.cli.check.model_trials import model_trials
 from services.cli.check.models import (
     hub_problems,
     lacks_chat_template,
     model_problems,
+    model_trials,
     other_architecture,
     positions,
-    weight_names,
 )
 from services.cli.check.worlds import index_problems, mcp_problems, sandbox_problems, world_problems
 from services.cli.plan import orchestrator_address, plan, ports_in_use
@@ -49,7 +48,7 @@ from services.common.config.processes import (
     missing_packages,
 )
 from services.common.config.recipe import ONE_SEQUENCE, Recipe
-from services.common.config.training import AdapterConfig, PolicyConfig, TrainerConfig
+from services.common.config.training import PolicyConfig, TrainerConfig
 from services.common.dataset_rows import BuiltInReward, BuiltInWorkflow
 from services.common.errors import ConfigError, RollmillError
 from services.common.importing import check_call, check_can_be_loaded, definition_of, load_object
@@ -312,25 +311,8 @@ def _model_problems(recipe: Recipe) -> Iterator[str]:
                 f"policies.{name}.model.path: the tokenizer of {path} has no chat template, so no prompt can be written: take an "
                 "instruction-tuned model, or put a chat_template.jinja into the directory"
             )
-        if policy.adapter is not None:
-            yield from _target_problems(name, path, policy.adapter)
         if (other := other_architecture(path)) is not None:
             yield f"policies.{name}.model.path: {path} is a {other}, and no causal language model: take a model that generates"
-
-
-def _target_problems(name: str, path: str, adapter: AdapterConfig) -> Iterator[str]:
-    """Targets of an adapter that no weight of the model belongs to."""
-    parts = [weight.split(".") for weight in weight_names(path) if weight.endswith(".weight")]
-    modules = {found[-2] for found in parts if len(found) > 1}
-    if not modules or isinstance(adapter.targets, str):
-        return
-    for target in adapter.targets:
-        if target not in modules:
-            linear = ", ".join(sorted(module for module in modules if module.endswith("_proj"))) or "all-linear"
-            yield (
-                f"policies.{name}.adapter.targets names {target!r}, and {path} has no module of it: write some of {linear}, or "
-                "all-linear"
-            )
 
 
 def _batch_problems(name: str, policy: PolicyConfig, recipe: Recipe) -> Iterator[str]:

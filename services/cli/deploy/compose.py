@@ -28,6 +28,7 @@ from services.cli.deploy.layout import (
     MODELS,
     ONCE,
     RUNS,
+    TEMPLATES,
     WORLDS,
     Layout,
     Tree,
@@ -54,6 +55,7 @@ POD = "node"
 NO_DATA = "no-data"  # an empty volume, where no folder is named
 PROMETHEUS_PORT = 9090
 SECCOMP = "deploy/docker/seccomp.json"
+TEMPLATE = TEMPLATES / "compose.yaml"
 _STARTED = {"condition": "service_started"}
 _COMPLETED = {"condition": "service_completed_successfully"}
 
@@ -91,7 +93,7 @@ def compose_files(layout: Layout, context: str) -> dict[str, str]:
         for name, port in layout.metrics_ports.items():
             labels = {"instance": name, "service": name.partition("-")[0], "run": layout.run_id}
             targets.append({"targets": [f"{LOOPBACK}:{port}"], "labels": labels})
-        files["prometheus.yml"] = plain_yaml(part("compose.yaml", "prometheus_yml", targets=targets))
+        files["prometheus.yml"] = plain_yaml(part(TEMPLATE, "prometheus_yml", targets=targets))
         files["grafana.json"] = (CHECKOUT / "deploy" / "grafana.json").read_text(encoding="utf-8")
     return files
 
@@ -108,17 +110,17 @@ class _Node:
     def compose_file(self) -> str:
         layout = self.layout
         # `node` holds the namespaces that the others share.
-        pod = part("compose.yaml", "node", **self._image("orchestrator"))
+        pod = part(TEMPLATE, "node", **self._image("orchestrator"))
         services: dict[str, Tree] = {POD: pod}
         if self.several:
             pod["network_mode"] = "host"
         else:
             port = layout.ports["ORCHESTRATOR_PORT"]
             pod["ports"] = [f"{LOOPBACK}:${{ORCHESTRATOR_PORT:-{port}}}:{port}"]
-            services["forwarder"] = part("compose.yaml", "forwarder", **self._image("orchestrator"), port=[port])
+            services["forwarder"] = part(TEMPLATE, "forwarder", **self._image("orchestrator"), port=[port])
             if layout.metrics_ports:
                 pod["ports"].append(f"{LOOPBACK}:{PROMETHEUS_PORT}:{PROMETHEUS_PORT}")
-                services["prometheus"] = part("compose.yaml", "prometheus")
+                services["prometheus"] = part(TEMPLATE, "prometheus")
         if layout.makes_worlds():
             services[MAKE_WORLDS] = self._container("once", MAKE_WORLDS, volumes=self._mounts(MAKE_WORLDS))
         if layout.recipe.warm_start:
@@ -151,7 +153,7 @@ class _Node:
         for name in [*([WARM_START] if recipe.warm_start else []), *names]:
             service: Tree = {"command": self._command(name, forced)} if forced else {}
             if name in computing:
-                service |= part("compose.yaml", "gpus")
+                service |= part(TEMPLATE, "gpus")
             if service:
                 services[name] = service
         return self._text(f"On top of {below}, for a machine with GPUs.", {"services": services})
@@ -195,7 +197,7 @@ class _Node:
         if self.number:
             variables[HOST_VARIABLE] = f"${{{HOST_VARIABLE}:?set it to the name or address of node 0}}"
         own = {"command": self._command(name), "environment": variables}
-        return part("compose.yaml", template, **self._image(name), **own, **values)
+        return part(TEMPLATE, template, **self._image(name), **own, **values)
 
     def _image(self, process: str) -> Tree:
         image, dockerfile, arguments = image_of(self.layout, process)

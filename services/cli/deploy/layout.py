@@ -1,17 +1,15 @@
-"""The parts of a deployment: the processes of a recipe on every node, ports that all of them know, and the GPUs, CPUs and
-memory that each process asks a scheduler for.
+"""The parts of a deployment: the processes of a recipe on every node, and ports that all of them know.
 
-Texts of the targets are in ``templates``: scripts and manifests with ``@NAME@`` where a value belongs.
+Texts of the targets are templates: scripts and manifests with ``@NAME@`` where a value belongs.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import count
@@ -21,7 +19,6 @@ from typing import Any, Literal
 
 import yaml
 
-from services.cli.check.memory import GIB, HostEstimate, ModelShape, host_estimates
 from services.cli.keys import role_of
 from services.cli.plan import HOST_VARIABLE, NODE_HOST, WARM_START, ProcessSpec, plan
 from services.cli.plan import WORLDS as MAKE_WORLDS
@@ -61,9 +58,6 @@ COMPUTING = ("inference", "trainer")  # kinds of processes that compute on GPUs
 _MAKERS = {WARM_START: "trainer", MAKE_WORLDS: "envgateway"}
 ONCE = tuple(_MAKERS)  # containers that end before the run begins
 _ARGUMENTS = ("BASE_IMAGE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")  # those that are set where it is built
-
-_PROCESS_GIB = 2  # an interpreter with its libraries
-_SPARE = 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,16 +194,14 @@ def lay_out(path: Path, overrides: Sequence[str] = (), profile: str | None = Non
 # --- texts
 
 
-def fill(template: str, /, **values: object) -> str:
+def fill(template: Path, /, **values: object) -> str:
     """The text of a template with the value of each ``@NAME@``. Raises ``KeyError`` for a name without a value."""
-    text = (TEMPLATES / template).read_text(encoding="utf-8")
-    return re.sub(r"@(\w+)@", lambda found: str(values[found[1]]), text)
+    return re.sub(r"@(\w+)@", lambda found: str(values[found[1]]), template.read_text(encoding="utf-8"))
 
 
-def part(template: str, key: str, /, **values: object) -> Tree:
+def part(template: Path, key: str, /, **values: object) -> Tree:
     """The tree under a top-level key of a YAML template, with the value of each ``@NAME@``."""
-    text = (TEMPLATES / template).read_text(encoding="utf-8")
-    found = re.search(rf"^{key}:.*\n((?:  .*\n)+)", text, re.MULTILINE)
+    found = re.search(rf"^{key}:.*\n((?:  .*\n)+)", template.read_text(encoding="utf-8"), re.MULTILINE)
     assert found is not None, f"{template} has no part {key}"
     filled = re.sub(r"@(\w+)@", lambda name: json.dumps(values[name[1]]), found[1])
     tree: Tree = yaml.safe_load(filled)
@@ -274,15 +266,19 @@ def launch_scripts(layout: Layout) -> dict[str, str]:
         variables += other_variables(layout, "this node")
         head = {"written_by": written_by(layout, "scripts"), "variables": variables}
         what = f"Starts all of {layout.path} that belongs to node {node}, and stays until the run is over; then stops the rest."
-        files[f"node{node}.sh"] = fill("node.sh", what=what, names=" ".join(names), node=node, grace=grace, **head)
+        files[f"node{node}.sh"] = fill(
+            TEMPLATES / "node.sh", what=what, names=" ".join(names), node=node, grace=grace, **head
+        )
         for name in names:
             what = f"Starts {name} of {layout.path}, which belongs to node {node}."
             arguments = shlex.join([layout.path, name, *options(layout)])
-            files[f"node{node}-{name}.sh"] = fill("process.sh", what=what, ports=ports, arguments=arguments, **head)
+            files[f"node{node}-{name}.sh"] = fill(
+                TEMPLATES / "process.sh", what=what, ports=ports, arguments=arguments, **head
+            )
     return files
 
 
-# --- containers
+# --- containers, of Compose and of Kubernetes
 
 
 def check_images(layout: Layout) -> None:
@@ -334,90 +330,3 @@ def container_name(name: str) -> str:
     'rollmill-my-run-7'
     """
     return "rollmill-" + re.sub("[^a-z0-9_-]", "-", name.lower())
-
-
-# --- sizes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """What one process, or one node, needs. ``memory_gib`` is the estimate of ``services.cli.check.memory`` with a fifth to
-    spare, and None where the size of a model is not known before the run."""
-
-    gpus: int = 0
-    cpus: int = 1
-    memory_gib: int | None = _PROCESS_GIB
-
-
-def own_gpus(process: str, number: int) -> dict[str, str]:
-    """The variable that names the GPUs of a process which has its own alone, numbered from 0, as in a container."""
-    variable = process.partition("-node")[0].upper().replace("-", "_")
-    return {f"{variable}_GPUS": ",".join(map(str, range(number)))}
-
-
-def named_gpus(recipe: Recipe, process: str) -> list[int]:
-    """The GPUs that the recipe names for a process."""
-    kind, _, name = process.partition("-")
-    if kind == "inference":
-        return list(recipe.inference[name].gpus)
-    return list(recipe.policies[_policy_of(recipe, name)].trainer.gpus) if kind == "trainer" else []
-
-
-def size_of(recipe: Recipe, process: str, node: int) -> Size:
-    """The size of a process of the plan on its node. A container has its own GPUs alone, numbered from 0."""
-    kind, _, name = process.partition("-")
-    gpus = len(named_gpus(recipe, process))
-    if kind == "inference":
-        service = recipe.inference[name]
-        computes = service.device != "cpu" and service.engine not in ("scripted", "forced")
-        parallel = service.servers.tensor_parallel if service.servers is not None else 1
-        memory = _memory_gib(recipe, service.policies or list(recipe.policies), process, node)
-        return Size(gpus=gpus or (parallel if computes else 0), cpus=1 + service.threads, memory_gib=memory)
-    if kind == "trainer":
-        policy = _policy_of(recipe, name)
-        trainer = recipe.policies[policy].trainer
-        ranks = trainer.num_ranks // len(trainer.nodes)
-        memory = _memory_gib(recipe, [policy], process, node)
-        gpus = gpus or (ranks if trainer.device != "cpu" else 0)
-        return Size(gpus=gpus, cpus=1 + ranks * trainer.threads, memory_gib=memory)
-    if kind == "envgateway" and recipe.envgateway is not None:
-        sandbox = recipe.envgateway.sandbox
-        programs = math.ceil(sandbox.num_slots * sandbox.memory_bytes / GIB)
-        return Size(cpus=1 + sandbox.num_slots, memory_gib=_PROCESS_GIB + programs)
-    return Size()
-
-
-def size_of_node(recipe: Recipe, node: int, processes: Iterable[str]) -> Size:
-    """The size of a whole node, on which processes take GPUs by their numbers."""
-    sizes = {name: size_of(recipe, name, node) for name in processes}
-    known_gib = [size.memory_gib for size in sizes.values() if size.memory_gib is not None]
-    gpus = [size.gpus for size in sizes.values()] + [gpu + 1 for name in sizes for gpu in named_gpus(recipe, name)]
-    return Size(
-        gpus=max(gpus, default=0),
-        cpus=sum(size.cpus for size in sizes.values()),
-        memory_gib=sum(known_gib) if len(known_gib) == len(sizes) else None,
-    )
-
-
-def largest(layout: Layout) -> Size:
-    """The size that every node of a job has when the scheduler gives all of them the same."""
-    found = [size_of_node(layout.recipe, node, names) for node, names in layout.names.items()]
-    memory = [size.memory_gib for size in found if size.memory_gib is not None]
-    return Size(
-        gpus=max(size.gpus for size in found),
-        cpus=max(size.cpus for size in found),
-        memory_gib=max(memory) if len(memory) == len(found) else None,
-    )
-
-
-def _policy_of(recipe: Recipe, name: str) -> str:
-    """The policy in ``POLICY`` or ``POLICY-nodeN``."""
-    return name if name in recipe.policies else name.rpartition("-node")[0]
-
-
-def _memory_gib(recipe: Recipe, policies: list[str], process: str, node: int) -> int | None:
-    """The memory of a process that has these policies."""
-    if any(ModelShape.of(recipe.policies[name].model.path) is None for name in policies):
-        return None
-    of_process = host_estimates(recipe, has_gpus=True).get(node, HostEstimate()).of_process
-    return _PROCESS_GIB + math.ceil(_SPARE * of_process[process] / GIB)

@@ -15,8 +15,7 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -94,38 +93,28 @@ MESSAGE_BYTES = 1200  # sent twice, once as percent-encoded text
 METADATA_VALUE_BYTES = 200
 Code = grpc.StatusCode
 
-# Most specific last: every leaf of the tree in services.common.errors has one row.
+# Of the tree in services.common.errors; a class without a row has the status of its base.
 STATUS_OF: dict[type[RollmillError], grpc.StatusCode] = {
     errors.RollmillError: Code.INTERNAL,
-    errors.InvalidRequestError: Code.INVALID_ARGUMENT,
-    errors.ConfigError: Code.INVALID_ARGUMENT,
-    errors.DatasetError: Code.INVALID_ARGUMENT,
-    errors.PromptTooLongError: Code.INVALID_ARGUMENT,
-    errors.UnknownPolicyError: Code.INVALID_ARGUMENT,
-    errors.ModelMismatchError: Code.INVALID_ARGUMENT,
+    errors.UserError: Code.INVALID_ARGUMENT,
     errors.UnauthenticatedError: Code.UNAUTHENTICATED,
     errors.PermissionDeniedError: Code.PERMISSION_DENIED,
     errors.NotFoundError: Code.NOT_FOUND,
-    errors.UnknownTaskGroupError: Code.NOT_FOUND,
-    errors.EpisodeNotFoundError: Code.NOT_FOUND,
-    errors.UnknownEnvironmentError: Code.NOT_FOUND,
     errors.StateError: Code.FAILED_PRECONDITION,
-    errors.LeaseLostError: Code.FAILED_PRECONDITION,
-    errors.WeightsStaleError: Code.FAILED_PRECONDITION,
-    errors.VersionConflictError: Code.FAILED_PRECONDITION,
-    errors.VersionUnavailableError: Code.FAILED_PRECONDITION,
-    errors.SandboxRefusedError: Code.FAILED_PRECONDITION,
     errors.OffsetOutOfRangeError: Code.OUT_OF_RANGE,
     errors.SupersededError: Code.ABORTED,
     errors.CapacityError: Code.RESOURCE_EXHAUSTED,
     errors.CorruptDataError: Code.DATA_LOSS,
-    errors.BatchLostError: Code.DATA_LOSS,
     errors.DeadlineError: Code.DEADLINE_EXCEEDED,
     errors.RolloutTimeoutError: Code.DEADLINE_EXCEEDED,
     errors.InfrastructureError: Code.UNAVAILABLE,
-    errors.GraderFailedError: Code.UNAVAILABLE,
 }
-CLASS_OF_REASON: dict[str, type[RollmillError]] = {cls.reason: cls for cls in STATUS_OF}
+# Of two classes with one reason the leaf.
+CLASS_OF_REASON = {
+    cls.reason: cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, RollmillError) and cls not in (errors.UserError, AccessError)
+}
 # A status without our details comes from the transport. A server of ours adds details even to its bugs, so
 # UNKNOWN ("Stream removed") and INTERNAL (RST_STREAM, a forwarder's answer) are a connection that broke in mid-call.
 CLASS_OF_BARE_STATUS: dict[grpc.StatusCode, type[RollmillError]] = {
@@ -138,7 +127,7 @@ CLASS_OF_BARE_STATUS: dict[grpc.StatusCode, type[RollmillError]] = {
 
 
 def to_status(error: RollmillError) -> grpc.Status:
-    """The status of this error; an error class without a row uses that of its base."""
+    """The status of this error."""
     code = next(STATUS_OF[cls] for cls in type(error).__mro__ if cls in STATUS_OF)
     metadata = {key: _cut(str(value), METADATA_VALUE_BYTES) for key, value in error.metadata.items()}
     details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))]
@@ -287,32 +276,33 @@ def channel(address: str, peer: Peer = Peer.MEMBER) -> ServiceChannel:
 
     A process with keys (``services.common.security.identity``) speaks TLS, and only to a ``peer`` of its run.
     """
-    who = identity.current()
-    options = [*_OPTIONS, *(MEMBER_WINDOW if peer is Peer.ORCHESTRATOR else ())]  # weights need what the line can carry
-    if who is None:
-        return ServiceChannel(grpc.aio.insecure_channel(address, options=options), address, peer)
-    options += channel_options(peer)
-    connect = partial(_connect, address, who, options)
-    return _SecureChannel(connect, address, peer, who)
-
-
-def _connect(address: str, who: identity.Identity, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
-    return grpc.aio.secure_channel(address, channel_credentials(who), options=options)
+    return ServiceChannel(address, peer, identity.current())
 
 
 class ServiceChannel(grpc.aio.Channel):
-    """Puts the caller's ids on every call; all else is the wrapped channel's.
+    """Puts the caller's ids, and its token if it has keys, on every call. After a renewal of the keys new calls take a
+    connection made with the new ones; calls that run go on with the old. All else is the wrapped channel's.
 
     Not client interceptors: grpc.aio gives each intercepted call a task and a queue of its own.
     """
 
-    def __init__(
-        self, wrapped: grpc.aio.Channel, address: str, peer: Peer, who: identity.Identity | None = None
-    ) -> None:
+    def __init__(self, address: str, peer: Peer, who: identity.Identity | None) -> None:
         self.address = address
         self.peer = peer
         self.who = who
-        self._wrapped = wrapped
+        self._generation = 0 if who is None else who.generation
+        self._shown: tuple[tuple[str, str], ...] = ()
+        self._older: list[grpc.aio.Channel] = []
+        self._wrapped = self._connect()
+
+    def _connect(self) -> grpc.aio.Channel:
+        # Weights need what the line can carry.
+        options = [*_OPTIONS, *(MEMBER_WINDOW if self.peer is Peer.ORCHESTRATOR else ())]
+        if self.who is None:
+            return grpc.aio.insecure_channel(self.address, options=options)
+        self._shown = (("authorization", f"Bearer {self.who.bundle.token}"),)
+        options += channel_options(self.peer)
+        return grpc.aio.secure_channel(self.address, channel_credentials(self.who), options=options)
 
     async def __aenter__(self) -> ServiceChannel:
         return self
@@ -321,7 +311,8 @@ class ServiceChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        await self._wrapped.close(grace)
+        for each in (*self._older, self._wrapped):
+            await each.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return self._wrapped.get_state(try_to_connect)
@@ -333,67 +324,36 @@ class ServiceChannel(grpc.aio.Channel):
         await self._wrapped.channel_ready()
 
     def unary_unary(self, *arguments: Any, **keywords: Any) -> Any:
-        return _with_ids(self._wrapped.unary_unary(*arguments, **keywords))
+        return self._called("unary_unary", arguments, keywords)
 
     def unary_stream(self, *arguments: Any, **keywords: Any) -> Any:
-        return _with_ids(self._wrapped.unary_stream(*arguments, **keywords))
+        return self._called("unary_stream", arguments, keywords)
 
     def stream_unary(self, *arguments: Any, **keywords: Any) -> Any:
-        return _with_ids(self._wrapped.stream_unary(*arguments, **keywords))
+        return self._called("stream_unary", arguments, keywords)
 
     def stream_stream(self, *arguments: Any, **keywords: Any) -> Any:
-        return _with_ids(self._wrapped.stream_stream(*arguments, **keywords))
+        return self._called("stream_stream", arguments, keywords)
 
-
-class _SecureChannel(ServiceChannel):
-    """Also puts the token on every call. After a renewal of the keys new calls take a connection made with the new ones;
-    calls that run go on with the old."""
-
-    def __init__(
-        self, connect: Callable[[], grpc.aio.Channel], address: str, peer: Peer, who: identity.Identity
-    ) -> None:
-        super().__init__(connect(), address, peer, who)
-        self._who = who
-        self._connect = connect
-        self._generation = who.generation
-        self._shown = ("authorization", f"Bearer {who.bundle.token}")
-        self._older: list[grpc.aio.Channel] = []
-
-    async def close(self, grace: float | None = None) -> None:
-        for each in (*self._older, self._wrapped):
-            await each.close(grace)
-
-    def unary_unary(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._with_token("unary_unary", arguments, keywords)
-
-    def unary_stream(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._with_token("unary_stream", arguments, keywords)
-
-    def stream_unary(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._with_token("stream_unary", arguments, keywords)
-
-    def stream_stream(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._with_token("stream_stream", arguments, keywords)
-
-    def _with_token(self, kind: str, made_with: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def _called(self, kind: str, made_with: tuple[Any, ...], options: dict[str, Any]) -> Any:
         through = self._wrapped
         call = getattr(through, kind)(*made_with, **options)
 
         def called(*arguments: Any, metadata: Any = None, **keywords: Any) -> Any:
             nonlocal through, call
-            self._follow_renewals()
+            if self.who is not None:
+                self._follow_renewals(self.who)
             if through is not self._wrapped:
                 through = self._wrapped
                 call = getattr(through, kind)(*made_with, **options)
-            return call(*arguments, metadata=(*completed(metadata), self._shown), **keywords)
+            return call(*arguments, metadata=(*completed(metadata), *self._shown), **keywords)
 
         return called
 
-    def _follow_renewals(self) -> None:
-        held = self._who.bundle  # looks for renewed files
-        if self._generation != self._who.generation:
-            self._generation = self._who.generation
-            self._shown = ("authorization", f"Bearer {held.token}")
+    def _follow_renewals(self, who: identity.Identity) -> None:
+        _ = who.bundle  # looks for renewed files
+        if self._generation != who.generation:
+            self._generation = who.generation
             self._older.append(self._wrapped)
             self._wrapped = self._connect()
 
@@ -436,13 +396,6 @@ def _num_cancellations() -> int:
     task = asyncio.current_task()
     assert task is not None, "a stream is read in a task"
     return task.cancelling()
-
-
-def _with_ids(call: Any) -> Any:
-    def called(*arguments: Any, metadata: Any = None, **keywords: Any) -> Any:
-        return call(*arguments, metadata=completed(metadata), **keywords)
-
-    return called
 
 
 def _service_config() -> str:

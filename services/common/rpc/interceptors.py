@@ -1,4 +1,4 @@
-"""Server interceptors: one concern each, over a base class that wraps the four kinds of call once.
+"""What a server does around every call, in one interceptor: who calls, the limits of messages, errors as statuses, logs.
 
 Messages are parsed here and not by gRPC, which returns UNKNOWN for a message that cannot be parsed, and logs a
 traceback: any peer could fill the disk. Here the fault is an error of the peer, returned as such, after all checks that
@@ -10,18 +10,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from services.common.errors import InvalidRequestError, RollmillError
+from services.common.errors import AccessError, InfrastructureError, InvalidRequestError, RollmillError
 from services.common.rpc.client import ids_from_metadata, to_status
-from services.common.security.identity import allowed
+from services.common.security.identity import Caller, Identity, allowed, caller, permit
 from services.common.telemetry.accounts import AnyActivity, TimeAccount
 from services.common.telemetry.logs import LogEvent, Repeats
+
+if TYPE_CHECKING:
+    from services.common.security.gatekeeper import Gatekeeper
 
 # --- Limits of messages and connections of gRPC. Independent of gRPC.
 
@@ -69,34 +72,55 @@ def server_options(service: str) -> list[tuple[str, Any]]:
 log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # subscripts in stubs only
-_UNARY_RESPONSE = ("unary_unary", "stream_unary")
-_STREAM_RESPONSE = ("unary_stream", "stream_stream")
+Around = Callable[[str, Context], AbstractContextManager[object]]
+"""Entered with a method ("/package.Service/Method") before its call, left after it. Never waits: an asynchronous one would
+cost a short call more than its handler does."""
+
+AUTHORIZATION = "authorization"
+_CERTIFICATE = "x509_pem_cert"
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Runs ``around`` around every call, of any kind."""
+    """One for all concerns: gRPC asks each interceptor anew at every call for its handler, which costs a short call as much
+    as its handler does.
 
-    def __init__(self) -> None:
+    With an identity, refuses calls without a valid certificate or token, or with a role that may not make this call. Tokens
+    are checked before a message is read. A stream ends when its caller's credentials expire; a caller that has renewed them
+    calls again.
+
+    Our errors become structured statuses; any other error is a bug: logged with its traceback, returned as INTERNAL. The same
+    refusal is logged once a second, so that no peer fills the disk with log lines.
+    """
+
+    def __init__(self, who: Identity | None = None, around: Sequence[Around] = ()) -> None:
         # By method, the handler and how it was wrapped: it is the same at each call, and wrapping it anew would cost more
         # than the wrapper does.
         self._made: dict[str, tuple[Handler, Handler]] = {}
+        self._around = tuple(around)
+        self._repeats = Repeats()
+        self._who = who
+        self._gatekeeper: Gatekeeper | None = None
+        if who is not None:
+            from services.common.security.gatekeeper import Gatekeeper  # and cryptography: for those with keys only
 
-    def around(self, method: str, context: Context) -> AbstractContextManager[object]:
-        """Entered before the call, left after the call. Never waits: an asynchronous one at each interceptor would cost
-        a short call more than its handler does."""
-        return nullcontext()
+            self._gatekeeper = Gatekeeper(who)
+        # Else known once the call has a context.
+        self._by_token = who is not None and not who.bundle.client_certificates
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
+        method = handler_call_details.method
+        if self._by_token:
+            try:
+                self._identify(method, handler_call_details.invocation_metadata, None)  # the task is the call's own
+            except AccessError as error:
+                return self._refusal(method, error)
         handler = await continuation(handler_call_details)
         if handler is None:  # no such method: grpc answers UNIMPLEMENTED
             return None
-        return self._wrapped(handler, handler_call_details.method)
-
-    def _wrapped(self, handler: Handler, method: str) -> Handler:
         made = self._made.get(method)
         if made is not None and made[0] is handler:
             return made[1]
@@ -105,44 +129,148 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._made[method] = (handler, wrapped)
         return wrapped
 
-    def _wrap(self, handler: Handler, method: str) -> Handler:
-        for kind in (*_UNARY_RESPONSE, *_STREAM_RESPONSE):
-            if (behaviour := getattr(handler, kind)) is not None:
-                wrap = self._unary if kind in _UNARY_RESPONSE else self._streaming
-                make: Callable[..., Handler] = getattr(grpc, f"{kind}_rpc_method_handler")
-                return make(wrap(method, behaviour), handler.request_deserializer, handler.response_serializer)
-        return handler
+    def _refusal(self, method: str, error: AccessError) -> Handler:
+        """Fits calls of every kind; reads no message."""
 
-    def _unary(self, method: str, behaviour: Any) -> Any:
-        async def wrapped(request: Any, context: Context) -> Any:
-            with self.around(method, context):
-                return await behaviour(request, context)
+        async def refuse(requests: object, context: Context) -> None:
+            with structlog.contextvars.bound_contextvars(**ids_from_metadata(context.invocation_metadata() or ())):
+                await self._refuse(method, context, error)
 
-        return wrapped
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
-    def _streaming(self, method: str, behaviour: Any) -> Any:
-        async def wrapped(request: Any, context: Context) -> None:
-            with self.around(method, context):
-                await written(behaviour, request, context)
+    def _identify(self, method: str, metadata: Any, certificate: bytes | None) -> Caller:
+        """Raises ``AccessError``."""
+        assert self._gatekeeper is not None, "asked with an identity only"
+        found = self._gatekeeper.identify(_authorization(metadata), certificate)
+        permit(found, method)
+        caller.set(found)
+        return found
 
-        return wrapped
-
-
-class Chain(CallInterceptor):
-    """Several interceptors as one, the first outermost: gRPC asks each interceptor anew at every call for its handler, which
-    costs a short call as much as its handler does."""
-
-    def __init__(self, interceptors: Sequence[CallInterceptor]) -> None:
-        super().__init__()
-        self._interceptors = tuple(interceptors)
+    def _caller_of(self, method: str, context: Context) -> Caller | None:
+        """The holder of the certificate; the holder of a token is known already."""
+        if self._who is None or self._by_token:
+            return caller.get()
+        shown = next(iter(context.auth_context().get(_CERTIFICATE, ())), None)
+        return self._identify(method, context.invocation_metadata(), shown)
 
     def _wrap(self, handler: Handler, method: str) -> Handler:
-        for interceptor in reversed(self._interceptors):
-            handler = interceptor._wrap(handler, method)
-        return handler
+        behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        read, write = _message_limits(handler, method)
+
+        async def read_each(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+            async for data in requests:
+                yield read(data)
+
+        take: Any = read_each if handler.request_streaming else read
+
+        async def unary(request: Any, context: Context) -> bytes:
+            self._caller_of(method, context)
+            with self._entered(method, context):
+                # Serialised here and not by gRPC, so that an answer that is too large becomes a structured error.
+                return write(await behaviour(take(request), context))
+
+        async def streaming(request: Any, context: Context) -> None:
+            found = self._caller_of(method, context)
+            with self._entered(method, context):
+                if self._who is None or found is None:
+                    await _written(behaviour, take(request), context)
+                    return
+                # Reported like a lost connection: the caller calls again, with renewed credentials or to get the reason.
+                ended = InfrastructureError(f"the {found.shown} of this call has expired: call again with a new one")
+                ending = _Ending(context, max(0.0, found.ends_at - self._who.clock()), ended)
+                try:
+                    await _written(behaviour, take(request), ending)
+                except asyncio.CancelledError:
+                    if not ending.cancelled_it():
+                        raise
+                    raise ended from None
+                finally:
+                    ending.over()
+
+        inner: Any = streaming if handler.response_streaming else unary
+
+        async def answered(request: Any, context: Context) -> Any:
+            # The caller's ids are on every log line of the call.
+            with structlog.contextvars.bound_contextvars(**ids_from_metadata(context.invocation_metadata() or ())):
+                try:
+                    return await inner(request, context)
+                except grpc.aio.AbortError:
+                    raise  # told already
+                except grpc.aio.InternalError:
+                    log.debug(
+                        "rpc.client_left", method=method
+                    )  # in the middle of a write; nobody is left for the error
+                except RollmillError as error:
+                    await self._refuse(method, context, error)
+                except Exception:
+                    # The boundary of the process: the caller must get an answer, and the trace stays here.
+                    log.exception(LogEvent.RPC_FAILED, method=method)
+                    await _abort(method, context, RollmillError("internal error"))
+
+        kind = f"{_KIND[handler.request_streaming]}_{_KIND[handler.response_streaming]}"
+        make: Callable[..., Handler] = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(answered, response_serializer=write if handler.response_streaming else None)
+
+    def _entered(self, method: str, context: Context) -> ExitStack:
+        stack = ExitStack()
+        for each in self._around:
+            stack.enter_context(each(method, context))
+        return stack
+
+    async def _refuse(self, method: str, context: Context, error: RollmillError) -> None:
+        # An unauthenticated caller could name another method each time, so these share one kind.
+        kind = method if allowed(method) else "unknown"
+        if (untold := self._repeats.tell(kind, error.reason)) is not None:
+            log.info("rpc.refused", method=method, reason=error.reason, error=error.message, **untold)
+        await _abort(method, context, error)
 
 
-async def written(behaviour: Any, request: Any, context: Any) -> None:
+_KIND = {False: "unary", True: "stream"}
+
+
+def booked(account: TimeAccount, activities: Mapping[str, AnyActivity]) -> Around:
+    """``activities``: the activity of a method ("/package.Service/Method") or a whole service ("/package.Service/").
+    Other calls, such as GetStatus, are not booked."""
+
+    @contextmanager
+    def around(method: str, _: Context) -> Iterator[None]:
+        name = activities.get(method) or activities.get(method[: method.rfind("/") + 1])
+        if name is None:
+            yield
+            return
+        with account.during(name):
+            yield
+        account.beat()
+
+    return around
+
+
+def _message_limits(handler: Handler, method: str) -> tuple[Callable[[bytes], Any], Callable[[Any], bytes]]:
+    """Reads requests and writes responses of a method within the limits on their size."""
+    name = method.rpartition("/")[2]
+    parse, serialize = handler.request_deserializer, handler.response_serializer
+    most_bytes = REQUEST_BYTES.get(name, SMALL_BYTES)
+
+    def read(data: bytes) -> Any:
+        if len(data) > most_bytes:
+            raise InvalidRequestError(f"a message of {name} has {len(data)} bytes; at most {most_bytes} are taken")
+        try:
+            return parse(data) if parse is not None else data
+        except (DecodeError, RecursionError) as error:
+            raise InvalidRequestError(f"a message of {name} cannot be parsed: {error}") from None
+
+    def write(message: Any) -> bytes:
+        data: bytes = serialize(message) if serialize is not None else message
+        if len(data) > MOST_BYTES:
+            raise InvalidRequestError(
+                f"the answer to {name} has {len(data)} bytes; at most {MOST_BYTES} are sent: ask for less"
+            )
+        return data
+
+    return read, write
+
+
+async def _written(behaviour: Any, request: Any, context: Any) -> None:
     """Run a streaming behaviour as a coroutine that writes, not a generator that yields.
 
     grpc leaves a generator suspended when its call is cancelled; its finalisation would run in another task, where
@@ -156,52 +284,6 @@ async def written(behaviour: Any, request: Any, context: Any) -> None:
             await context.write(response)
 
 
-class ErrorInterceptor(CallInterceptor):
-    """Converts our errors to structured statuses; any other error is a bug: logged with its traceback, returned as
-    INTERNAL.
-
-    The same refusal is logged once a second, so that no peer fills the disk with log lines.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._repeats = Repeats()
-
-    def _unary(self, method: str, behaviour: Any) -> Any:
-        async def wrapped(request: Any, context: Context) -> Any:
-            return await self._told(behaviour(request, context), method, context)
-
-        return wrapped
-
-    def _streaming(self, method: str, behaviour: Any) -> Any:
-        async def wrapped(request: Any, context: Context) -> None:
-            await self._told(written(behaviour, request, context), method, context)
-
-        return wrapped
-
-    async def _told(self, call: Awaitable[Any], method: str, context: Context) -> Any:
-        """The result of the call; converts its errors to statuses."""
-        try:
-            return await call
-        except grpc.aio.AbortError:
-            raise  # told already
-        except grpc.aio.InternalError:
-            log.debug("rpc.client_left", method=method)  # in the middle of a write; no caller is left for the error
-        except RollmillError as error:
-            self._tell(method, error)
-            await _abort(method, context, error)
-        except Exception:
-            # The boundary of the process: the caller must get an answer, and the trace stays here.
-            log.exception(LogEvent.RPC_FAILED, method=method)
-            await _abort(method, context, RollmillError("internal error"))
-
-    def _tell(self, method: str, error: RollmillError) -> None:
-        # An unauthenticated caller could name another method each time, so these share one kind.
-        kind = method if allowed(method) else "unknown"
-        if (untold := self._repeats.tell(kind, error.reason)) is not None:
-            log.info("rpc.refused", method=method, reason=error.reason, error=error.message, **untold)
-
-
 async def _abort(method: str, context: Context, error: RollmillError) -> None:
     try:
         await context.abort_with_status(to_status(error))
@@ -211,81 +293,52 @@ async def _abort(method: str, context: Context, error: RollmillError) -> None:
         raise asyncio.CancelledError from None
 
 
-class ContextInterceptor(CallInterceptor):
-    """Binds the caller's ids to every log line of the call."""
+class _Ending:
+    """The context of a stream that ends after a time, but never within a write: after a write that was cancelled,
+    grpc.aio can send no status any more, and the caller would wait for ever.
 
-    def around(self, method: str, context: Context) -> AbstractContextManager[object]:
-        return structlog.contextvars.bound_contextvars(**ids_from_metadata(context.invocation_metadata() or ()))
+    One timer for the stream and two flags for each write: streams carry thousands of messages a second.
+    """
+
+    def __init__(self, context: Context, left_s: float, ended: InfrastructureError) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a call is a task"
+        self._task = task
+        self._context = context
+        self._ended = ended
+        self._writing = False
+        self._is_due = False
+        self._cancelled = False
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._due)
+
+    async def write(self, message: object) -> None:
+        self._writing = True
+        try:
+            await self._context.write(message)
+        finally:
+            self._writing = False
+        if self._is_due:
+            raise self._ended
+
+    def _due(self) -> None:
+        self._is_due = True
+        if not self._writing:
+            self._cancelled = True
+            self._task.cancel()
+
+    def cancelled_it(self) -> bool:
+        """Whether the timer has caused this cancellation."""
+        return self._cancelled and self._task.uncancel() == 0
+
+    def over(self) -> None:
+        self._timer.cancel()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
 
 
-class AccountInterceptor(CallInterceptor):
-    """``activities``: the activity of a method ("/package.Service/Method") or a whole service ("/package.Service/").
-    Other calls, such as GetStatus, are not booked."""
-
-    def __init__(self, account: TimeAccount, activities: Mapping[str, AnyActivity]) -> None:
-        super().__init__()
-        self._account = account
-        self._activities = activities
-
-    @contextmanager
-    def around(self, method: str, context: Context) -> Iterator[None]:
-        service = method[: method.rfind("/") + 1]
-        name = self._activities.get(method) or self._activities.get(service)
-        if name is None:
-            yield
-            return
-        with self._account.during(name):
-            yield
-        self._account.beat()
-
-
-class MessageInterceptor(CallInterceptor):
-    """Parses requests and writes responses within the limits on their size. Comes last, next to the servicer."""
-
-    def _wrap(self, handler: Handler, method: str) -> Handler:
-        name = method.rpartition("/")[2]
-        parse, serialize = handler.request_deserializer, handler.response_serializer
-        most_bytes = REQUEST_BYTES.get(name, SMALL_BYTES)
-
-        def read(data: bytes) -> Any:
-            if len(data) > most_bytes:
-                raise InvalidRequestError(f"a message of {name} has {len(data)} bytes; at most {most_bytes} are taken")
-            try:
-                return parse(data) if parse is not None else data
-            except (DecodeError, RecursionError) as error:
-                raise InvalidRequestError(f"a message of {name} cannot be parsed: {error}") from None
-
-        def write(message: Any) -> bytes:
-            data: bytes = serialize(message) if serialize is not None else message
-            if len(data) > MOST_BYTES:
-                raise InvalidRequestError(
-                    f"the answer to {name} has {len(data)} bytes; at most {MOST_BYTES} are sent: ask for less"
-                )
-            return data
-
-        async def read_each(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-            async for data in requests:
-                yield read(data)
-
-        def unary(behaviour: Any, read: Any) -> Any:
-            async def wrapped(request: Any, context: Context) -> bytes:
-                # Serialised here and not by gRPC, so that an answer that is too large becomes a structured error.
-                return write(await behaviour(read(request), context))
-
-            return wrapped
-
-        def streaming(behaviour: Any, read: Any) -> Any:
-            async def wrapped(request: Any, context: Context) -> None:
-                await written(behaviour, read(request), context)
-
-            return wrapped
-
-        if (behaviour := handler.unary_unary) is not None:
-            return grpc.unary_unary_rpc_method_handler(unary(behaviour, read))
-        if (behaviour := handler.unary_stream) is not None:
-            return grpc.unary_stream_rpc_method_handler(streaming(behaviour, read), response_serializer=write)
-        if (behaviour := handler.stream_unary) is not None:
-            return grpc.stream_unary_rpc_method_handler(unary(behaviour, read_each))
-        return grpc.stream_stream_rpc_method_handler(
-            streaming(handler.stream_stream, read_each), response_serializer=write
-        )
+def _authorization(metadata: Any) -> str | None:
+    for key, value in metadata or ():
+        if key == AUTHORIZATION:
+            return value if isinstance(value, str) else value.decode("latin-1")
+    return None

@@ -29,14 +29,7 @@ from services.common.errors import ConfigError
 from services.common.net import hosts
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.rpc.client import KEEPALIVE, fixed_window, server_credentials
-from services.common.rpc.interceptors import (
-    CallInterceptor,
-    Chain,
-    ContextInterceptor,
-    ErrorInterceptor,
-    MessageInterceptor,
-    server_options,
-)
+from services.common.rpc.interceptors import Around, CallInterceptor, server_options
 from services.common.security import identity
 from services.common.security.identity import check_bind
 from services.common.telemetry.accounts import AccountState
@@ -63,8 +56,8 @@ class Server:
 
     Raises ``ConfigError`` for another bind without keys, for keys of another run, and for a taken port.
 
-    ``port_setting`` is the port's path in the recipe, for that error; left out, ``<service>.port``. ``interceptors``
-    come after the server's own: their errors are sent like all others.
+    ``port_setting`` is the port's path in the recipe, for that error; left out, ``<service>.port``. ``around``:
+    entered round every call that is let in; their errors are sent like all others.
     """
 
     def __init__(
@@ -76,7 +69,7 @@ class Server:
         port: int,
         run_id: str = "",
         port_setting: str = "",
-        interceptors: Sequence[CallInterceptor] = (),
+        around: Sequence[Around] = (),
     ) -> None:
         self.identity = identity.current()
         check_bind(service, host, self.identity, run_id)
@@ -85,11 +78,7 @@ class Server:
         self.port = port
         self._port_setting = port_setting or f"{service}.port"
         self._server = grpc.aio.server(
-            interceptors=_chained(
-                (ContextInterceptor(), ErrorInterceptor()),
-                _authentication(self.identity),
-                (*interceptors, MessageInterceptor()),
-            ),
+            interceptors=[CallInterceptor(self.identity, around)],
             options=[
                 *KEEPALIVE,
                 *server_options(service),
@@ -265,23 +254,6 @@ class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
         self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.GetStatusResponse:
         return write(self.now(), status_pb2.GetStatusResponse())
-
-
-def _chained(
-    before: Sequence[CallInterceptor], authentication: Sequence[CallInterceptor], after: Sequence[CallInterceptor]
-) -> list[grpc.aio.ServerInterceptor]:
-    """As few as possible. Authentication stays one of its own: the refusal of a call needs no handler."""
-    if authentication:
-        return [Chain(before), *authentication, Chain(after)]
-    return [Chain((*before, *after))]
-
-
-def _authentication(who: identity.Identity | None) -> list[CallInterceptor]:
-    if who is None:
-        return []
-    from services.common.rpc.authentication import AuthInterceptor  # and cryptography: for those with keys only
-
-    return [AuthInterceptor(who)]
 
 
 def _why_not(host: str, port: int) -> str:

@@ -1,4 +1,4 @@
-"""Identifies callers by certificate or token, and checks the table of permissions."""
+"""Identifies callers by certificate or token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 from services.common.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from services.common.security import certificates, tokens
-from services.common.security.identity import Caller, Identity, allowed
+from services.common.security.identity import Caller, Identity
 from services.common.security.keys import LEEWAY_S, check_times
 
 _CACHED = 256  # tokens and certificates that were found good; signatures are not checked again for each call
@@ -108,14 +108,3 @@ class Gatekeeper:
             self._known.clear()
         self._known[key] = found
         return found
-
-
-def permit(found: Caller, what: str) -> None:
-    """Raise ``PermissionDeniedError`` if the caller's role may not do ``what`` (see ``permissions``)."""
-    roles = allowed(what)
-    if found.role not in roles:
-        allowed_roles = ", ".join(sorted(role.value for role in roles)) or "no role"
-        raise PermissionDeniedError(
-            f"role {found.role.value} may not call {what.removeprefix('http:').lstrip('/')}: allowed to {allowed_roles}",
-            role=found.role.value,
-        )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from services.common.errors import AccessError, ConfigError, UnauthenticatedError
+from services.common.errors import AccessError, ConfigError, PermissionDeniedError, UnauthenticatedError
 from services.common.net.hosts import host_and_port, is_loopback
 from services.common.security import keys as files
 from services.common.security.keys import SERVICES, Bundle, Peer, Role, moment
@@ -437,6 +437,17 @@ _ALLOWED: dict[str, frozenset[Role]] = {
 def allowed(what: str) -> frozenset[Role]:
     """The roles that may call a method (``/rollmill.v1.RunService/StopRun``) or a group of routes (``http:judge``)."""
     return _ALLOWED.get(what, frozenset())
+
+
+def permit(found: Caller, what: str) -> None:
+    """Raise ``PermissionDeniedError`` if the caller's role may not do ``what``."""
+    roles = allowed(what)
+    if found.role not in roles:
+        allowed_roles = ", ".join(sorted(role.value for role in roles)) or "no role"
+        raise PermissionDeniedError(
+            f"role {found.role.value} may not call {what.removeprefix('http:').lstrip('/')}: allowed to {allowed_roles}",
+            role=found.role.value,
+        )
 
 
 # --- TLS from an identity for everything that takes an ``ssl.SSLContext``: HTTP servers.

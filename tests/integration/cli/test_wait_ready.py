@@ -51,38 +51,6 @@ def of_another_run(path: Path) -> tuple[Identity | None, Identity | None, str]:
     return as_role(here, Role.ORCHESTRATOR), as_role(there, Role.INFERENCE), "that this run's authority did not sign"
 
 
-def without_keys(path: Path) -> tuple[Identity | None, Identity | None, str]:
-    return (
-        as_role(make_keys(path), Role.ORCHESTRATOR),
-        None,
-        "speaks TLS, and this process has no keys: set ROLLMILL_KEYS",
-    )
-
-
-def to_a_plain_one(path: Path) -> tuple[Identity | None, Identity | None, str]:
-    return None, as_role(make_keys(path), Role.INFERENCE), "speaks no TLS, and this process has keys"
-
-
-def to_another_service(path: Path) -> tuple[Identity | None, Identity | None, str]:
-    keys = make_keys(path)
-    return as_role(keys, Role.ENVGATEWAY), as_role(keys, Role.INFERENCE), "is envgateway, not orchestrator"
-
-
-def to_an_expired_one(path: Path) -> tuple[Identity | None, Identity | None, str]:
-    keys = make_keys(path, age_days=31)
-    told = "certificate of orchestrator at .* has expired .*the clock here says .*--renew"
-    return as_role(keys, Role.ORCHESTRATOR), as_role(Keyring(keys.folder), Role.INFERENCE), told
-
-
-def from_a_clock_that_is_behind(path: Path) -> tuple[Identity | None, Identity | None, str]:
-    keys = make_keys(path, age_days=-1)
-    return (
-        as_role(keys, Role.ORCHESTRATOR),
-        as_role(keys, Role.INFERENCE),
-        "the clock here is at least 8.* s behind; set it right",
-    )
-
-
 def with_an_expired_token(path: Path) -> tuple[Identity | None, Identity | None, str]:
     """The orchestrator's keys were renewed, the copy on this node was not."""
     keys = make_keys(path)
@@ -96,11 +64,6 @@ def with_an_expired_token(path: Path) -> tuple[Identity | None, Identity | None,
     "case",
     [
         of_another_run,
-        without_keys,
-        to_a_plain_one,
-        to_another_service,
-        to_an_expired_one,
-        from_a_clock_that_is_behind,
         with_an_expired_token,
     ],
 )

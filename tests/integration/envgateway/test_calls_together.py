@@ -12,10 +12,11 @@ import pytest
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.errors import InvalidRequestError
 from services.common.records import Task
-from services.common.rpc.interceptors import CallInterceptor, Context
+from services.common.rpc.interceptors import Context
 from services.common.telemetry.accounts import TimeAccount
+from services.envgateway import app
 from services.envgateway.app import Gateway
-from services.envgateway.rpc import ClientInterceptor
+from services.envgateway.rpc import by_client
 from services.envgateway.sandbox.pool import SandboxPool
 from services.inference.gateway import GatewayClient
 from tests.integration.envgateway.conftest import LONG, SLEEP_LONG
@@ -27,13 +28,12 @@ from tests.waiting import until
 def methods(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Calls of the gateway by method."""
     counted: Counter[str] = Counter()
-    around = ClientInterceptor.around
 
-    def counting(self: CallInterceptor, method: str, context: Context) -> AbstractContextManager[object]:
+    def counting(method: str, context: Context) -> AbstractContextManager[object]:
         counted[method.rpartition("/")[2]] += 1
-        return around(self, method, context)  # type: ignore[arg-type]
+        return by_client(method, context)
 
-    monkeypatch.setattr(ClientInterceptor, "around", counting)
+    monkeypatch.setattr(app, "by_client", counting)
     return counted
 
 

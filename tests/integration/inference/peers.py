@@ -21,7 +21,7 @@ from services.common.pb import (
     weights_pb2,
 )
 from services.common.records import TaskGroupOrder
-from services.common.rpc.interceptors import ErrorInterceptor
+from services.common.rpc.interceptors import CallInterceptor
 from services.common.wire import duration_to_proto, write
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -72,7 +72,7 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(interceptors=[CallInterceptor()], options=[("grpc.so_reuseport", 0)])
         pool_pb2_grpc.add_PoolServiceServicer_to_server(self, self._server)
         run_pb2_grpc.add_RunServiceServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
@@ -196,7 +196,7 @@ class FakeGatewayServer(
         self.answers += answers
 
     async def start(self) -> None:
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(interceptors=[CallInterceptor()], options=[("grpc.so_reuseport", 0)])
         environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(self, self._server)
         environment_pb2_grpc.add_CodeExecutionServiceServicer_to_server(self, self._server)
         environment_pb2_grpc.add_RewardServiceServicer_to_server(self, self._server)

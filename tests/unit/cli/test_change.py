@@ -120,13 +120,6 @@ def test_a_training_step_does_not_change_while_recorded_batches_are_to_be_traine
     assert override.partition("=")[0] in caught.value.message
 
 
-@pytest.mark.parametrize(
-    "override", ["workflow.settings.max_turns=2", "policies.model0.trainer.checkpoint_every=5", "rollout.timeout_s=99"]
-)
-def test_other_settings_change_also_while_batches_are_to_be_trained_again(run_dir: Path, override: str) -> None:
-    assert with_changes(begin(run_dir, checkpoint=7), run_dir, [override])[1]
-
-
 @pytest.mark.parametrize("settings", [{"schedule": "constant"}, {"total_updates": 85}])
 def test_a_learning_rate_that_is_constant_or_has_its_own_end_does_not_depend_on_the_number_of_steps(
     run_dir: Path, settings: dict[str, str | int]
@@ -161,8 +154,3 @@ def test_a_wrong_change_is_refused_as_in_a_new_run_and_nothing_is_written(
     done = CliRunner().invoke(app, ["run", "--resume", str(run_dir), "--set", override])
     assert isinstance(done.exception, ConfigError) and told in done.exception.message
     assert (run_dir / "recipe.json").read_bytes() == before and not (run_dir / "recipe.changes.jsonl").exists()
-
-
-def test_a_profile_is_refused(run_dir: Path) -> None:
-    done = CliRunner().invoke(app, ["run", "--resume", str(run_dir), "--profile", "tiny"])
-    assert isinstance(done.exception, ConfigError) and "keeps its profile" in done.exception.message

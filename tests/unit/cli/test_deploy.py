@@ -17,7 +17,6 @@ import yaml
 
 from services.cli.deploy.command import deploy
 from services.cli.deploy.layout import lay_out
-from services.common.config.loading import load_recipe, load_resolved
 from services.common.errors import ConfigError
 from tests import needs
 from tests.waiting import PROCESS_S
@@ -27,7 +26,6 @@ PROFILE = REPOSITORY / "deploy" / "docker" / "seccomp.json"
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"
 TWO_NODES = REPOSITORY / "recipes" / "code-multi-agent" / "qwen3-8b-codegen-verifier-m2po-full-2node"
 TIER_0 = "envgateway.sandbox.allow_tier_0=true"
-FIXED_PORTS = {"orchestrator.port": 50050, "envgateway.port": 50080}
 RECIPES = REPOSITORY / "recipes"
 ALFWORLD = RECIPES / "alfworld" / "qwen2.5-7b-instruct-m2po-full"
 WEBSHOP = RECIPES / "webshop" / "qwen2.5-7b-instruct-m2po-full"
@@ -105,22 +103,6 @@ def test_memory_is_shared_with_gpus_and_by_nothing_that_podman_compose_refuses(
     for name in ("inference-a", "trainer-model0"):
         assert with_gpus[name]["ipc"] == with_gpus[name]["pid"] == "service:node"
         assert compose[name]["init"] and not with_gpus[name]["init"]
-
-
-def test_whatever_loads_a_model_has_the_same_cache(compose: dict[str, Any], tmp_path: Path) -> None:
-    loading = {name for name, service in compose.items() if "models:/models" in service.get("volumes", [])}
-    assert loading == {"warm-start", "orchestrator", "inference-a", "trainer-model0"}
-    volumes = yaml.safe_load((tmp_path / "compose.yaml").read_text())["volumes"]
-    assert volumes["models"] == {"name": "rollmill-models"}  # that of every recipe on the machine
-    for file in DOCKERFILES:
-        lines = file.read_text()
-        assert "HF_HOME=/models" in lines and "/models\n" in lines
-
-
-def test_each_is_checked_where_it_answers(compose: dict[str, Any]) -> None:
-    ports = lay_out(QUICKSTART).ports
-    assert compose["trainer-model0"]["healthcheck"]["test"][-1] == f"127.0.0.1:{ports['TRAINER_MODEL0_PORT']}"
-    assert compose["envgateway"]["healthcheck"]["test"][-1] == f"127.0.0.1:{ports['ENVGATEWAY_PORT']}"
 
 
 @pytest.mark.parametrize("recipe", [QUICKSTART, ALFWORLD, WEBSHOP, CODE, MATH, TWO_NODES], ids=lambda path: path.name)
@@ -208,14 +190,6 @@ def test_a_world_outside_the_checkout_is_mounted_where_the_recipe_says(tmp_path:
     assert ("/mnt/alfworld", "/mnt/alfworld") in [(world["source"], world["target"]) for world in worlds]
 
 
-def test_the_model_of_the_tagger_is_in_the_image_where_the_recipe_wants_it(tmp_path: Path) -> None:
-    tagger = ["envgateway.webshop.tagger=spacy", "envgateway.webshop.spacy_model=en_core_web_md"]
-    deploy(WEBSHOP, "compose", tmp_path, tagger)
-    assert "SPACY_MODEL=en_core_web_md" in services_of(tmp_path)["envgateway"]["build"]["args"]
-    deploy(WEBSHOP, "compose", tmp_path, tagger, "tiny")
-    assert not any(argument.startswith("SPACY") for argument in services_of(tmp_path)["envgateway"]["build"]["args"])
-
-
 def test_a_profile_reaches_every_process_and_its_world_is_made_before_the_run(tmp_path: Path) -> None:
     deploy(ALFWORLD, "compose", tmp_path, [], "tiny")
     services = services_of(tmp_path)
@@ -230,49 +204,6 @@ def test_a_profile_reaches_every_process_and_its_world_is_made_before_the_run(tm
         assert services[name]["depends_on"]["worlds"] == {"condition": "service_completed_successfully"}
     assert services["inference-a"]["image"] == "rollmill-inference"  # not SGLang's
     assert not any(volume.startswith("runs:") for volume in services["envgateway"]["volumes"])
-
-
-@pytest.mark.slow
-def test_the_worlds_of_a_profile_can_be_made_by_themselves(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "services.cli", "start", str(WEBSHOP), "worlds", "--profile", "tiny"]
-    environment = {name: value for name, value in os.environ.items() if name != "ROLLMILL_DATA_ROOT"}
-    done = subprocess.run(
-        [*command, "--set", f"run.dir={tmp_path}"],
-        env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"worlds"}
-    assert (tmp_path / "worlds" / "webshop-catalogue" / "items_human_ins.json").is_file()
-
-
-def test_a_profile_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="write one of tiny"):
-        deploy(QUICKSTART, "compose", tmp_path, [], "huge")
-
-
-@pytest.mark.parametrize("profile", [None, "tiny"])
-def test_names_are_valid_and_every_volume_that_is_mounted_is_declared_and_no_other(
-    tmp_path: Path, profile: str | None
-) -> None:
-    for recipe in ONE_NODE:
-        deploy(recipe, "compose", tmp_path, [], profile)
-        tree = yaml.safe_load((tmp_path / "compose.yaml").read_text())
-        mounts = [mount for service in tree["services"].values() for mount in service.get("volumes", [])]
-        named = {
-            re.sub(r"^\$\{\w+:-(.*?)\}", r"\1", mount).partition(":")[0] for mount in mounts if isinstance(mount, str)
-        }
-        assert {name for name in named if re.fullmatch(r"[\w-]+", name)} == set(tree["volumes"]), recipe
-        assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", tree["name"]), "Docker's compose takes no other name"
-
-
-def test_inference_services_have_the_image_of_their_engine(tmp_path: Path, compose: dict[str, Any]) -> None:
-    assert compose["inference-a"]["image"] == "rollmill-inference"
-    deploy(QUICKSTART, "compose", tmp_path, ["inference.a.engine=sglang"])
-    services = yaml.safe_load((tmp_path / "compose.yaml").read_text())["services"]
-    assert services["inference-a"]["image"] == "rollmill-inference-sglang"
-    assert services["inference-a"]["build"]["dockerfile"] == "deploy/docker/inference-sglang.Dockerfile"
-    assert (REPOSITORY / services["inference-a"]["build"]["dockerfile"]).is_file()
-    assert services["trainer-model0"]["image"] == "rollmill-trainer"
 
 
 def test_two_nodes_have_a_file_each_and_every_container_the_keys_of_its_role(tmp_path: Path) -> None:
@@ -309,13 +240,6 @@ def test_other_nodes_do_not_see_starting_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policies\.NAME\.model\.path"):
         deploy(QUICKSTART, "compose", tmp_path, ["inference.a.node=1"])
     assert not list(tmp_path.iterdir())
-
-
-def test_the_profile_of_two_nodes_is_on_one(tmp_path: Path) -> None:
-    assert {path.name for path in deploy(TWO_NODES, "compose", tmp_path, [], "tiny")} == {
-        "compose.yaml",
-        "compose.gpu.yaml",
-    }
 
 
 def test_with_tls_the_pod_has_keys(tmp_path: Path) -> None:
@@ -434,30 +358,6 @@ def test_a_node_that_is_told_to_end_between_a_start_and_its_entry_leaves_no_proc
     )
     done = run_node(tmp_path, f"exec sleep {2 * PROCESS_S:g}", BASH_ENV=str(told))  # waits for all that hold its output
     assert done.returncode == 143, done.stderr
-
-
-@pytest.mark.slow
-def test_the_warm_start_alone_makes_what_an_orchestrator_without_torch_needs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "services.cli", "start", "recipes/quickstart", "warm-start"]
-    settings = ["warm_start.model0.steps=0", *(f"{name}={port}" for name, port in FIXED_PORTS.items())]
-    command += [part for setting in settings for part in ("--set", setting)]
-    environment = {**os.environ, "RUN_DIR": str(tmp_path / "mine")}
-    checkpoint = tmp_path / "mine" / "warm_start" / "model0" / "config.json"
-    seen = []
-    for _ in range(2):
-        done = subprocess.run(
-            command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        seen.append(checkpoint.stat().st_mtime_ns)
-    assert seen[0] == seen[1], "the second time it was made again"
-    assert load_resolved(tmp_path / "mine").run.id == "mine"
-
-
-def test_the_layout_is_the_recipe() -> None:
-    recipe = load_recipe(TWO_NODES, (), {})
-    layout = lay_out(TWO_NODES)
-    assert layout.nodes == [0, 1] and layout.recipe == recipe  # every port of it is a number already
 
 
 def test_dockerfiles_pass_hadolint() -> None:

@@ -86,12 +86,6 @@ def test_exit_codes_and_signals_reach_who_asked_for_it(server: ForkServer, tmp_p
     assert "ValueError" in (tmp_path / "crashed").read_text()
 
 
-def test_the_words_of_its_end_and_those_of_its_threads_are_in_its_output(server: ForkServer, tmp_path: Path) -> None:
-    assert start(server, tmp_path / "out", "last words").wait(WAIT_S) == 1
-    said = (tmp_path / "out").read_text().splitlines()
-    assert sorted(said) == ["at its end", "error: it says why", "of a thread"]
-
-
 def test_the_end_of_the_server_ends_no_process_and_another_is_started_without_it(
     server: ForkServer, tmp_path: Path
 ) -> None:
@@ -155,37 +149,6 @@ def test_the_launcher_starts_again_what_was_forked(tmp_path: Path, monkeypatch: 
     assert not Path(f"/proc/{first}").exists()
 
 
-def test_what_a_module_prints_when_it_is_imported_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "forked_module.py").write_text(MODULE)
-    (tmp_path / "loud.py").write_text(
-        "import os; print('hello', flush=True); os.write(1, b'{\\n'); print('unfinished')"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
-    server = ForkServer(tmp_path / "server.stderr", ["loud"])
-    try:
-        assert start(server, tmp_path / "told", "tell", "x").wait(WAIT_S) == 0
-    finally:
-        server.stop()
-    assert (tmp_path / "told").read_text().startswith("x green")
-    assert "hello" in (tmp_path / "server.stderr").read_text()
-
-
-def test_what_a_forked_process_prints_is_in_its_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "forked_module.py").write_text("import time\nprint('a line')\ntime.sleep(60)\n")
-    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    server = ForkServer(tmp_path / "server.stderr", ["json"])
-    environment = {"PYTHONPATH": os.environ["PYTHONPATH"], "PYTHONUNBUFFERED": "1"}
-    made = server.start(module_command("forked_module"), environment, tmp_path / "out")
-    assert made is not None
-    try:
-        wait_until(lambda: (tmp_path / "out").exists() and (tmp_path / "out").read_text() == "a line\n")
-    finally:
-        os.kill(made.pid, signal.SIGKILL)
-        made.wait(WAIT_S)
-        server.stop()
-
-
 def test_a_server_that_is_given_up_starts_nothing_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "forked_module.py").write_text(MODULE)
     (tmp_path / "slow.py").write_text(
@@ -227,30 +190,3 @@ def test_only_what_finds_its_imports_in_the_server_is_forked(
     specs = {spec.name: spec for spec in plan(validate(tree, source="test"), tmp_path)}
     assert specs[process].forked is forked
     assert not specs["trainer-model0"].forked, "its device is left to the machine: it may be a GPU"
-
-
-def test_a_warm_start_and_what_follows_it_are_forked_from_the_same_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "forked_module.py").write_text(MODULE)
-    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
-    monkeypatch.setenv("COLOUR", "green")
-    made: list[ForkServer] = []
-
-    def make(log: Path) -> ForkServer:
-        made.append(ForkServer(log, ["json"]))
-        return made[-1]
-
-    monkeypatch.setattr("services.cli.run.processes.ForkServer", make)
-    processes = Processes(tmp_path, max_restarts=3, stop_grace_s=5.0)
-    try:
-        processes.fork_where_possible()
-        argv = module_command("forked_module", "tell", "x")
-        processes.run_to_end(ProcessSpec(name="warm-start-a", argv=argv, address="", forked=True))
-        processes.fork_where_possible()
-        processes.start(ProcessSpec(name="one", argv=(*argv[:4], "wait"), address="", forked=True))
-        assert [server.pid for server in made] == [made[0].pid], "its imports are done once"
-    finally:
-        processes.stop()
-    with pytest.raises(ProcessLookupError):
-        os.kill(made[0].pid, 0)

@@ -98,13 +98,6 @@ def test_keys_are_never_overwritten_and_renewing_keeps_the_authority(tmp_path: P
     assert Keyring(folder).hosts == ["node9"]
 
 
-def test_another_runs_keys_are_not_renewed_as_this_ones(tmp_path: Path) -> None:
-    make_keys(tmp_path / "k", "another")
-    failure = keys(RECIPE, "-o", tmp_path / "k", "--renew", fails=True).exception
-    assert isinstance(failure, ConfigError)
-    assert "another" in str(failure)
-
-
 def test_show_says_who_and_until_when_of_a_whole_ring_or_a_copied_bundle_and_prints_no_secret(tmp_path: Path) -> None:
     ring = make_keys(tmp_path / "k")
     for folder in (ring.folder, ring.folder / "trainer"):
@@ -148,7 +141,3 @@ def test_keys_that_cannot_be_renewed_here_are_refused_before_a_start(tmp_path: P
     with pytest.raises(UnauthenticatedError, match=told):
         check_dates(identity.load(made.folder, Role.OPERATOR))
     check_dates(None)
-
-
-def test_keys_whose_time_is_now_are_taken(tmp_path: Path) -> None:
-    check_dates(identity.load(make_keys(tmp_path / "k").folder, Role.OPERATOR))

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import json
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.cli.check.models import model_problems
-from services.cli.check.recipe import size_problems
 from services.common.config.loading import validate
 from tests.unit.trainer_service.building import recipe, save_model
 
@@ -41,13 +36,6 @@ def test_a_teacher_that_shares_the_tokenizer_is_accepted_and_a_hub_name_is_taken
     assert model_problems(taught(student, "org/teacher-8B")) == []
 
 
-def test_a_teacher_with_another_vocabulary_is_told_with_sizes_and_tokens(tmp_path: Path) -> None:
-    student, teacher = save_model(tmp_path / "student"), save_model(tmp_path / "teacher", vocabulary=29)
-    (problem,) = model_problems(taught(student, teacher))
-    assert problem.startswith(f"{WHERE}: vocabulary does not match {student}: 31 tokens here, 29 there, 2 differ")
-    assert "'w16' is 29 here and missing there" in problem
-
-
 def test_a_broken_directory_of_a_teacher_is_told_with_its_key(tmp_path: Path) -> None:
     student, teacher = save_model(tmp_path / "student"), save_model(tmp_path / "teacher")
     (teacher / "config.json").unlink()
@@ -55,13 +43,8 @@ def test_a_broken_directory_of_a_teacher_is_told_with_its_key(tmp_path: Path) ->
     assert "no directory" in model_problems(taught(student, tmp_path / "nowhere"))[0]
 
 
-def test_a_served_teacher_is_compared_and_looked_through_as_the_policy_that_it_is(tmp_path: Path) -> None:
-    student = save_model(tmp_path / "student")
-    assert model_problems(served(student, save_model(tmp_path / "same", seed=1))) == []
-    (problem,) = model_problems(served(student, save_model(tmp_path / "other", vocabulary=29)))
-    where = "policies.model0.algorithm.distillation.teacher"
-    assert problem.startswith(f"{where}: vocabulary does not match {student}: 31 tokens here, 29 there, 2 differ")
-    (problem,) = model_problems(served(student, tmp_path / "nowhere"))
+def test_a_served_teacher_is_looked_through_as_the_policy_that_it_is(tmp_path: Path) -> None:
+    (problem,) = model_problems(served(save_model(tmp_path / "student"), tmp_path / "nowhere"))
     assert problem.startswith("policies.teacher.model.path: ")
 
 
@@ -73,36 +56,8 @@ def test_weights_that_are_pickled_are_told_before_a_run_begins(tmp_path: Path) -
     assert "pickled weights only (pytorch_model.bin)" in problem
 
 
-def adapted(model: Path, targets: list[str]) -> Any:
-    tree = recipe(model).model_dump(mode="json")
-    tree["policies"]["model0"] |= {"adapter": {"rank": 2, "alpha": 4, "targets": targets}}
-    return validate(tree, source="test")
-
-
-@pytest.mark.parametrize("layout", ["one file", "index"])
-def test_an_adapters_targets_are_compared_with_the_weights_of_the_model(tmp_path: Path, layout: str) -> None:
-    model = save_model(tmp_path / "model")
-    if layout == "index":
-        (model / "model.safetensors").rename(model / "part-1.safetensors")
-        named = {f"model.layers.0.self_attn.{name}_proj.weight": "part-1.safetensors" for name in "qkvo"}
-        (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
-    good = adapted(model, ["q_proj", "v_proj"])
-    assert not [problem for problem in size_problems(good) if "adapter" in problem]
-    wrong = adapted(model, ["q_proj", "qkv_proj"])
-    (problem,) = [problem for problem in size_problems(wrong) if "adapter" in problem]
-    assert "policies.model0.adapter.targets names 'qkv_proj'" in problem and "k_proj, o_proj, q_proj" in problem
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff" * 20, b"\x02" + bytes(7) + b"[]"])
-def test_weights_that_cannot_be_read_are_no_reason_to_refuse_a_target(tmp_path: Path, content: bytes) -> None:
-    model = save_model(tmp_path / "model")
-    (model / "model.safetensors").write_bytes(content)
-    given = adapted(model, ["q_proj"])
-    assert not [problem for problem in size_problems(given) if "adapter" in problem]
-
-
 @pytest.mark.parametrize("named", ["file", "folder", "relative file"])
-def test_a_gguf_model_is_refused_with_the_command_that_converts_it(
+def test_a_gguf_model_is_refused_with_the_way_to_convert_it(
     tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "it's a model"
@@ -113,16 +68,6 @@ def test_a_gguf_model_is_refused_with_the_command_that_converts_it(
     path = {"file": str(file), "folder": str(folder), "relative file": file.name}[named]
     (problem,) = model_problems(recipe(Path(path)))
     assert problem.startswith("policies.model0.model.path: ") and "is a GGUF file" in problem
-    command = shlex.split(re.findall("`(.*?)`", problem)[1])
-    assert command[:2] == ["python", "-c"]
-    calls = [node for node in ast.walk(ast.parse(command[2])) if isinstance(node, ast.Call)]
-    saved = {call.args[0].value for call in calls if getattr(call.func, "attr", "") == "save_pretrained"}  # type: ignore[attr-defined]
-    (target,) = saved
-    assert (folder / target) == file.with_suffix("") and f"write {target}" in problem
-    import transformers
-
-    imported = next(node for node in ast.walk(ast.parse(command[2])) if isinstance(node, ast.ImportFrom))
-    assert all(hasattr(transformers, alias.name) for alias in imported.names)
 
 
 def test_a_model_directory_that_holds_a_gguf_too_is_taken(tmp_path: Path) -> None:

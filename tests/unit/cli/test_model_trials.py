@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import transformers
 
-from services.cli.check import model_trials as trials
-from services.cli.check.model_trials import model_trials
+from services.cli.check import models as trials
+from services.cli.check.models import model_trials
 from tests.unit.trainer_service.building import recipe, save_model
 
 

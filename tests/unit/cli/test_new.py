@@ -76,23 +76,6 @@ def test_an_own_model_and_own_rows_need_no_demo(tmp_path: Path) -> None:
     assert recipe.warm_start == {}
 
 
-def test_a_new_folder_can_be_deployed_from_where_it_lies(tmp_path: Path) -> None:
-    new(str(tmp_path / "mine"))
-    for target in ("compose", "scripts"):
-        result = CliRunner().invoke(
-            app, ["deploy", str(tmp_path / "mine"), "--target", target, "-o", str(tmp_path / target)]
-        )
-        assert result.exit_code == 0, result.output
-    compose = (tmp_path / "compose" / "compose.yaml").read_text()
-    assert f"source: {tmp_path / 'mine'}" in compose and f"- {tmp_path / 'mine'}" in compose
-    assert f"start {tmp_path / 'mine'} trainer-model0" in (tmp_path / "scripts" / "node0-trainer-model0.sh").read_text()
-
-
-def test_a_hub_name_stays_a_hub_name(tmp_path: Path) -> None:
-    new(str(tmp_path / "mine"), "--model", "Qwen/Qwen3-0.6B")
-    assert load_recipe(tmp_path / "mine", (), {}).policies["model0"].model.path == "Qwen/Qwen3-0.6B"
-
-
 @pytest.mark.parametrize(
     ("folder", "arguments", "told"),
     [
@@ -138,12 +121,6 @@ def test_too_few_rows_are_not_split_and_that_is_told(tmp_path: Path) -> None:
     told = new(str(tmp_path / "mine"), "--model", "a/b", "--data", str(tmp_path / "rows.jsonl"))
     assert "60 rows are too few to hold some out" in told
     assert load_recipe(tmp_path / "mine", (), {}).data.evaluation == {}
-
-
-def test_of_rows_on_a_hub_a_part_is_held_out_too(tmp_path: Path) -> None:
-    assert "every 20th row" in new(str(tmp_path / "mine"), "--model", "a/b", "--data", "a/rows")
-    recipe = load_recipe(tmp_path / "mine", (), {})
-    assert recipe.data.training["data.train"].hold_out == recipe.data.evaluation["held_out"].hold_out == 20
 
 
 @pytest.mark.parametrize(

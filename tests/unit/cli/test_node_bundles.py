@@ -43,14 +43,6 @@ def keys_of_run(recipe: Recipe, run_dir: Path, environment: dict[str, str]) -> P
     return keys
 
 
-def test_a_run_on_one_node_has_no_keys_unless_some_are_named(tmp_path: Path) -> None:
-    recipe = load_recipe(REPOSITORY / "recipes/quickstart", (), {})
-    assert keys_of_run(recipe, tmp_path, {}) is None
-    assert keys_of_run(recipe, tmp_path, {VARIABLE: str(tmp_path / "mine")}) == tmp_path / "mine"
-    specs = plan(recipe, tmp_path)
-    assert {with_keys(spec, None).env[VARIABLE] for spec in specs} == {""} and list(tmp_path.iterdir()) == []
-
-
 def test_each_process_gets_the_keys_of_its_role_and_no_others(tmp_path: Path) -> None:
     recipe = two_nodes(tmp_path)
     keys = keys_of_run(recipe, tmp_path, {})
@@ -74,14 +66,6 @@ def test_the_bundle_of_node_1_holds_the_settings_and_one_role(tmp_path: Path) ->
     assert not [path for path in (tmp_path / "nodes").rglob("*") if path.name in ("ca.key", "token.key")]
     assert stat.S_IMODE((tmp_path / "nodes").stat().st_mode) == 0o700
     assert stat.S_IMODE((bundle / "keys" / "inference" / "key.pem").stat().st_mode) == 0o600
-
-
-def test_a_node_with_the_gateway_gets_its_keys_too(tmp_path: Path) -> None:
-    recipe = two_nodes(tmp_path, "envgateway.node=1")
-    keys_of_run(recipe, tmp_path, {})
-    keys = tmp_path / "nodes" / "1" / "keys"
-    assert {folder.name for folder in keys.iterdir()} == {"envgateway", "inference"}
-    assert identity.load(keys, Role.ENVGATEWAY).run == tmp_path.name
 
 
 def test_starting_checkpoints_that_the_run_makes_are_part_of_the_bundle(tmp_path: Path) -> None:
@@ -160,9 +144,3 @@ def test_where_only_the_orchestrators_own_keys_are_there_is_no_bundle_and_no_com
     assert keys_of_run(recipe, tmp_path / "run", environment) == made.folder / "orchestrator"
     assert not (tmp_path / "run" / "nodes").exists()
     assert commands_for_other_nodes(recipe, tmp_path / "run", {}) == []
-
-
-def test_the_printed_command_is_there_when_the_bundle_is(tmp_path: Path) -> None:
-    recipe = two_nodes(tmp_path)
-    keys_of_run(recipe, tmp_path, {})
-    assert len(commands_for_other_nodes(recipe, tmp_path, {})) == 3

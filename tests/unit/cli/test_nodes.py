@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import shlex
 import socket
-import subprocess
-import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,6 @@ from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.system.machine import free_ports
-from tests.waiting import PROCESS_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TWO_NODES = "recipes/code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
@@ -78,11 +74,6 @@ def test_a_recipe_on_one_node_stays_on_loopback_and_prints_nothing() -> None:
     assert commands_for_other_nodes(recipe, REPOSITORY, {}) == []
 
 
-def test_a_host_that_the_recipe_names_stays() -> None:
-    recipe = with_addresses(two_nodes("orchestrator.host=192.0.2.5"), {nodes.NODE_HOST: HERE})
-    assert recipe.orchestrator.host == "192.0.2.5"
-
-
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [({nodes.NODE_HOST: "node0.example"}, HERE), ({NODE_0: "node0.example"}, HERE), ({}, HERE)],
@@ -124,20 +115,6 @@ def test_node_0_prints_a_line_that_copies_the_bundle_and_one_that_starts(run_dir
     ]  # fmt: skip
 
 
-def test_several_processes_of_a_node_are_started_by_one_line(run_dir: Path) -> None:
-    recipe = with_addresses(
-        two_nodes("inference.b.node=1", "inference.b.gpus=[]", "inference.b.engines={}", "inference.b.engine=torch"), {}
-    )
-    *_, start = commands_for_other_nodes(recipe, run_dir, {NODE_0: "node0.example"})
-    assert start.strip().startswith("(") and start.endswith("& wait)")
-    assert start.count("1_inference_a.sh") == start.count("1_inference_b.sh") == 1
-
-
-def test_an_unknown_name_of_node_0_is_printed_as_its_address(run_dir: Path) -> None:
-    lines = commands_for_other_nodes(with_addresses(two_nodes(), {}), run_dir, {})
-    assert lines[-1].split()[0] == f"{NODE_0}={HERE}"
-
-
 def test_processes_of_node_1_dial_node_0_and_are_reached_by_nobody() -> None:
     found = find(two_nodes(), "inference-a", None, {NODE_0: "login-1"})
     assert (found.node, found.orchestrator) == (1, "login-1:50050")
@@ -151,13 +128,6 @@ def test_with_an_address_of_its_own_node_1_is_a_relay() -> None:
     assert argv[argv.index("--host") + 1] == HERE
 
 
-def test_processes_of_node_0_find_it_by_themselves() -> None:
-    for process in ("inference-b", "trainer-model0", "trainer-model1"):
-        found = find(two_nodes(), process, None, {nodes.NODE_HOST: HERE})
-        assert (found.node, found.orchestrator) == (0, f"{HERE}:50050")
-    assert "--host" not in find(two_nodes(), "trainer-model0", None, {nodes.NODE_HOST: HERE}).process.argv
-
-
 def test_a_trainer_elsewhere_dials_node_0_and_publishes_at_its_own_address() -> None:
     environment = {NODE_0: "elsewhere.example", nodes.NODE_HOST: HERE}
     found = find(two_nodes(), "trainer-model1", None, environment)
@@ -168,21 +138,6 @@ def test_a_trainer_elsewhere_dials_node_0_and_publishes_at_its_own_address() -> 
 def test_a_process_of_node_1_without_a_name_for_node_0_is_refused() -> None:
     with pytest.raises(ConfigError, match=rf"inference-a runs on node 1 .* set {NODE_0}"):
         find(two_nodes(), "inference-a", None, {})
-
-
-def test_the_script_of_node_1_exits_at_once_with_the_explanation() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != NODE_0}
-    done = subprocess.run(
-        ["deploy/launch/1_inference_a.sh", TWO_NODES],
-        cwd=REPOSITORY,
-        env={**environment, "PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_S,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert f"set {NODE_0} to the host name of the node that runs the orchestrator" in done.stderr
 
 
 def test_the_gateway_of_node_1_is_started_there_listens_there_and_is_nobody_elses_affair(run_dir: Path) -> None:
@@ -201,13 +156,6 @@ def test_the_gateway_of_node_1_is_started_there_listens_there_and_is_nobody_else
     assert argv[argv.index("--run-dir") + 1] == str((Path("runs") / "mine-node1").resolve())
 
 
-def test_ports_of_a_gateway_elsewhere_may_be_taken_here() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        setting = f"envgateway.port={held.getsockname()[1]}"
-        assert any("envgateway.port" in line for line in ports_in_use(two_nodes(setting)))
-        assert not any("envgateway.port" in line for line in ports_in_use(two_nodes(setting, "envgateway.node=1")))
-
-
 def test_a_gateway_elsewhere_listens_at_its_address_on_the_way_to_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "_own_address", {"192.0.2.99": HERE}.get)
     assert gateway_host("elsewhere.example", {}) == HERE
@@ -217,20 +165,9 @@ def test_a_gateway_elsewhere_listens_at_its_address_on_the_way_to_node_0(monkeyp
         gateway_host("192.0.2.1", {})
 
 
-def test_an_address_for_a_gateway_elsewhere_is_refused_for_it_would_not_count() -> None:
-    with pytest.raises(ConfigError, match=r"envgateway\.host is 192\.0\.2\.5, but on node 1 .*set NODE_HOST there"):
-        two_nodes("envgateway.node=1", "envgateway.host=192.0.2.5")
-
-
 def test_nodes_without_tls_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"security\.tls is off, but the recipe has processes on nodes 0, 1"):
         load_recipe(REPOSITORY / "recipes/quickstart", ("security.tls=off", "envgateway.node=1"), {})
-
-
-def test_every_gateway_of_a_run_is_told_of_its_end() -> None:
-    recipe = load_recipe(REPOSITORY / "recipes/quickstart", ("orchestrator.port=50050",), {})
-    argv = next(spec.argv for spec in plan(recipe, Path("runs/mine")) if spec.name == "envgateway")
-    assert argv[argv.index("--orchestrator") + 1] == "127.0.0.1:50050"
 
 
 def test_a_free_port_is_refused_in_a_split_launch() -> None:

@@ -20,7 +20,7 @@ from services.cli.check import recipe as launch
 from services.cli.check.memory import estimates, host_estimates, host_problems, misfits
 from services.cli.check.recipe import launch_problems, on_this_machine
 from services.cli.plan import plan
-from services.common.config.loading import load_recipe, load_resolved, save_resolved
+from services.common.config.loading import load_recipe
 from services.common.config.processes import Placement
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -176,19 +176,6 @@ def test_an_engine_that_cannot_share_a_card_is_told(tmp_path: Path, machine: Mac
     assert lines and all(told in line for line in lines)
 
 
-def test_explicit_values_win(tmp_path: Path, machine: Machine) -> None:
-    machine(24576)
-    path = written(tmp_path, launch={"gpu_memory_gib": 20.0})
-    recipe = loaded(
-        path, "policies.model0.trainer.compute_dtype=float32", "policies.model0.trainer.gradient_checkpointing=false",
-        "inference.a.dtype=float16",
-    )  # fmt: skip
-    trainer = recipe.policies["model0"].trainer
-    assert (trainer.compute_dtype, trainer.gradient_checkpointing) == ("float32", False)
-    assert recipe.inference["a"].dtype == "float16"
-    assert recipe.launch.gpu_memory_gib == 20.0
-
-
 def test_without_a_gpu_all_is_as_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "gpus_here", list)
     recipe = loaded(written(tmp_path))
@@ -212,11 +199,6 @@ def test_a_gpu_that_nvidia_smi_does_not_tell_is_left_to_the_processes(
     assert loaded(written(tmp_path)).inference["a"].device == "cpu"
 
 
-def test_unnamed_sections_count_with_the_card_that_they_take(tmp_path: Path, machine: Machine) -> None:
-    machine(24564, 2048)
-    assert loaded(written(tmp_path)).launch.gpu_memory_gib == 23.0
-
-
 @pytest.mark.parametrize("size", ["1.5", "4", "8"])
 def test_the_gib_that_a_setting_leaves_on_a_shared_card_are_true(tmp_path: Path, machine: Machine, size: str) -> None:
     machine(24576)
@@ -231,26 +213,6 @@ def test_the_gib_that_a_setting_leaves_on_a_shared_card_are_true(tmp_path: Path,
         found = estimates(changed)
         then = next(estimate.total for estimate in found if estimate.process == "trainer-model0")
         assert float(said) == pytest.approx(then / GIB, abs=0.05), (key, value)
-
-
-def test_a_section_that_names_gpus_is_on_cuda_on_any_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "gpus_here", list)
-    path = written(tmp_path, policy={"trainer": {"gpus": [1]}}, inference={"a": {"gpus": [0]}, "b": {"port": 0}})
-    recipe = loaded(path)
-    trainer, service = recipe.policies["model0"].trainer, recipe.inference["a"]
-    assert (trainer.device, trainer.compute_dtype, trainer.gradient_checkpointing) == ("cuda", "bfloat16", True)
-    assert (service.device, service.dtype) == ("cuda", "bfloat16")
-    assert (recipe.inference["b"].device, recipe.inference["b"].dtype) == ("cpu", "float32")
-
-
-def test_a_resolved_recipe_keeps_its_values(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a run that goes on computes as it began."""
-    machine(24576)
-    recipe = loaded(written(tmp_path))
-    save_resolved(recipe, tmp_path / "run")
-    monkeypatch.setattr(launch, "gpus_here", list)
-    again = on_this_machine(load_resolved(tmp_path / "run"))
-    assert again.model_dump() == recipe.model_dump()
 
 
 CPU_BUILD = "AssertionError: Torch not compiled with CUDA enabled"
@@ -270,13 +232,6 @@ def test_a_torch_that_cannot_use_the_gpu_is_told_before_the_run(
     assert all(error in line and "device: cpu" in line for line in told)
     on_cpu = ("inference.a.device=cpu", "policies.model0.trainer.device=cpu")
     assert "cannot use the GPU" not in str(launch_problems(loaded(written(tmp_path), *on_cpu)))
-
-
-def test_the_torch_of_this_interpreter_is_asked() -> None:
-    """And a question that fails gives its reason, in one line."""
-    assert launch._error_of("/nowhere/python", "") != ""
-    assert launch._error_of("/bin/sh", "exit 3") == "exit code 3"
-    assert launch._error_of("/bin/sh", "exit 0") == ""
 
 
 def small_model(tmp_path: Path) -> str:
@@ -313,22 +268,6 @@ def test_the_setting_that_saves_most_is_named_first(tmp_path: Path, monkeypatch:
     for path, value, total in named:
         changed = load_recipe(tmp_path / "recipe.yaml", [f"{path}={value}", "inference.a.device=cpu"], {})
         assert host_estimates(changed, has_gpus=False)[0].total_bytes / GIB == pytest.approx(float(total), abs=0.06)
-
-
-def test_what_a_trainer_on_a_cpu_offloads_stays_in_the_same_memory(tmp_path: Path) -> None:
-    kept, moved = (
-        host_estimates(on_cpu(tmp_path, trainer={"device": "cpu", "offload": offload}), has_gpus=False)[0].total_bytes
-        for offload in ([], ["optimizer"])
-    )
-    assert kept == moved
-
-
-def test_check_shows_the_memory_of_the_host_when_it_fits(guide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "gpus_here", list)
-    monkeypatch.setattr("services.cli.check.memory.host_memory_bytes", lambda: 200 * GIB)
-    shown = rollmill("check", str(guide))
-    assert shown.exit_code == 0 and "node 0 needs" not in shown.stdout
-    assert re.search(r"memory of node 0, estimated: [\d.]+ of 200.0 GiB \(trainer model0", shown.stdout)
 
 
 @pytest.mark.parametrize("memory", [4, 8, 16, 64])

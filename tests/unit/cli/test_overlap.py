@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +15,8 @@ from typer.testing import CliRunner
 from services.cli.__main__ import app
 from services.cli.check.data import LONG, MAX_TEMPLATE, SHORT, find_overlap, text_of, words_of
 from services.cli.check.recipe import check_recipe
-from services.common.config.data import DatasetConfig
 from services.common.config.loading import load_recipe
 from services.common.records import Task
-from services.orchestrator.tasks.datasets import open_source
 
 Matches = list[tuple[str, str, float, bool]]
 
@@ -41,37 +37,6 @@ def words(count: int, prefix: str = "w") -> list[str]:
 
 def test_equal_texts_are_found_whatever_their_case_punctuation_and_length() -> None:
     assert found(["What is 2+2 ?", "other"], ["what is $2 + 2$", "what is 2 + 3"]) == [("0", "0", 1.0, True)]
-
-
-def test_a_text_that_stands_within_a_longer_one_is_found() -> None:
-    task = " ".join(words(20))
-    assert found([f"Before. {task}! After."], [task]) == [("0", "0", 1.0, False)]
-
-
-@pytest.mark.parametrize(("in_common", "told"), [(15, True), (14, False)])
-def test_half_of_the_words_must_stand_in_long_runs_of_one_training_task(in_common: int, told: bool) -> None:
-    task = words(30)
-    training = " ".join([*task[:in_common], *words(40, "x")])
-    assert found([training], [" ".join(task)]) == ([("0", "0", in_common / 30, False)] if told else [])
-
-
-def test_runs_of_several_training_tasks_do_not_add_up() -> None:
-    """Common phrases from several training tasks are no overlap with any of them."""
-    task = words(40)
-    halves = [" ".join([*task[:19], "x"]), " ".join(["y", *task[20:39]])]
-    assert found(halves, [" ".join(task)]) == []
-    assert found([" ".join([*task[:19], "x", *task[20:39]])], [" ".join(task)]) == [("0", "0", 0.95, False)]
-
-
-def test_words_between_two_runs_are_not_counted_and_those_of_both_once() -> None:
-    task = words(LONG + 2)
-    assert found([" ".join([*task[:-1], "x"])], [" ".join(task)]) == [
-        ("0", "0", round((LONG + 1) / (LONG + 2), 3), False)
-    ]
-
-
-def test_a_run_that_a_task_repeats_counts_wherever_it_stands() -> None:
-    assert found([" ".join(words(LONG))], [" ".join(words(LONG) * 5)]) == [("0", "0", 1.0, False)]
 
 
 def test_short_texts_take_shorter_runs_and_the_shortest_must_be_equal() -> None:
@@ -207,28 +172,3 @@ def test_generated_training_tasks_are_those_of_the_runs_seed(tmp_path: Path, rec
     sets += ["data.evaluation.seen.limit=50", "run.seed=5", "data.evaluation.seen.seed=5"]
     [line] = check_recipe(load_recipe(recipe, sets, {}))
     assert "50 of 50 tasks (100.0%)" in line
-
-
-def test_the_check_imports_no_torch() -> None:
-    code = "import sys, services.cli.check.data; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
-
-
-def test_real_rows(data_root: Path) -> None:
-    """DeepScaleR holds AIME problems up to 2023 and none of 2024; MATH-500 has siblings in MATH's training split."""
-
-    def texts(name: str) -> list[tuple[str, str]]:
-        source = open_source(DatasetConfig(name=name), 0)
-        return [(source[row].task_id, text_of(source[row])) for row in range(len(source))]
-
-    evaluation = {name: texts(name) for name in ("aime24", "aime25", "aime-1983-2023")}
-    of_deepscaler, num_read = find_overlap(texts("deepscaler"), evaluation)
-    assert num_read == 5000
-    assert {name: len(o.matches) for name, o in of_deepscaler.items()} == {
-        "aime24": 0,
-        "aime25": 0,
-        "aime-1983-2023": 70,
-    }
-    assert of_deepscaler["aime-1983-2023"].num_equal == 54
-    of_math, _ = find_overlap(texts("math-train"), {"math500": texts("math500")})
-    assert (len(of_math["math500"].matches), of_math["math500"].num_equal) == (18, 0)

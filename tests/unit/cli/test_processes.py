@@ -77,13 +77,6 @@ def test_a_process_that_never_gets_ready_is_named_with_its_last_words(
         processes.wait_ready(timeout_s=1.0)
 
 
-def test_one_that_leaves_before_it_is_ready_is_not_waited_for(processes: Processes) -> None:
-    """As all do when the run is stopped during its start."""
-    processes.start(spec("brief", "pass", "127.0.0.1:1"))
-    processes.wait_ready(timeout_s=20)
-    assert processes.watch() == {"brief"}
-
-
 def test_an_error_exit_ends_the_run_with_the_last_words(processes: Processes) -> None:
     processes.start(spec("broken", "raise SystemExit('the disk is full')"))
     with pytest.raises(InfrastructureError, match=r"broken exited with 1(.|\n)*the disk is full"):
@@ -135,13 +128,6 @@ def test_what_a_killed_process_has_left_ends_at_its_restart_or_at_the_end_of_the
         assert is_running(pid)
         processes.stop()
     wait_until(lambda: not is_running(pid), "the end of its child")
-
-
-def test_a_process_that_runs_to_its_end_leaves_no_child(processes: Processes, tmp_path: Path) -> None:
-    processes.run_to_end(
-        ProcessSpec(name="once", argv=("/bin/sh", "-c", f"sleep 300 & echo $! > {tmp_path}/pid"), address="")
-    )
-    wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())), "the end of its child")
 
 
 def test_stop_kills_no_later_process_with_the_number_of_one_that_has_left(processes: Processes) -> None:

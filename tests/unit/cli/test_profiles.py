@@ -156,19 +156,6 @@ def test_models_are_built_by_their_architecture() -> None:
     assert pair["policies"]["model0"]["model"]["path"] is None
 
 
-def test_the_share_that_resampling_keeps_stays() -> None:
-    made = small("tools")
-    assert made["rollout"]["group_size"] == 4
-    assert made["policies"]["model0"]["batch"]["resample"]["keep"] == 2
-    assert made["envgateway"]["http"]["port"] == 0
-
-
-def test_a_services_own_script_stays() -> None:
-    tree = tree_of("math")
-    tree["inference"]["a"]["forced"]["script"] = "my.module:speak"
-    assert tiny(tree, rows_here, no_world)["inference"]["a"]["forced"]["script"] == "my.module:speak"
-
-
 def test_rows_of_this_machine_are_read_under_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLMILL_DATA_ROOT", str(tmp_path))
     for name in ("aime24", "math-train"):
@@ -278,20 +265,6 @@ def test_settings_of_the_command_line_count_after_the_profile(tmp_path: Path) ->
     assert recipe.data.train.limit == 9
     assert recipe.inference["a"].forced.right_share == 0.9
     assert load_with_profile(path, [], None) == load_recipe(path)
-
-
-def test_ports_of_variables_count_last(tmp_path: Path) -> None:
-    path = written(tmp_path, BASE)
-    recipe = load_recipe(path, [], {"ORCHESTRATOR_PORT": "50123"}, lambda tree: tiny(tree, rows_here, no_world))
-    assert recipe.orchestrator.port == 50123
-
-
-def test_gpus_of_variables_are_not_for_a_recipe_on_the_cpu(tmp_path: Path) -> None:
-    environment = {"INFERENCE_A_GPUS": "0,1", "TRAINER_MODEL0_GPUS": "2,3,4"}
-    path = written(tmp_path, BASE)
-    assert load_recipe(path, [], environment).policies["model0"].trainer.gpus == [2, 3, 4]
-    recipe = load_recipe(path, [], environment, lambda tree: tiny(tree, rows_here, no_world))
-    assert recipe.inference["a"].gpus == recipe.policies["model0"].trainer.gpus == []
 
 
 def test_a_recipe_that_cannot_run_is_told_before_it_is_made_small(tmp_path: Path) -> None:

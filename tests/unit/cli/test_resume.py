@@ -69,13 +69,6 @@ def test_a_run_with_other_settings_is_left_alone_and_the_setting_named(tmp_path:
     assert f"{tmp_path / 'other'} is left alone: run.steps is 7 there and 8 here" in choice.told
 
 
-def test_of_many_that_are_left_alone_the_newest_are_told(tmp_path: Path) -> None:
-    for number in range(8):
-        begun(quickstart(tmp_path, "run.steps=7"), f"run{number}", number)
-    told = choose(quickstart(tmp_path, "run.steps=8"), asked=True).told
-    assert "run7 is left alone" in told and "run2 is" not in told and told.endswith("and 3 more")
-
-
 def test_what_a_launch_filled_in_is_no_other_setting(tmp_path: Path) -> None:
     recipe = quickstart(tmp_path)
     resolved, _ = prepare(recipe)
@@ -132,17 +125,6 @@ def rollmill_run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Path
     if isinstance(result.exception, ConfigError):
         raise result.exception
     return (started[0] if started else None), result.output
-
-
-def test_a_relaunch_goes_on_and_after_the_end_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    again = (str(QUICKSTART), "--set", f"run.dir={tmp_path}", "--resume", "auto")
-    first, said = rollmill_run(monkeypatch, *again)
-    assert first is not None and "beginning a new run" in said
-    second, said = rollmill_run(monkeypatch, *again)
-    assert second == first and f"going on with {first}" in said
-    end(first, "finished")
-    third, said = rollmill_run(monkeypatch, *again)
-    assert third != first and "beginning a new run" in said
 
 
 def test_a_recipe_and_a_run_directory_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,11 +71,6 @@ def test_node_0_prints_the_command_of_each_share(tmp_path: Path) -> None:
     )
 
 
-def test_variables_count_ranks_on_every_node(tmp_path: Path) -> None:
-    loaded = recipe(tmp_path, environment={"TRAINER_GPUS": "6,7"})
-    assert (loaded.policies["model0"].trainer.gpus, loaded.policies["model0"].trainer.num_ranks) == ([6, 7], 4)
-
-
 @pytest.mark.parametrize(
     ("setting", "told"),
     [

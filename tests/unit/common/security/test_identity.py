@@ -30,12 +30,6 @@ def configured(where: Path, *roles: Role) -> identity.Identity | None:
         identity.configure(Role.OPERATOR, environment={})
 
 
-def test_without_the_variable_there_is_no_identity() -> None:
-    assert identity.configure(Role.TRAINER, environment={}) is None
-    assert identity.configure(Role.TRAINER, environment={VARIABLE: ""}) is None
-    assert identity.current() is None
-
-
 def test_the_variable_names_a_bundle_or_the_directory_of_bundles(keys: Keyring) -> None:
     for where in (keys.folder, keys.folder / "inference"):
         found = configured(where, Role.INFERENCE)
@@ -54,14 +48,6 @@ def test_another_roles_keys_are_not_taken(keys: Keyring) -> None:
         configured(keys.folder / "viewer", Role.ORCHESTRATOR)
     with pytest.raises(ConfigError, match="there are no keys of role trainer"):
         configured(keys.folder / "viewer" / "nowhere", Role.TRAINER)
-
-
-def test_an_operator_is_taken_before_a_viewer(keys: Keyring) -> None:
-    found = configured(keys.folder, Role.OPERATOR, Role.VIEWER)
-    assert found is not None and found.role is Role.OPERATOR
-    shutil.rmtree(keys.folder / "operator")
-    found = configured(keys.folder, Role.OPERATOR, Role.VIEWER)
-    assert found is not None and found.role is Role.VIEWER
 
 
 @pytest.mark.parametrize("name", ["ca.pem", "cert.pem", "key.pem", "token", "token.pub", "bundle.json"])

@@ -42,35 +42,3 @@ def test_nothing_is_open_to_everybody_and_nothing_is_nobodys() -> None:
 @pytest.mark.parametrize("what", ["/rollmill.v1.RunService/Unknown", "/", "", "http:unknown", "RunService/StopRun"])
 def test_what_is_not_in_the_table_is_nobodys(what: str) -> None:
     assert allowed(what) == frozenset()
-
-
-CONTROL = [f"/rollmill.v1.RunService/{name}" for name in ("PauseRun", "ResumeRun", "StopRun")]
-
-
-@pytest.mark.parametrize("what", CONTROL)
-def test_only_operators_control_a_run(what: str) -> None:
-    assert allowed(what) == {Role.OPERATOR}
-
-
-def test_a_viewer_only_looks() -> None:
-    granted = {what for what, roles in _all() if Role.VIEWER in roles}
-    assert granted == {
-        "/rollmill.v1.RunService/GetRun",
-        "/rollmill.v1.StatusService/GetStatus",
-        "/grpc.health.v1.Health/Check",
-        "/grpc.health.v1.Health/List",
-        "/grpc.health.v1.Health/Watch",
-        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
-    }
-
-
-def test_gateway_and_publisher_may_ask_nothing_of_the_run_but_to_be_told_of_its_end() -> None:
-    join = {"/rollmill.v1.PoolService/JoinGateway"}
-    for role, more in ((Role.ENVGATEWAY, join), (Role.PUBLISHER, set())):
-        assert {what for what, roles in _all() if role in roles} == {"/grpc.health.v1.Health/Check"} | more
-
-
-def _all() -> list[tuple[str, frozenset[Role]]]:
-    names = [f"/{service}/{method}" for service, methods in RPCS.items() for method in methods]
-    return [(name, allowed(name)) for name in names]

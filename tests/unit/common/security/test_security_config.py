@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from services.cli.keys import KEYS, Keyring, keys_of, renew_in_time, with_keys
-from services.cli.plan import plan
+from services.cli.keys import KEYS, Keyring, keys_of
 from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.security.keys import VARIABLE
-from tests.keys import make_keys
 
 QUICKSTART = Path("recipes/quickstart")
 
@@ -71,28 +67,3 @@ def test_keys_that_are_given_are_used_unless_tls_is_off(tmp_path: Path) -> None:
     given = {VARIABLE: str(tmp_path / "given")}
     assert keys_of(recipe(), tmp_path, given) == tmp_path / "given"
     assert keys_of(recipe("security.tls=off"), tmp_path, given) is None
-
-
-def test_each_process_is_shown_its_own_bundle_and_no_other(tmp_path: Path) -> None:
-    keys = make_keys(tmp_path / "keys").folder
-    shown: dict[str, Any] = {spec.name: with_keys(spec, keys).env[VARIABLE] for spec in plan(recipe(), tmp_path)}
-    assert shown == {
-        "orchestrator": str(keys / "orchestrator"),
-        "envgateway": str(keys / "envgateway"),
-        "inference-a": str(keys / "inference"),
-        "trainer-model0": str(keys / "trainer"),
-    }
-    some = plan(recipe(), tmp_path)[0]
-    assert with_keys(some, None).env[VARIABLE] == "", "not what the launcher's own environment has"
-    other = dataclasses.replace(some, name="warm-start-model0")
-    assert with_keys(other, keys).env[VARIABLE] == ""
-
-
-@pytest.mark.parametrize(("age_days", "renewed"), [(1.0, False), (25.0, True)])
-def test_a_run_that_goes_on_gets_new_keys_in_time(tmp_path: Path, age_days: float, renewed: bool) -> None:
-    keys = make_keys(tmp_path / "keys", age_days=age_days).folder
-    before = (keys / "viewer" / "token").read_text()
-    assert renew_in_time(keys) is renewed
-    assert ((keys / "viewer" / "token").read_text() != before) is renewed
-    assert not renew_in_time(keys / "viewer")  # a copy: nothing to renew with, and no reason to fail
-    assert not renew_in_time(None)

@@ -1,7 +1,6 @@
 """Writes where recipes depart from their references into the READMEs of their families, between two marks.
 
-    python -m tests.unit.recipes.reference.pages            # writes the pages
-    python -m tests.unit.recipes.reference.pages RECIPE     # prints every row of a recipe, such as code/qwen3-8b-m2po-full
+    python -m tests.unit.recipes.reference.pages
 
 A line that holds for all recipes of a page names none of them.
 """
@@ -9,7 +8,6 @@ A line that holds for all recipes of a page names none of them.
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -208,24 +206,10 @@ def written(page: str) -> str:
     return f"{before}{BEGIN}\n\n{section(page)}\n\n{END}{after}"
 
 
-def whole(here: str) -> str:
-    """Every row of a recipe: key, value there, kind, value here, reason."""
-    recipe = load(here)
-    settings = resolved(recipe)
-    rows = []
-    for cell in expand(TABLE).values():
-        if REFERENCES[cell.recipe].here == here:
-            line = _line(cell, recipe, settings)
-            rows.append((cell.file, f"`{cell.key}`", line.there, line.kind, line.here, line.why))
-    return _table(("file", "key", "there", "kind", "here", "why"), rows)
-
-
-def main(arguments: Sequence[str]) -> None:
-    for here in arguments:
-        sys.stdout.write(f"{whole(here)}\n")
-    for page in () if arguments else PAGES:
-        file_of(page).write_text(written(page))
+def main() -> None:
+    for page in PAGES:
+        file_of(page).write_text(written(page), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

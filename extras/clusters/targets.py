@@ -18,11 +18,11 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.cli.check.memory import shared_memory_gib
+from services.cli.check.memory import GIB, HostEstimate, ModelShape, host_estimates, shared_memory_gib
 from services.cli.deploy.layout import (
     APP,
     CHECKOUT,
@@ -35,34 +35,125 @@ from services.cli.deploy.layout import (
     USER,
     WORLDS,
     Layout,
-    Size,
     Tree,
     check_images,
     container_name,
     container_variables,
     fill,
     image_of,
-    largest,
     launch_scripts,
     lay_out,
-    named_gpus,
     options,
     other_variables,
-    own_gpus,
     part,
     plain_yaml,
     settings_in_containers,
-    size_of,
     written_by,
 )
 from services.cli.keys import role_of
 from services.cli.plan import HOST_VARIABLE, NODE_HOST, WARM_START, ProcessSpec
 from services.cli.plan import WORLDS as MAKE_WORLDS
+from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.installing import COMPLETE
+from services.common.installing import COMPLETE, IN_CHECKOUT
 from services.common.net.hosts import host_and_port
 from services.common.security.keys import FILES, Role
 from services.orchestrator.tasks.rows import DATA_ROOT
+
+TEMPLATES = Path(__file__).parent / "templates"
+_MANIFESTS = TEMPLATES / "kubernetes.yaml"
+_PROCESS_GIB = 2  # an interpreter with its libraries
+_SPARE = 1.2
+
+
+# --- sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What one process, or one node, needs. ``memory_gib`` is the estimate of ``services.cli.check.memory`` with a fifth to
+    spare, and None where the size of a model is not known before the run."""
+
+    gpus: int = 0
+    cpus: int = 1
+    memory_gib: int | None = _PROCESS_GIB
+
+
+def own_gpus(process: str, number: int) -> dict[str, str]:
+    """The variable that names the GPUs of a process which has its own alone, numbered from 0, as in a container."""
+    variable = process.partition("-node")[0].upper().replace("-", "_")
+    return {f"{variable}_GPUS": ",".join(map(str, range(number)))}
+
+
+def named_gpus(recipe: Recipe, process: str) -> list[int]:
+    """The GPUs that the recipe names for a process."""
+    kind, _, name = process.partition("-")
+    if kind == "inference":
+        return list(recipe.inference[name].gpus)
+    return list(recipe.policies[_policy_of(recipe, name)].trainer.gpus) if kind == "trainer" else []
+
+
+def size_of(recipe: Recipe, process: str, node: int) -> Size:
+    """The size of a process of the plan on its node. A container has its own GPUs alone, numbered from 0."""
+    kind, _, name = process.partition("-")
+    gpus = len(named_gpus(recipe, process))
+    if kind == "inference":
+        service = recipe.inference[name]
+        computes = service.device != "cpu" and service.engine not in ("scripted", "forced")
+        parallel = service.servers.tensor_parallel if service.servers is not None else 1
+        memory = _memory_gib(recipe, service.policies or list(recipe.policies), process, node)
+        return Size(gpus=gpus or (parallel if computes else 0), cpus=1 + service.threads, memory_gib=memory)
+    if kind == "trainer":
+        policy = _policy_of(recipe, name)
+        trainer = recipe.policies[policy].trainer
+        ranks = trainer.num_ranks // len(trainer.nodes)
+        memory = _memory_gib(recipe, [policy], process, node)
+        gpus = gpus or (ranks if trainer.device != "cpu" else 0)
+        return Size(gpus=gpus, cpus=1 + ranks * trainer.threads, memory_gib=memory)
+    if kind == "envgateway" and recipe.envgateway is not None:
+        sandbox = recipe.envgateway.sandbox
+        programs = math.ceil(sandbox.num_slots * sandbox.memory_bytes / GIB)
+        return Size(cpus=1 + sandbox.num_slots, memory_gib=_PROCESS_GIB + programs)
+    return Size()
+
+
+def size_of_node(recipe: Recipe, node: int, processes: Iterable[str]) -> Size:
+    """The size of a whole node, on which processes take GPUs by their numbers."""
+    sizes = {name: size_of(recipe, name, node) for name in processes}
+    known_gib = [size.memory_gib for size in sizes.values() if size.memory_gib is not None]
+    gpus = [size.gpus for size in sizes.values()] + [gpu + 1 for name in sizes for gpu in named_gpus(recipe, name)]
+    return Size(
+        gpus=max(gpus, default=0),
+        cpus=sum(size.cpus for size in sizes.values()),
+        memory_gib=sum(known_gib) if len(known_gib) == len(sizes) else None,
+    )
+
+
+def largest(layout: Layout) -> Size:
+    """The size that every node of a job has when the scheduler gives all of them the same."""
+    found = [size_of_node(layout.recipe, node, names) for node, names in layout.names.items()]
+    memory = [size.memory_gib for size in found if size.memory_gib is not None]
+    return Size(
+        gpus=max(size.gpus for size in found),
+        cpus=max(size.cpus for size in found),
+        memory_gib=max(memory) if len(memory) == len(found) else None,
+    )
+
+
+def _policy_of(recipe: Recipe, name: str) -> str:
+    """The policy in ``POLICY`` or ``POLICY-nodeN``."""
+    return name if name in recipe.policies else name.rpartition("-node")[0]
+
+
+def _memory_gib(recipe: Recipe, policies: list[str], process: str, node: int) -> int | None:
+    """The memory of a process that has these policies."""
+    if any(ModelShape.of(recipe.policies[name].model.path) is None for name in policies):
+        return None
+    of_process = host_estimates(recipe, has_gpus=True).get(node, HostEstimate()).of_process
+    return _PROCESS_GIB + math.ceil(_SPARE * of_process[process] / GIB)
+
+
+# --- what several targets say
 
 
 def _shell_lists(layout: Layout) -> dict[str, str]:
@@ -83,13 +174,21 @@ def _replica_variables(layout: Layout, name: str, size: Size) -> dict[str, str]:
 # --- Slurm
 
 
-def slurm_files(layout: Layout, place: str, gpu: str | None = None) -> dict[str, str]:
-    """File name -> text. ``place``: their directory as the nodes see it, absolute or relative to the checkout."""
+def slurm_files(
+    path: Path, overrides: Sequence[str], profile: str | None, gpu: str | None, output: Path
+) -> dict[str, str]:
+    """File name -> text. ``output``: their directory, which the nodes see at the same path or in their checkout.
+
+    Raises:
+        ConfigError: the recipe cannot run.
+    """
+    layout = lay_out(path, overrides, profile)
+    place = output.relative_to(CHECKOUT).as_posix() if output.is_relative_to(CHECKOUT) else str(output)
     files = launch_scripts(layout)
     several = len(layout.nodes) > 1
     common = {"place": shlex.quote(place), "written_by": written_by(layout, "slurm", gpu)}
     files["job.sbatch"] = fill(
-        "job.sbatch",
+        TEMPLATES / "job.sbatch",
         what=f"All of {layout.path} in one job: {len(layout.nodes)} node{'s' if several else ''}, a task on each.",
         options=_sbatch(
             layout,
@@ -104,7 +203,7 @@ def slurm_files(layout: Layout, place: str, gpu: str | None = None) -> dict[str,
         **common,
     )
     what = f"The processes of one node of {layout.path}, as a task of job.sbatch."
-    files["task.sh"] = fill("task.sh", what=what, **_shell_lists(layout), **common)
+    files["task.sh"] = fill(TEMPLATES / "task.sh", what=what, **_shell_lists(layout), **common)
     for name, service in layout.recipe.inference.items() if several else ():
         # Else the run has neither keys nor an address that another node reaches.
         process = f"inference-{name}"
@@ -113,7 +212,7 @@ def slurm_files(layout: Layout, place: str, gpu: str | None = None) -> dict[str,
         # Two replicas of one machine must not want the same port.
         variables[f"{process.upper().replace('-', '_')}_PORT"] = "0"
         files[f"replica-{name}.sbatch"] = fill(
-            "replica.sbatch",
+            TEMPLATES / "replica.sbatch",
             what=f"More replicas of {process} for a run of {layout.path} that goes on.",
             options=_sbatch(layout, size, gpu, ("--nodes=1", "--ntasks=1"), f"-{name}"),
             file=f"replica-{name}.sbatch",
@@ -150,7 +249,7 @@ _HUNG_AFTER = 30  # probes without an answer, one after another: ten minutes
 
 
 def kubernetes_files(
-    path: Path, overrides: Sequence[str], profile: str | None, gpu: str | None = None
+    path: Path, overrides: Sequence[str], profile: str | None, gpu: str | None, _output: Path
 ) -> dict[str, str]:
     """File name -> text of the manifests.
 
@@ -198,14 +297,14 @@ def kubernetes_files(
     files = {file: head + "---\n".join(map(plain_yaml, trees)) for file, trees in documents.items() if trees}
     files["kustomization.yaml"] = head + plain_yaml(_kustomization(layout, run, sorted(files)))
     if layout.own_folders() or layout.worlds() or layout.data_root() == "required":  # files of the user's machine
-        files_pod = part("kubernetes.yaml", "files", name=f"{run}-files", user=USER, claim=f"{run}-files")
+        files_pod = part(_MANIFESTS, "files", name=f"{run}-files", user=USER, claim=f"{run}-files")
         files["files.yaml"] = head + plain_yaml(files_pod)
     return files
 
 
 def _document(key: str, run: str, name: str, /, **values: object) -> Tree:
     metadata = {"name": name, "labels": {"rollmill.dev/run": run}}
-    return part("kubernetes.yaml", key, metadata=metadata, **values)
+    return part(_MANIFESTS, key, metadata=metadata, **values)
 
 
 def _kustomization(layout: Layout, run: str, resources: list[str]) -> Tree:
@@ -218,7 +317,7 @@ def _kustomization(layout: Layout, run: str, resources: list[str]) -> Tree:
             entries += [f"{nested.value}.{file}=keys/{role}/{nested.value}/{file}" for file in FILES]
         secrets.append({"name": f"{run}-keys-{role}", "files": entries})
     named = [{"name": image, "newName": image, "newTag": "latest"} for image in images]
-    return part("kubernetes.yaml", "kustomization", resources=resources, secrets=secrets, images=named)
+    return part(_MANIFESTS, "kustomization", resources=resources, secrets=secrets, images=named)
 
 
 def _dns_name(name: str) -> str:
@@ -247,7 +346,7 @@ class _Pod:
         """The template of a Job or a Deployment; ``name`` labels its pods. Adds its volumes to ``used``."""
         layout = self.layout
         grace_s = math.ceil(layout.recipe.launch.stop_grace_s) + 10
-        pod = part("kubernetes.yaml", "pod", run=self.run, name=name, restart=restart, grace_s=grace_s, user=USER)
+        pod = part(_MANIFESTS, "pod", run=self.run, name=name, restart=restart, grace_s=grace_s, user=USER)
         spec = pod["spec"]
         containers = [self._process(process) for process in processes]
         # Containers that make worlds and starting checkpoints, before anything else of node 0 starts.
@@ -284,7 +383,7 @@ class _Pod:
         gateway = layout.recipe.envgateway
         needs_namespaces = name == "envgateway" and gateway is not None and not gateway.sandbox.allow_tier_0
         container = part(
-            "kubernetes.yaml",
+            _MANIFESTS,
             "container",
             name=name.lower().replace("_", "-"),
             image=image_of(layout, name)[0],
@@ -367,12 +466,18 @@ _SERVERS = (
 )
 
 
-def skypilot_files(layout: Layout, gpu: str | None = None) -> dict[str, str]:
+def skypilot_files(
+    path: Path, overrides: Sequence[str], profile: str | None, gpu: str | None, _output: Path
+) -> dict[str, str]:
     """File name -> text.
 
     Raises:
-        ConfigError: the recipe takes GPUs and ``gpu`` names no kind, or other nodes need files that node 0 makes.
+        ConfigError: outside of a checkout, the recipe takes GPUs and ``gpu`` names no kind, or other nodes need files that
+            node 0 makes.
     """
+    if not IN_CHECKOUT:
+        raise ConfigError("skypilot takes files of a checkout: run `rollmill deploy` of one, or write --target scripts")
+    layout = lay_out(path, overrides, profile)
     recipe, several = layout.recipe, len(layout.nodes) > 1
     if several and recipe.warm_start:
         raise ConfigError(
@@ -382,11 +487,11 @@ def skypilot_files(layout: Layout, gpu: str | None = None) -> dict[str, str]:
     roles = {role for named in layout.roles for role in named} if layout.has_keys else set()
     secrets = sorted(_SECRET.format(role.upper()) for role in roles)
     run = fill(
-        "run.sky.sh",
-        unpack=fill("unpack.sky.sh") if secrets else "",
+        TEMPLATES / "run.sky.sh",
+        unpack=fill(TEMPLATES / "unpack.sky.sh") if secrets else "",
         run=shlex.quote(layout.run_id),
         arguments=shlex.join([layout.path, "--target", "scripts", *options(layout)]),
-        keys=fill("keys.sky.sh", names=" ".join(secrets)) if secrets else "",
+        keys=fill(TEMPLATES / "keys.sky.sh", names=" ".join(secrets)) if secrets else "",
         **_shell_lists(layout),
     )
     names = [name for named in layout.names.values() for name in named]
@@ -398,8 +503,8 @@ def skypilot_files(layout: Layout, gpu: str | None = None) -> dict[str, str]:
         process, secret = f"inference-{name}", _SECRET.format("INFERENCE")
         size = size_of(recipe, process, service.node)
         run = fill(
-            "replica.sky.sh",
-            unpack=fill("unpack.sky.sh"),
+            TEMPLATES / "replica.sky.sh",
+            unpack=fill(TEMPLATES / "unpack.sky.sh"),
             run=shlex.quote(layout.run_id),
             ports=" ".join(f"{key}={value}" for key, value in _replica_variables(layout, name, size).items()),
             arguments=shlex.join([layout.path, process, *options(layout)]),

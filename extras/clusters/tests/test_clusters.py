@@ -15,8 +15,9 @@ import pytest
 import yaml
 from rich.console import Console
 
-from services.cli.deploy.command import Target, deploy
-from services.cli.deploy.layout import Size, lay_out, size_of, size_of_node
+from extras.clusters.targets import Size, size_of, size_of_node
+from services.cli.deploy.command import deploy
+from services.cli.deploy.layout import lay_out
 from services.cli.plan import at_addresses_of
 from services.cli.run.launch import find, start
 from services.common.config.loading import load_recipe
@@ -375,11 +376,12 @@ def test_skypilot_reads_its_tasks(tmp_path: Path, recipe: Path) -> None:
         ("skypilot", TWO_NODES, [], None, "takes 8 GPUs on a machine, and SkyPilot asks which: write --gpu H100"),
         ("skypilot", QUICKSTART, TWO, None, r"name a checkpoint with policies\.NAME\.model\.path"),
         ("slurm", RECIPES / "nowhere", [], None, "no recipe at"),
+        ("nomad", QUICKSTART, [], None, "no target 'nomad': write one of compose, scripts, "),
         ("kubernetes", QUICKSTART, ["inference.b.nodes=3"], None, "inference.b.nodes"),
     ],
 )
 def test_wrong_input_is_refused_before_anything_is_written(
-    tmp_path: Path, target: Target, recipe: Path, settings: list[str], gpu: str | None, told: str
+    tmp_path: Path, target: str, recipe: Path, settings: list[str], gpu: str | None, told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         deploy(recipe, target, tmp_path / "out", settings, None, gpu)
