@@ -1,5 +1,5 @@
-"""Commands that read the directory of a run: plots, the page, trajectories, weight transfers, traces, fates, the doctor, the
-journal; and checkpoints: list, export, push, replay.
+"""Commands that read the directory of a run: plots, trajectories, weight transfers, traces, fates, the doctor, the journal;
+and checkpoints: list, export, push, replay. An extra may add commands, such as the page.
 
 Imports stand inside the commands, so that ``--help`` and a wrong option answer at once.
 """
@@ -202,38 +202,6 @@ def doctor(
             say(console, "no failure found")
     if verdict.findings:
         raise typer.Exit(1)
-
-
-@reading_app.command()
-def page(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(help="Run directories, to be compared. Left out: the newest below ./runs.")
-    ] = None,
-    port: Annotated[int, typer.Option(help="Where the page is; 0 takes a free port.", min=0, max=65535)] = 8420,
-    host: Annotated[
-        str, typer.Option(help="The address to listen on. Another than loopback needs the run's keys.")
-    ] = "127.0.0.1",
-) -> None:
-    """Show runs in the browser: their state, curves, conversations token by token, fates, weights, stalls and events.
-
-    Reads the run directories: during the run, after its end, and after any process was killed. While a run goes on, its
-    orchestrator is asked too. Makes no change, and loads no file from other hosts. Runs that differ in the seed alone are one
-    curve with a band. From another machine: `ssh -L 8420:127.0.0.1:8420 HOST`. docs/page.md has the views and the keys.
-
-        rollmill page
-        rollmill page runs/a runs/b --port 9000
-    """
-    from services.common.errors import ConfigError
-
-    try:
-        from services.cli.page.server import show
-    except ModuleNotFoundError as error:
-        from services.common.installing import install
-
-        raise ConfigError(
-            f"the page needs the package {error.name}, which is not installed here: {install('page')}"
-        ) from None
-    show(runs or [chosen_run(None)], host, port, console)
 
 
 @reading_app.command()

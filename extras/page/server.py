@@ -20,11 +20,11 @@ import orjson
 from aiohttp import web
 from rich.console import Console
 
+from extras.page.index import number_of
+from extras.page.reader import RunReader, curves, guarded
 from services.cli.console import say
 from services.cli.inspect.run_state import Row, check_run_directory
 from services.cli.keys import keys_there
-from services.cli.page.index import number_of
-from services.cli.page.reader import RunReader, curves, guarded
 from services.common.config.loading import load_resolved
 from services.common.errors import ConfigError, InvalidRequestError, NotFoundError, RollmillError
 from services.common.http import Handler, Listener, password

@@ -22,6 +22,8 @@ from pathlib import Path
 import orjson
 import structlog
 
+from extras.page.index import EVALUATION, FAILED, TEXT_CHARACTERS, TRAINED, WAITING, Rollout, RolloutIndex
+from extras.page.state import Live, MetricsTail, events, state_of
 from services.cli.inspect.fate import as_json, count_fates
 from services.cli.inspect.plot import (
     PANELS,
@@ -48,8 +50,6 @@ from services.cli.inspect.trajectories import (
     marks_of,
     read_turns,
 )
-from services.cli.page.index import EVALUATION, FAILED, TEXT_CHARACTERS, TRAINED, WAITING, Rollout, RolloutIndex
-from services.cli.page.state import Live, MetricsTail, events, state_of
 from services.common import records as types
 from services.common import run_files
 from services.common.config.algorithm import AlgorithmConfig

@@ -17,13 +17,13 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks._page_run import HOSTILE, write_run
+from extras.page import index
+from extras.page.index import FAILED, TRAINED, Rollout, RolloutIndex
+from extras.page.reader import thinned
+from extras.page.server import POLICY, PageServer, check_runs, keys_to_serve
+from extras.page.state import MetricsTail, as_json
 from services.cli.__main__ import app
 from services.cli.inspect.trajectories import Pieces, marks_of, turns
-from services.cli.page import index
-from services.cli.page.index import FAILED, TRAINED, Rollout, RolloutIndex
-from services.cli.page.reader import thinned
-from services.cli.page.server import POLICY, PageServer, check_runs, keys_to_serve
-from services.cli.page.state import MetricsTail, as_json
 from services.common.errors import ConfigError
 from services.common.pb import run_pb2
 from services.common.security import identity
