@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from benchmarks._page_run import HOSTILE, write_run
 from extras.page import index
 from extras.page.index import FAILED, TRAINED, Rollout, RolloutIndex
-from extras.page.reader import thinned
 from extras.page.server import POLICY, PageServer, check_runs, keys_to_serve
 from extras.page.state import MetricsTail, as_json
 from services.cli.__main__ import app
@@ -411,13 +410,6 @@ def test_a_turn_after_the_policys_own_end_has_its_role() -> None:
     text = "\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
     found = [(turn.role, turn.text) for turn in turns([(True, "A.<|im_end|>"), (False, text)], marks)]
     assert found == [("policy", "A."), ("user", "Go on.")]
-
-
-def test_a_thinned_curve_keeps_its_peaks() -> None:
-    points = [(float(n), float(n % 7)) for n in range(5000)]
-    points[2500] = (2500.0, 99.0)
-    assert len(thinned(points)) <= 400 and (2500.0, 99.0) in thinned(points)
-    assert thinned(points[:10]) == points[:10]
 
 
 def test_help_teaches() -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.cli.console import pyplot
-from services.cli.inspect.fate import Fate, Fates, Lengths, Played, read_fates, show
+from services.cli.inspect.fate import Fate, Fates, Lengths, Played, Tally, read_fates, show
 from services.cli.inspect.plot import MOST_BARS, draw_fates, plot_runs
 from services.common import records as fates
 from services.common.errors import ConfigError
@@ -353,34 +353,26 @@ async def test_the_command_prints_one_object_for_machines(worlds: Worlds) -> Non
     assert isinstance(refused.exception, ConfigError)
 
 
-def some_fates(steps: int) -> Fates:
-    """Of two policies, with everything that can become of tokens."""
-    found = Fates()
-    for policy in ("actor", "checker"):
-        for step in range(1, steps + 1):
-            tally = found.tallies[policy, step]
-            tally.issued_groups, tally.issued_rollouts = 2, 16
-            for number, fate in enumerate(fate for fate in Fate if fate.has_tokens):
-                tally.tokens[fate] = 10 * number + step
-                if not fate.in_flight:
-                    found.lengths[policy].append(Played(step, fate, 10 * number + step, step))
-            tally.rollouts[Fate.TIMED_OUT] = 1
-    return found
+def some_fates(steps: int) -> dict[int, Tally]:
+    """With everything that can become of tokens."""
+    with_tokens = [fate for fate in Fate if fate.has_tokens]
+    return {
+        step: Tally(tokens=Counter({fate: 10 * number + step for number, fate in enumerate(with_tokens)}))
+        for step in range(1, steps + 1)
+    }
 
 
 @pytest.mark.parametrize("steps", [1, 7, 230])
 def test_the_bars_of_the_picture_are_all_tokens_whatever_became_of_them(steps: int) -> None:
     plt = pyplot()
-    figure, axes = plt.subplots(2, 2)
-    draw_fates(list(axes), some_fates(steps))
-    for by_step, by_length in axes:
-        for ax in (by_step, by_length):
-            heights: Counter[float] = Counter()
-            for bar in ax.patches:
-                heights[round(bar.get_x(), 6)] += bar.get_height()
-            assert all(height == pytest.approx(1.0) for height in heights.values())
-            assert 1 <= len(heights) <= MOST_BARS
-        assert "in flight" in by_step.get_legend_handles_labels()[1]
+    figure, ax = plt.subplots()
+    draw_fates(ax, some_fates(steps), "")
+    heights: Counter[float] = Counter()
+    for bar in ax.patches:
+        heights[round(bar.get_x(), 6)] += bar.get_height()
+    assert all(height == pytest.approx(1.0) for height in heights.values())
+    assert 1 <= len(heights) <= MOST_BARS
+    assert "in flight" in ax.get_legend_handles_labels()[1]
     plt.close(figure)
 
 

@@ -10,11 +10,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import orjson
 import pytest
 from rich.console import Console
 
-from services.cli.inspect.plot import plot_time
 from services.cli.watch import OrchestratorLiveness, ProgressView, StallsAtStart, StallsTold, render
 from services.common.errors import InfrastructureError
 from services.common.pb import account_pb2, run_pb2
@@ -116,17 +114,6 @@ def test_an_orchestrator_that_waits_for_room_on_its_disk_is_told_as_such(
     assert liveness.stall is not None and f"the disk of {tmp_path} is full" in liveness.stall.detail
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=RESERVE_BYTES))
     assert "is full" not in liveness.stall.detail
-
-
-def test_the_picture_of_time_needs_accounts(tmp_path: Path) -> None:
-    (tmp_path / "metrics").mkdir()
-    path = tmp_path / "metrics" / "orchestrator.jsonl"
-    path.write_bytes(orjson.dumps({"kind": "throughput", "time": 1.0}) + b"\n")
-    assert plot_time(tmp_path, tmp_path / "time.png") is None
-    shares = {"trainer/model0": {"training": 0.7, "waiting for a batch -> orchestrator": 0.3}}
-    with path.open("ab") as file:
-        file.write(orjson.dumps({"kind": "accounts", "time": 2.0, "shares": shares, "waits": {}}) + b"\n")
-    assert plot_time(tmp_path, tmp_path / "time.png") == tmp_path / "time.png"
 
 
 class Answers:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from services.cli.console import format_bytes, format_seconds
-from services.cli.inspect.standing import plot_transfers, read_transfers, show, summarise
+from services.cli.inspect.standing import read_transfers, show, summarise
 from services.common.errors import ConfigError
 from services.common.pb import weights_pb2
 from services.common.records import WeightTransfer
@@ -97,11 +97,6 @@ def test_a_filter_that_matches_nothing_says_what_there_is(tmp_path: Path) -> Non
 def test_a_run_without_transfers_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no weight transfers yet"):
         read_transfers(_run(tmp_path, []))
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    picture = plot_transfers(read_transfers(_run(tmp_path, [("a", DELTA), ("a", FULL)])), tmp_path / "weights.png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_units_read_well() -> None:
