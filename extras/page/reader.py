@@ -23,6 +23,7 @@ import orjson
 import structlog
 
 from extras.page.index import EVALUATION, FAILED, TEXT_CHARACTERS, TRAINED, WAITING, Rollout, RolloutIndex
+from extras.page.pieces import Pieces
 from extras.page.state import Live, MetricsTail, events, state_of
 from services.cli.inspect.fate import as_json, count_fates
 from services.cli.inspect.run_model import OTHER_SHAPE, GroupFacts, Json, RunModel
@@ -33,7 +34,6 @@ from services.cli.inspect.trajectories import (
     POLICY,
     PROMPT,
     Marks,
-    Pieces,
     expected,
     load_tokenizer,
     marks_of,

@@ -50,21 +50,6 @@ def events(run_dir: Path, rows: Sequence[Row]) -> list[Json]:
     return sorted(found, key=lambda event: -float(event["at"]))[:MOST]
 
 
-def open_stalls(rows: Iterable[Row]) -> list[Json]:
-    """Stalls without an end."""
-    return [
-        {
-            "component": stall["who"],
-            "cause": stall["cause"],
-            "detail": stall["text"],
-            "since": stall["at"],
-            "advice": "",
-        }
-        for stall in _stalls(rows)
-        if stall["seconds"] is None
-    ]
-
-
 def _stalls(rows: Iterable[Row]) -> list[Json]:
     """A stall is one event, with its length once it has ended."""
     found: list[Json] = []
@@ -252,7 +237,11 @@ def _last(standing: Standing, rows: Sequence[Row]) -> Json:
         "rollouts": sum(row.get(StepKey.ROLLOUTS_FINISHED) or 0 for row in steps),
         "trained_tokens": sum(row.get(StepKey.NUM_TRAINED_TOKENS) or 0 for row in steps),
         "waits": throughput.get("waits", []),
-        "stalls": open_stalls(rows),
+        "stalls": [
+            {"component": one["who"], "cause": one["cause"], "detail": one["text"], "since": one["at"], "advice": ""}
+            for one in _stalls(rows)
+            if one["seconds"] is None
+        ],
         "warnings": [],
         "threshold": f"threshold reached after training step {reached['step']}: {reached['wanted']}" if reached else "",
     }
