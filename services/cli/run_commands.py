@@ -1,5 +1,5 @@
 """Commands that read the directory of a run: plots, trajectories, weight transfers, traces, fates, the doctor, the journal;
-and checkpoints: list, export, push, replay. An extra may add commands, such as the page.
+and checkpoints: list, export, replay. Extras add commands, such as the page.
 
 Imports stand inside the commands, so that ``--help`` and a wrong option answer at once.
 """
@@ -305,27 +305,6 @@ def export(
         f"{done.directory}: {done.policy} at step {done.training_step}, {done.dtype}, {format_bytes(done.size_bytes)}"
     )
     say(console, told)
-
-
-@results_app.command()
-def push(
-    repository: Annotated[str, typer.Argument(help="OWNER/NAME on the hub; it is made when it is not there.")],
-    run: RunArgument = None,
-    policy: Annotated[str | None, typer.Option(help="The policy; left out when the run has one.")] = None,
-    step: Annotated[int | None, typer.Option(help="The training step; left out, the newest.", min=1)] = None,
-    private: Annotated[bool, typer.Option("--private/--public", help="Of a repository that is made.")] = True,
-) -> None:
-    """Export a checkpoint and upload it to a model hub, with a card of the measured results.
-
-    HF_TOKEN or `hf auth login` gives the key, HF_ENDPOINT another hub. The export stays in the run's directory, so the
-    command can be repeated.
-
-        rollmill push me/my-model RUN
-    """
-    from services.cli.inspect.checkpoints import push_run
-
-    done = push_run(chosen_run(run), repository, policy, step, private=private)
-    say(console, f"{done.policy} at step {done.step} is at {done.url}")
 
 
 @results_app.command()

@@ -281,7 +281,7 @@ def headline(facts: GroupFacts) -> str:
 Pulls = Mapping[tuple[str, int], Mapping[int, float]]  # (policy, step) -> rank -> when it first asked
 
 # Events of a log -> their description, with keys of the line; whom they concern: one task group, a replica of its, or the run.
-_OF_GROUP = {
+_OF_GROUP: dict[str, str] = {
     LogEvent.RECORD_DROPPED: "{outcome} record of slot {index} from {replica}",
     LogEvent.TASK_GROUP_ORPHANED: "no replica plays it; {open_slots} slots are open",
     LogEvent.TASK_GROUP_GIVEN_UP: "given up: {reason}",
@@ -290,11 +290,11 @@ _OF_GROUP = {
     LogEvent.ROLLOUT_CRASHED: "slot {index} crashed",
     LogEvent.ROLLOUT_LOST: "slot {index} was lost",
 }
-_OF_REPLICA = {
+_OF_REPLICA: dict[str, str] = {
     LogEvent.LEASE_LOST: "the lease of replica {replica} ran out",
     LogEvent.REPLICA_REPLACED: "replica {replica} was started again",
 }
-_OF_RUN = {LogEvent.RUN_RECOVERED: "the orchestrator was started again, and went on from its journal"}
+_OF_RUN: dict[str, str] = {LogEvent.RUN_RECOVERED: "the orchestrator was started again, and went on from its journal"}
 _NOTES: dict[str, str] = {**_OF_GROUP, **_OF_REPLICA, **_OF_RUN}
 
 

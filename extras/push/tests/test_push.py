@@ -10,8 +10,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from extras.push.hub import card
 from services.cli.__main__ import app
-from services.cli.inspect.checkpoints import card
 from services.common.config.loading import load_recipe, save_resolved
 from services.orchestrator.metrics import RunMetrics
 from tests.ports import free_port
