@@ -110,22 +110,6 @@ async def test_a_group_that_grows_too_old_in_the_buffer_is_told_with_its_tokens(
     assert total.tokens[Fate.TOO_OLD] == total.sampled_tokens > 0
 
 
-async def test_a_recovered_run_tells_the_same_fates(worlds: Worlds) -> None:
-    """The journal of a run with a twice killed orchestrator is as good as another."""
-    world = worlds(resample={"keep": 2})
-    _, orders = await begin(world)
-    for number, order in enumerate(orders[:3]):
-        await bring(world, order, [0.0, 1.0, 0.0, 1.0], tokens=number + 1)
-    await world.send(trajectory(orders[3].task_group_id, 0, sequence(1.0)))
-    before = fates_of(world).total("model0")
-    assert before.sequences[Fate.RESAMPLED_AWAY] == 6
-    for _ in range(2):
-        await world.crash()
-        await world.settle()
-    after = fates_of(world).total("model0")
-    assert (after.sequences, after.tokens, after.groups) == (before.sequences, before.tokens, before.groups)
-
-
 async def test_no_closed_task_group_lacks_its_verdict_whenever_the_orchestrator_dies(worlds: Worlds) -> None:
     """A verdict is journaled ahead of the close that follows from it, once, also when the close is lost."""
     world = worlds()
@@ -287,20 +271,9 @@ async def test_a_record_that_cannot_be_read_is_counted_and_the_rest_is_told(worl
     assert total.sampled_tokens == 32, "the lengths are those of the trajectories"
 
 
-async def train_one_step(world: World) -> None:
-    """Three groups: two are trained, one has equal rewards."""
-    _, orders = await begin(world)
-    await bring(world, orders[0], [0.0, 1.0, 0.0, 1.0], tokens=3)
-    await bring(world, orders[1], [1.0, 1.0, 1.0, 1.0], tokens=7)
-    await bring(world, orders[2], [0.0, 1.0, 0.0, 1.0], tokens=5)
-    await world.trainer_api.pull_batch("model0", 1, 1.0)
-    await world.publish(1)
-    await world.settle()
-
-
 async def test_collected_trajectories_change_nothing(worlds: Worlds) -> None:
     world = worlds()
-    await train_one_step(world)
+    await train_two_groups(world)
     before = fates_of(world).total("model0")
     await world.journal.close()
     for segment in (world.run_dir / "journal").glob(f"{entries.TRAJECTORY}-*"):

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.inspect.curves import PANELS, SECONDS, STEP, TOKENS, Points, band, curves, grouped, kind_of, thinned
+from services.cli.inspect.curves import PANELS, SECONDS, STEP, TOKENS, Points, band, curves, grouped, kind_of
 from services.cli.inspect.plot import plot_runs
 from services.cli.inspect.run_state import read_metrics, training_steps
 from services.cli.run.launch import headline, how_training_ended
-from services.common.errors import ConfigError
 from services.common.telemetry.accounts import ActivityName
 
 
@@ -42,13 +41,6 @@ def test_of_a_step_told_twice_the_last_counts() -> None:
     assert [row["rollout_reward_mean"] for row in training_steps(rows)["p"]] == [0.2]
 
 
-def test_several_runs_make_one_picture(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name, 4) for name in ("one", "two")]
-    picture = plot_runs(runs, tmp_path / "both.png")
-    assert picture is not None
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 def recipe_of(run: Path, **settings: Any) -> None:
     (run / "recipe.json").write_bytes(orjson.dumps({"run": settings, "orchestrator": {"port": hash(run.name) % 1000}}))
 
@@ -59,10 +51,6 @@ def test_runs_that_differ_in_the_seed_alone_are_one_curve(tmp_path: Path) -> Non
         recipe_of(run, id=run.name, seed=seed, steps=4 if run.name != "other" else 9)
     groups = grouped(runs)
     assert [(group.label, len(group.rows)) for group in groups] == [("one and 1 other seed", 2), ("other", 1)]
-
-
-def test_a_run_without_a_recipe_stands_alone(tmp_path: Path) -> None:
-    assert len(grouped([write_run(tmp_path / name, 2) for name in ("one", "two")])) == 2
 
 
 @given(
@@ -117,13 +105,6 @@ def test_evaluations_are_points_at_their_newest_version_and_a_threshold_is_a_mar
     assert plot_runs([run], tmp_path / "points.png") is not None
 
 
-def test_a_thinned_curve_keeps_its_peaks() -> None:
-    points = [(float(n), float(n % 7)) for n in range(5000)]
-    points[2500] = (2500.0, 99.0)
-    assert len(thinned(points)) <= 400 and (2500.0, 99.0) in thinned(points)
-    assert thinned(points[:10]) == points[:10]
-
-
 def test_the_picture_has_the_curves_that_people_ask_for() -> None:
     keys = {line.key for panel in PANELS for line in panel.lines}
     wanted = ("loss", "entropy", "grad_norm", "kl_reference", "mismatch_fresh_abs")
@@ -158,11 +139,6 @@ def test_the_picture_of_a_run_that_ended_early_says_where(tmp_path: Path, monkey
 
 def test_a_run_without_steps_has_no_picture(tmp_path: Path) -> None:
     assert plot_runs([write_run(tmp_path / "run", 0)], tmp_path / "none.png") is None
-
-
-def test_a_directory_that_is_no_run_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no run directory"):
-        read_metrics(tmp_path)
 
 
 def test_the_headline_names_samplings_before_and_after() -> None:

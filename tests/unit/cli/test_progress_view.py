@@ -125,12 +125,6 @@ def test_no_time_is_promised_before_the_first_step_or_while_paused() -> None:
     assert time_words(run_pb2.RunProgress()) == "0 tokens/s"
 
 
-def test_with_a_threshold_the_time_left_is_a_bound() -> None:
-    progress = busy()
-    progress.threshold.wanted = WANTED
-    assert "at most about 12:20 left" in time_words(progress)
-
-
 def test_an_evaluation_is_followed_line_by_line_where_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("services.cli.watch.time.monotonic", lambda: now)

@@ -60,21 +60,6 @@ def test_what_peers_say_is_no_markup() -> None:
         assert words in output.getvalue()
 
 
-def test_the_panel_shows_stalls_and_where_the_time_went() -> None:
-    output = io.StringIO()
-    account = account_pb2.TimeAccount(
-        component="trainer/model0",
-        activities=[
-            account_pb2.ActivityTime(activity="training", seconds=3.0),
-            account_pb2.ActivityTime(activity="waiting for a batch", on="orchestrator", seconds=1.0),
-        ],
-    )
-    Console(file=output, width=200).print(render(run_pb2.RunProgress(stalls=[STALL], accounts=[account]), "run"))
-    assert "STALLED" in output.getvalue()
-    assert "75% training" in output.getvalue()
-    assert "25% waiting for a batch -> orchestrator" in output.getvalue()
-
-
 def test_an_orchestrator_that_does_not_answer_is_named_after_ten_seconds_and_not_while_it_restarts() -> None:
     clock = Clock()
     liveness = OrchestratorLiveness("127.0.0.1:1", clock=clock)
