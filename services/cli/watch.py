@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 import structlog
@@ -62,6 +62,7 @@ from services.orchestrator.stalls import Cause
 from services.orchestrator.trackers import all_sent, followed, read_position
 
 CALL_DEADLINE_S = 5.0
+Answer = TypeVar("Answer")
 
 
 class OrchestratorClient:
@@ -89,25 +90,20 @@ class OrchestratorClient:
         self._channel.close()
 
     def get_run(self) -> run_pb2.GetRunResponse:
-        with self._translated():
-            return self._run.GetRun(run_pb2.GetRunRequest(), timeout=CALL_DEADLINE_S)
+        return self._call(self._run.GetRun, run_pb2.GetRunRequest())
 
     def pause(self) -> None:
-        with self._translated():
-            self._run.PauseRun(run_pb2.PauseRunRequest(), timeout=CALL_DEADLINE_S)
+        self._call(self._run.PauseRun, run_pb2.PauseRunRequest())
 
     def resume(self) -> None:
-        with self._translated():
-            self._run.ResumeRun(run_pb2.ResumeRunRequest(), timeout=CALL_DEADLINE_S)
+        self._call(self._run.ResumeRun, run_pb2.ResumeRunRequest())
 
     def stop(self, reason: str) -> None:
-        with self._translated():
-            self._run.StopRun(run_pb2.StopRunRequest(reason=reason), timeout=CALL_DEADLINE_S)
+        self._call(self._run.StopRun, run_pb2.StopRunRequest(reason=reason))
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _call(self, method: Callable[..., Answer], request: object) -> Answer:
         try:
-            yield
+            return method(request, timeout=CALL_DEADLINE_S)
         except grpc.RpcError as error:
             raise self._translate(error) from None
 
@@ -311,7 +307,7 @@ def render(progress: run_pb2.RunProgress, title: str, *, newest: bool = False) -
         Text(masked_rollouts(progress.counters), "yellow"),
         Text(f"  {'  '.join(counters)}" if counters else "", "dim"),
     ]
-    return Panel(Group(*filter(None, parts)), title=Text(title), subtitle=state_word(progress.state))
+    return Panel(Group(*(part for part in parts if part)), title=Text(title), subtitle=state_word(progress.state))
 
 
 def time_words(progress: run_pb2.RunProgress) -> str:

@@ -259,7 +259,7 @@ def export_run(
         CorruptDataError: the one that was named is damaged.
         InfrastructureError: the disk refused the write.
     """
-    policy = _chosen_policy(run_dir, policy)
+    policy = _chosen_policy(run_dir, policy, policies_of(run_dir))
     candidates = _candidates(run_dir, policy, step)
     refused = []
     for number, path in candidates:
@@ -281,19 +281,17 @@ def export_run(
     )
 
 
-def _chosen_policy(run_dir: Path, policy: str | None) -> str:
-    there = policies_of(run_dir)
+def _chosen_policy(run_dir: Path, policy: str | None, there: list[str]) -> str:
+    """The policy that is named, else the only one. Raises ``ConfigError``."""
     if not there:
         raise ConfigError(
             f"{run_dir} has no checkpoint yet: the first comes at policies.<name>.trainer.checkpoint_every"
         )
-    if policy is None:
-        if len(there) > 1:
-            raise ConfigError(f"this run has several policies: write --policy with one of {', '.join(there)}")
-        return there[0]
-    if policy not in there:
+    if policy is None and len(there) > 1:
+        raise ConfigError(f"this run has several policies: write --policy with one of {', '.join(there)}")
+    if policy not in (None, *there):
         raise ConfigError(f"this run has no checkpoints of a policy {policy!r}; it has those of {', '.join(there)}")
-    return policy
+    return policy or there[0]
 
 
 def _candidates(run_dir: Path, policy: str, step: int | None) -> list[tuple[int, Path]]:
@@ -358,14 +356,7 @@ def replay_step(
     """
     run_dir = run_dir.resolve()
     recipe = load_resolved(run_dir)
-    trained = list(recipe.trained_policies)
-    if policy is None:
-        if len(trained) > 1:
-            raise ConfigError(f"this run has several policies: write --policy with one of {', '.join(trained)}")
-        policy = trained[0]
-    elif policy not in trained:
-        raise ConfigError(f"this run trains no policy {policy!r}; write one of {', '.join(trained)}")
-    name = policy
+    name = _chosen_policy(run_dir, policy, list(recipe.trained_policies))
     with closing(JournalReader(run_files.journal(run_dir))) as reader:
         expected = _published_digest(reader, name, training_step)
         told(f"loading {name} from the checkpoint before step {training_step}")

@@ -73,25 +73,6 @@ def _line(facts: GroupFacts) -> Json:
     }
 
 
-def show_lines(lines: Sequence[Json], console: Console) -> None:
-    """A table."""
-    table = FittingTable(
-        columns("task group | task:1 | status | step:2 | >took | >longest stage:3 | >failed:4 | >issued again:5")
-    )
-    for line in lines:
-        table.add_row(
-            line["task_group_id"],
-            escape(line["task_id"]),
-            escape(line["status"]),
-            f"{line['training_step']} of {line['policy']}" if line["training_step"] is not None else "",
-            format_seconds(line["seconds"]),
-            f"{line['longest']} {format_seconds(line['longest_s'])}" if line["longest"] else "",
-            f"{line['num_failed']} of {line['num_slots']}" if line["num_failed"] else "",
-            str(line["num_reissued"] or ""),
-        )
-    console.print(table)
-
-
 def counted(groups: Iterable[GroupFacts]) -> dict[str, int]:
     """Task groups by status."""
     return dict(Counter(map(status, groups)))
@@ -264,10 +245,21 @@ def list_groups(
     if as_json:
         typer.echo(json.dumps({"task_groups": lines, "counts": counts}))
         return
-    if lines:
-        show_lines(lines, console)
-    else:
-        console.print("no task group matches")
+    table = FittingTable(
+        columns("task group | task:1 | status | step:2 | >took | >longest stage:3 | >failed:4 | >issued again:5")
+    )
+    for line in lines:
+        table.add_row(
+            line["task_group_id"],
+            escape(line["task_id"]),
+            escape(line["status"]),
+            f"{line['training_step']} of {line['policy']}" if line["training_step"] is not None else "",
+            format_seconds(line["seconds"]),
+            f"{line['longest']} {format_seconds(line['longest_s'])}" if line["longest"] else "",
+            f"{line['num_failed']} of {line['num_slots']}" if line["num_failed"] else "",
+            str(line["num_reissued"] or ""),
+        )
+    console.print(table if lines else "no task group matches")
     told = ", ".join(f"{number} {word}" for word, number in sorted(counts.items()))
     say(console, f"{len(groups)} task groups: {told or 'none was issued yet'}")
 
