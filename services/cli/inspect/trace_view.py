@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -278,6 +279,7 @@ def show_group(
     if output is not None:
         page = Console(record=True, width=PICTURE, file=io.StringIO())
         show(facts, page, with_slots=phases)
-        page.save_svg(str(output), title=f"rollmill trace {run_dir} {task_group_id}")
+        svg = page.export_svg(title=f"rollmill trace {task_group_id}")
+        output.write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))  # which other hosts would serve
         if not as_json:
             say(console, f"picture: {output}")
