@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from importlib.metadata import version
+from pkgutil import resolve_name
 from typing import Annotated
 
 import structlog
@@ -19,7 +20,7 @@ from services.cli.console import Interrupted, exit_code, say, tell
 from services.cli.keys_command import keys_app
 from services.cli.run_commands import journal_app, reading_app, results_app
 from services.common.errors import InfrastructureError, RollmillError
-from services.common.extras import load_extra, provided
+from services.common.extras import provided
 from services.common.system.surroundings import settle
 from services.common.telemetry.logs import quiet_grpc
 from services.start import raise_open_files
@@ -32,8 +33,8 @@ app = typer.Typer(
     help="Asynchronous reinforcement learning for LLM agents.\n\n"
     "Begin with `rollmill run quickstart`: it trains a small model on this machine in minutes. `rollmill new mine` writes a recipe, a reward and rows to change.",
 )
-for name in provided("commands"):
-    reading_app.command(name)(load_extra("commands", name))
+for name, path in provided("commands").items():
+    reading_app.command(name)(resolve_name(path))  # not by load_object, which puts the current directory on the path
 for commands in (recipe_app, live_app, reading_app, results_app):
     app.add_typer(commands)  # unnamed: its commands are the app's own
 app.add_typer(data_app, name="data")
