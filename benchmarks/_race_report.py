@@ -12,7 +12,7 @@ from benchmarks._race_arms import CHANGED_TRL, OURS, RECIPES, TRL
 from benchmarks._race_curves import GOAL, Chunk, windows
 from benchmarks._report import median_and_spread
 from services.cli.console import pyplot
-from services.cli.inspect.plot import _STYLE
+from services.cli.inspect.plot import STYLE
 
 Row = Mapping[str, Any]
 
@@ -87,7 +87,7 @@ def table(rows: Sequence[Row]) -> str:
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Two lines of panels, one per task: reward over seconds, and over CPU seconds, with the range over seeds."""
     plt = pyplot()
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, axes = plt.subplots(len(RECIPES), 2, figsize=(12, 8), layout="constrained", squeeze=False)
         for line, task in zip(axes, RECIPES, strict=True):
             for ax, what, told in zip(line, ("wall_s", "cpu_s"), ("seconds", "CPU seconds"), strict=True):

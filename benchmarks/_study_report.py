@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.console import pyplot
-from services.cli.inspect.plot import _STYLE
+from services.cli.inspect.plot import STYLE
 
 Row = dict[str, Any]
 
@@ -145,7 +145,7 @@ def draw_losses(rows: Seq[Row], path: Path) -> None:
     cells = by_cell(rows)
     arms, ages = _axes(cells)
     plt = pyplot()
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         lines = math.ceil((len(ages) + 2) / 3)
         figure, axes = plt.subplots(lines, 3, figsize=(14, 3.8 * lines), layout="constrained", squeeze=False)
         panels = list(axes.flat)
@@ -175,7 +175,7 @@ def draw_late(rows: Seq[Row], path: Path) -> None:
     cells = by_cell(rows)
     modes, ages = _axes(cells)
     plt = pyplot()
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, axes = plt.subplots(len(ages), 3, figsize=(14, 3.8 * len(ages)), layout="constrained", squeeze=False)
         for line, staleness in zip(axes, ages, strict=True):
             for number, mode in enumerate(modes):

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from importlib.metadata import version
+from pkgutil import resolve_name
 from typing import Annotated
 
 import structlog
@@ -19,6 +20,7 @@ from services.cli.console import Interrupted, exit_code, say, tell
 from services.cli.keys_command import keys_app
 from services.cli.run_commands import journal_app, reading_app, results_app
 from services.common.errors import InfrastructureError, RollmillError
+from services.common.extras import provided
 from services.common.system.surroundings import settle
 from services.common.telemetry.logs import quiet_grpc
 from services.start import raise_open_files
@@ -31,6 +33,8 @@ app = typer.Typer(
     help="Asynchronous reinforcement learning for LLM agents.\n\n"
     "Begin with `rollmill run quickstart`: it trains a small model on this machine in minutes. `rollmill new mine` writes a recipe, a reward and rows to change.",
 )
+for name, path in provided("commands").items():
+    reading_app.command(name)(resolve_name(path))  # not by load_object, which puts the current directory on the path
 for commands in (recipe_app, live_app, reading_app, results_app):
     app.add_typer(commands)  # unnamed: its commands are the app's own
 app.add_typer(data_app, name="data")
@@ -58,8 +62,8 @@ def main() -> None:
     if sys.getfilesystemencoding() != "utf-8":  # arguments, names and texts are UTF-8 under every locale
         shown = {"PYTHONIOENCODING": os.device_encoding(1) or "utf-8", **os.environ, "PYTHONUTF8": "1"}
         os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], shown)
-    # Of these the run, its directory or the page is the result, and not the output.
-    settle(outlives_output=sys.argv[1:2] in (["run"], ["eval"], ["start"], ["page"]))
+    # Of these the run, its directory or a server is the result, and not the output.
+    settle(outlives_output=sys.argv[1:2] in (["run"], ["eval"], ["start"], *([name] for name in provided("commands"))))
     home = os.path.expanduser("~")
     sys.argv[1:] = [re.sub(r"(^|=)~(?=/|$)", lambda found: found[1] + home, word) for word in sys.argv[1:]]
     quiet_grpc()

@@ -108,6 +108,7 @@ def run(
     from services.cli.run.launch import run as run_recipe
     from services.cli.watch import time_table
     from services.common import run_files
+    from services.common.extras import provided
 
     resolved, run_dir = opened(recipe, resume, set_ or (), profile, console)
     say(console, ": ".join(filter(None, (resolved.name, resolved.description))), "bold")
@@ -132,7 +133,9 @@ def run(
         there = ", ".join(str(path) for path in exports if path.exists())
         said = f"trained model: {there}; of an earlier step" if there else "a model of a training step"
         say(console, f"{said}: rollmill export {run_dir} --step N")
-        say(console, f"evaluate it: rollmill eval RECIPE --checkpoint {run_dir}; see all: rollmill page {run_dir}")
+        say(console, f"evaluate it: rollmill eval RECIPE --checkpoint {run_dir}")
+        if "page" in provided("commands"):
+            say(console, f"see all: rollmill page {run_dir}")
     if as_json:
         typer.echo(json.dumps(headline(outcome.summary)))
     if verdict is not None and verdict.nothing_learned and resolved.run.fail_when_nothing_learned:

@@ -400,7 +400,9 @@ def diagnose(rows: Iterable[Row], recipe: Recipe) -> Verdict:
     by_kind: dict[str, list[Row]] = {}
     for row in rows:
         by_kind.setdefault(str(row.get("kind")), []).append(row)
-    stalls = _open_stalls(by_kind.get(RowKind.STALL, []))
+    stalls: dict[tuple[str, str], Row] = {}
+    for row in by_kind.get(RowKind.STALL, []):
+        stalls[row["component"], row["cause"]] = row
     reports = [ReportedTransfer.from_row(row) for row in by_kind.get(RowKind.WEIGHT_TRANSFER, [])]
     evaluations = by_kind.get(RowKind.EVALUATION, [])
     trained = training_steps(by_kind.get(RowKind.TRAINING_STEP, []))
@@ -414,23 +416,11 @@ def diagnose(rows: Iterable[Row], recipe: Recipe) -> Verdict:
             learning=learned,
             steps=steps,
             transfers=[report for report in reports if report.transfer.policy == policy],
-            open_stalls=stalls,
+            open_stalls={cause: row for (_, cause), row in stalls.items() if row["moment"] == StallMoment.BEGIN},
         )
         found.append(learned)
         findings += [finding for rule in RULES if (finding := rule(of_policy)) is not None]
     return Verdict(learning=tuple(found), findings=tuple(findings))
-
-
-def _open_stalls(rows: list[Row]) -> dict[str, Row]:
-    """The newest begin of each cause without an end."""
-    open_now: dict[tuple[str, str], Row] = {}
-    for row in rows:
-        key = row["component"], row["cause"]
-        if row["moment"] == StallMoment.BEGIN:
-            open_now[key] = row
-        else:
-            open_now.pop(key, None)
-    return {cause: row for (_, cause), row in open_now.items()}
 
 
 def learning(policy: str, steps: Sequence[Row], evaluations: Sequence[Row]) -> Learning:

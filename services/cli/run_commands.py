@@ -1,5 +1,5 @@
-"""Commands that read the directory of a run: plots, the page, trajectories, weight transfers, traces, fates, the doctor, the
-journal; and checkpoints: list, export, push, replay.
+"""Commands that read the directory of a run: plots, trajectories, weight transfers, traces, fates, the doctor, the journal;
+and checkpoints: list, export, replay. Extras add commands, such as the page.
 
 Imports stand inside the commands, so that ``--help`` and a wrong option answer at once.
 """
@@ -100,11 +100,10 @@ def weights(
     last: Annotated[int, typer.Option(help="How many transfers to list, counted from the newest.", min=1)] = 10,
     policy: Annotated[str | None, typer.Option(help="Only this policy.")] = None,
     replica: Annotated[str | None, typer.Option(help="Only this replica.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw them into this PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary and every transfer as JSON.")] = False,
 ) -> None:
     """How weight versions reached the replicas: full or delta, bytes, bits per changed element, seconds per stage, pause."""
-    from services.cli.inspect.standing import plot_transfers, read_transfers, show, summarise
+    from services.cli.inspect.standing import read_transfers, show, summarise
 
     run = chosen_run(run)
     rows = read_transfers(run, policy=policy, replica=replica)
@@ -112,10 +111,6 @@ def weights(
         typer.echo(json.dumps({"replicas": summarise(rows), "transfers": rows}))
     else:
         show(rows, console, last)
-    if output is not None:
-        picture = plot_transfers(rows, output)
-        if not as_json:
-            say(console, f"picture: {picture}")
 
 
 @reading_app.command()
@@ -123,7 +118,9 @@ def trace(
     run: RunArgument = None,
     group: Annotated[str | None, typer.Argument(help="A task group, as --list shows them.")] = None,
     phases: Annotated[bool, typer.Option("--phases", help="Also every phase of every rollout.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw it into this PNG.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write it to this file, as an SVG.")
+    ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List task groups instead, the newest last.")] = False,
     order: Annotated[Literal["newest", "slowest"], typer.Option("--sort", help="The order of --list.")] = "newest",
     state: Annotated[
@@ -145,7 +142,7 @@ def trace(
     run = chosen_run(run)
     if list_ or group is None:
         if output is not None:
-            raise ConfigError("name the task group to draw: rollmill trace RUN GROUP -o FILE.png")
+            raise ConfigError("name the task group to draw: rollmill trace RUN GROUP -o FILE.svg")
         list_groups(run, console, order=order, state=state, step=step, last=last, as_json=as_json)
     else:
         show_group(run, group, console, phases=phases, output=output, as_json=as_json)
@@ -202,38 +199,6 @@ def doctor(
             say(console, "no failure found")
     if verdict.findings:
         raise typer.Exit(1)
-
-
-@reading_app.command()
-def page(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(help="Run directories, to be compared. Left out: the newest below ./runs.")
-    ] = None,
-    port: Annotated[int, typer.Option(help="Where the page is; 0 takes a free port.", min=0, max=65535)] = 8420,
-    host: Annotated[
-        str, typer.Option(help="The address to listen on. Another than loopback needs the run's keys.")
-    ] = "127.0.0.1",
-) -> None:
-    """Show runs in the browser: their state, curves, conversations token by token, fates, weights, stalls and events.
-
-    Reads the run directories: during the run, after its end, and after any process was killed. While a run goes on, its
-    orchestrator is asked too. Makes no change, and loads no file from other hosts. Runs that differ in the seed alone are one
-    curve with a band. From another machine: `ssh -L 8420:127.0.0.1:8420 HOST`. docs/page.md has the views and the keys.
-
-        rollmill page
-        rollmill page runs/a runs/b --port 9000
-    """
-    from services.common.errors import ConfigError
-
-    try:
-        from services.cli.page.server import show
-    except ModuleNotFoundError as error:
-        from services.common.installing import install
-
-        raise ConfigError(
-            f"the page needs the package {error.name}, which is not installed here: {install('page')}"
-        ) from None
-    show(runs or [chosen_run(None)], host, port, console)
 
 
 @reading_app.command()
@@ -343,27 +308,6 @@ def export(
 
 
 @results_app.command()
-def push(
-    repository: Annotated[str, typer.Argument(help="OWNER/NAME on the hub; it is made when it is not there.")],
-    run: RunArgument = None,
-    policy: Annotated[str | None, typer.Option(help="The policy; left out when the run has one.")] = None,
-    step: Annotated[int | None, typer.Option(help="The training step; left out, the newest.", min=1)] = None,
-    private: Annotated[bool, typer.Option("--private/--public", help="Of a repository that is made.")] = True,
-) -> None:
-    """Export a checkpoint and upload it to a model hub, with a card of the measured results.
-
-    HF_TOKEN or `hf auth login` gives the key, HF_ENDPOINT another hub. The export stays in the run's directory, so the
-    command can be repeated.
-
-        rollmill push me/my-model RUN
-    """
-    from services.cli.inspect.checkpoints import push_run
-
-    done = push_run(chosen_run(run), repository, policy, step, private=private)
-    say(console, f"{done.policy} at step {done.step} is at {done.url}")
-
-
-@results_app.command()
 def replay(
     step: Annotated[int, typer.Option(help="The training step to train again.", min=1)],
     run: RunArgument = None,
@@ -386,7 +330,7 @@ index of them. RUN may be running, stopped or broken: these commands only read.
     rollmill journal RUN verify              read every record, compare its checksum; exit code 1 when one is damaged
     rollmill journal RUN list --set-aside    records that the run does not use, and why
     rollmill journal RUN list --kind versions --last 5
-    rollmill journal RUN export -o rows      JSONL, or Parquet, that `datasets` opens
+    rollmill journal RUN export -o rows      JSON lines, that `datasets` opens
 
 The orchestrator sets a damaged record aside when it starts, logs it, and continues. docs/journal.md describes the effect of
 losing each kind of record.
@@ -465,17 +409,14 @@ def export_records(
     context: typer.Context,
     output: Annotated[Path, typer.Option("--output", "-o", help="A directory, made if it is not there.")],
     kind: Annotated[list[str] | None, typer.Option(help="Only this kind; may be repeated.")] = None,
-    form: Annotated[
-        Literal["jsonl", "parquet"], typer.Option("--format", help="Parquet needs pyarrow (it comes with datasets).")
-    ] = "jsonl",
 ) -> None:
     """Write the records that can be read as plain rows, a file per kind, with token ids and log-probabilities as lists.
 
-    rollmill journal RUN export -o rows --kind trajectories --format parquet
+    rollmill journal RUN export -o rows --kind trajectories
     python -c 'import datasets; print(datasets.load_dataset("rows"))'
     """
     from services.cli.inspect.journal import export_journal
 
-    written = export_journal(context.obj, output, console, kinds=kind or (), form=form)
+    written = export_journal(context.obj, output, console, kinds=kind or ())
     for path, count in written.items():
         say(console, f"{path}: {count:,} rows")

@@ -12,22 +12,21 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 import structlog
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from services.cli.console import (
-    FittedPanel,
     FittingTable,
-    Section,
     columns,
     format_bytes,
     format_change,
@@ -63,6 +62,7 @@ from services.orchestrator.stalls import Cause
 from services.orchestrator.trackers import all_sent, followed, read_position
 
 CALL_DEADLINE_S = 5.0
+Answer = TypeVar("Answer")
 
 
 class OrchestratorClient:
@@ -90,25 +90,20 @@ class OrchestratorClient:
         self._channel.close()
 
     def get_run(self) -> run_pb2.GetRunResponse:
-        with self._translated():
-            return self._run.GetRun(run_pb2.GetRunRequest(), timeout=CALL_DEADLINE_S)
+        return self._call(self._run.GetRun, run_pb2.GetRunRequest())
 
     def pause(self) -> None:
-        with self._translated():
-            self._run.PauseRun(run_pb2.PauseRunRequest(), timeout=CALL_DEADLINE_S)
+        self._call(self._run.PauseRun, run_pb2.PauseRunRequest())
 
     def resume(self) -> None:
-        with self._translated():
-            self._run.ResumeRun(run_pb2.ResumeRunRequest(), timeout=CALL_DEADLINE_S)
+        self._call(self._run.ResumeRun, run_pb2.ResumeRunRequest())
 
     def stop(self, reason: str) -> None:
-        with self._translated():
-            self._run.StopRun(run_pb2.StopRunRequest(reason=reason), timeout=CALL_DEADLINE_S)
+        self._call(self._run.StopRun, run_pb2.StopRunRequest(reason=reason))
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _call(self, method: Callable[..., Answer], request: object) -> Answer:
         try:
-            yield
+            return method(request, timeout=CALL_DEADLINE_S)
         except grpc.RpcError as error:
             raise self._translate(error) from None
 
@@ -293,33 +288,26 @@ def state_word(state: int) -> str:
     return STATE_WORDS.get(state, "unknown")  # type: ignore[call-overload,no-any-return]
 
 
-def render(progress: run_pb2.RunProgress, title: str, height: int | None = None) -> RenderableType:
-    """The whole run as one panel, problems first; ``height`` is the number of lines."""
-    sections: list[Section] = []
-
-    def add(name: str, text: str, style: str) -> None:
-        if text:
-            sections.append(Section(name, Text(text, style=style), may_be_cut=True))
-
-    add("stalls", "\n".join(stall_words(stall) for stall in progress.stalls), "bold red")
-    sections.append(Section("progress", Text(f"  {time_words(progress)}"), may_be_cut=True))
-    sections.append(Section("policies", _policies(progress), may_be_cut=True))
-    if any(sources_in(policy.metrics) for policy in progress.policies):
-        sections.append(Section("sources", source_table(progress), may_be_cut=True))
+def render(progress: run_pb2.RunProgress, title: str, *, newest: bool = False) -> Panel:
+    """The whole run as one panel, problems first: a terminal that is too low cuts the end. ``newest``: of evaluations, the
+    newest of each kind."""
     warnings = [*warnings_of(progress), *journal_and_disk(progress)]
-    add("warnings", "\n".join(f"  {line}" for line in warnings), "bold yellow")
-    sections.append(Section("replicas", _replicas(progress), may_be_cut=True))
-    add("waits", "\n".join(f"  {wait}" for wait in progress.waits), "yellow")
-    if progress.HasField("threshold"):
-        sections.append(Section("threshold", Text(f"  {threshold_words(progress.threshold)}")))
-    if progress.evaluations:
-        sections.append(Section("evaluations", evaluations_table(progress, newest=height is not None)))
-    if progress.accounts:
-        sections.append(Section("where the time went", time_table(shares_of(progress.accounts)), may_be_cut=True))
-    add("rollouts without a reward", masked_rollouts(progress.counters), "yellow")
     counters = [f"{name} {count}" for name, count in sorted(progress.counters.items()) if count and "/" not in name]
-    add("counters", f"  {'  '.join(counters)}" if counters else "", "dim")
-    return FittedPanel(sections, title=title, subtitle=state_word(progress.state), height=height)
+    parts: list[RenderableType] = [
+        Text("\n".join(stall_words(stall) for stall in progress.stalls), "bold red"),
+        Text(f"  {time_words(progress)}"),
+        _policies(progress),
+        source_table(progress) if any(sources_in(policy.metrics) for policy in progress.policies) else "",
+        Text("\n".join(f"  {line}" for line in warnings), "bold yellow"),
+        _replicas(progress),
+        Text("\n".join(f"  {wait}" for wait in progress.waits), "yellow"),
+        Text(f"  {threshold_words(progress.threshold)}" if progress.HasField("threshold") else ""),
+        evaluations_table(progress, newest=newest) if progress.evaluations else "",
+        time_table(shares_of(progress.accounts)) if progress.accounts else "",
+        Text(masked_rollouts(progress.counters), "yellow"),
+        Text(f"  {'  '.join(counters)}" if counters else "", "dim"),
+    ]
+    return Panel(Group(*(part for part in parts if part)), title=Text(title), subtitle=state_word(progress.state))
 
 
 def time_words(progress: run_pb2.RunProgress) -> str:
@@ -387,10 +375,8 @@ def _bar(done: int, whole: int) -> Text:
     return Text.assemble(("━" * full, "green"), ("─" * (_BAR_WIDTH - full), "dim"))
 
 
-def _replicas(progress: run_pb2.RunProgress) -> Table:
-    table = Table(box=None, pad_edge=True, header_style="dim")
-    for column in ("replica", "rollouts", "tokens/s", "versions", "lease"):
-        table.add_column(column, justify="left" if column in ("replica", "versions") else "right")
+def _replicas(progress: run_pb2.RunProgress) -> FittingTable:
+    table = FittingTable(columns("replica | >rollouts | >tokens/s | versions | >lease"), box=None)
     for replica in progress.replicas:
         table.add_row(
             Text(replica.replica_id + (" (draining)" if replica.draining else "")),  # a peer's word, and no markup
@@ -524,7 +510,7 @@ class ProgressView:
 
     def _show(self, progress: run_pb2.RunProgress) -> None:
         if self._live:
-            self._live.update(render(progress, self._title, self._console.size.height - 1), refresh=True)
+            self._live.update(render(progress, self._title, newest=True), refresh=True)
             return
         self._stalls.tell(progress.stalls)
         for warning in [*warnings_of(progress), *journal_and_disk(progress)]:

@@ -19,11 +19,11 @@ import zmq.asyncio
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from services.cli.page.server import PageServer
 from services.common import http as origin
 from services.common.config.envgateway import HttpConfig, TaskServerConfig
 from services.common.config.processes import EndpointConfig
 from services.common.errors import ConfigError
+from services.common.extras import provided
 from services.common.http import ANSWER_HEADERS, HOSTS_VARIABLE, allowed_hosts, is_served
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.prometheus import MetricsServer
@@ -68,7 +68,7 @@ TOLD = {
     "metrics": "/metrics",
     "page": "/api/runs",
 }
-GROUPS = tuple(ASKED)
+GROUPS = tuple(group for group in ASKED if group in provided("commands") or group != "page")  # the page is an extra
 
 
 class _NoEnvironments:
@@ -103,6 +103,8 @@ def make(group: str) -> Any:
     if group == "endpoint":
         return EndpointServer(EndpointConfig(port=0), "127.0.0.1", setting="endpoint.port")
     if group == "page":
+        from extras.page.server import PageServer
+
         return PageServer((), "127.0.0.1", 0)
     return MetricsServer(_status, (), name="envgateway", host="127.0.0.1", port=0)
 

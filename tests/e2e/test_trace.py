@@ -20,7 +20,7 @@ from services.cli.__main__ import app
 from services.cli.inspect.fate import Fate, read_fates
 from services.cli.inspect.run_model import GroupFacts
 from services.cli.inspect.trace import events, read_group, read_groups, stages, status
-from services.cli.inspect.trace_view import choose, counted, draw
+from services.cli.inspect.trace_view import choose, counted
 from services.cli.run.processes import ForkServer
 from services.common.errors import ConfigError
 from services.common.system.child import module_command
@@ -232,12 +232,14 @@ def test_every_rollout_of_a_run_that_was_killed_has_one_fate_and_the_sums_come_o
 def test_the_command_tells_people_machines_and_draws(run_dir: Path, tmp_path: Path) -> None:
     name = group_that_is(run_dir, "trained").task_group_id
     run = CliRunner().invoke
-    picture = tmp_path / "trace.png"
+    picture = tmp_path / "trace.svg"
     told = run(app, ["trace", str(run_dir), name, "--phases", "-o", str(picture)], env={"COLUMNS": "200"})
     assert told.exit_code == 0, told.output
     assert "where the time went" in told.output
     assert "generate" in told.output
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "█" in told.output and picture.read_text().startswith("<svg")
+    refused = run(app, ["trace", str(run_dir), name, "-o", str(tmp_path / "trace.png")])
+    assert isinstance(refused.exception, ConfigError) and "ends in .svg" in refused.exception.message
     as_json = json.loads(run(app, ["trace", str(run_dir), name, "--json"]).output)
     assert as_json["status"] == "trained"
     assert sum(stage["seconds"] for stage in as_json["stages"]) > 0
@@ -248,11 +250,6 @@ def test_the_command_tells_people_machines_and_draws(run_dir: Path, tmp_path: Pa
     assert "task groups: " in run(app, ["trace", str(run_dir), "--list"]).output
     with pytest.raises(ConfigError, match="--list"):
         read_group(run_dir, "nobody-00000001")
-
-
-def test_a_lost_replica_is_drawn(run_dir: Path, tmp_path: Path) -> None:
-    lost = next(facts for facts in read_groups(run_dir) if len(facts.assignments) > 1 and facts.complete)
-    assert draw(read_group(run_dir, lost.task_group_id), tmp_path / "lost.png").stat().st_size > 10_000
 
 
 def test_prometheus_hears_of_every_process_what_it_has_done(run_dir: Path) -> None:

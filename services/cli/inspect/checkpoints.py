@@ -1,27 +1,25 @@
-"""The checkpoints of a run: lists and verifies them, exports one, uploads it with a card, and trains a step again from one.
+"""The checkpoints of a run: lists and verifies them, exports one, and trains a step again from one.
 
 A replay works on a run directory alone: the journal for batches and digests, the checkpoints for where to begin. On a CPU the
-arithmetic is bit-exact, so the digests are equal; on a GPU they may differ, and the metrics say how far things are. The hub of
-an upload is that of huggingface_hub: HF_ENDPOINT, and HF_TOKEN or ``hf auth login``.
+arithmetic is bit-exact, so the digests are equal; on a GPU they may differ, and the metrics say how far things are.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from services.cli.console import FittingTable, columns, format_bytes, say
-from services.cli.inspect.run_state import check_run_directory, read_metrics
+from services.cli.inspect.run_state import check_run_directory
 from services.common import run_files
 from services.common.checkpoints import (
     Manifest,
@@ -35,11 +33,9 @@ from services.common.checkpoints import (
     steps,
 )
 from services.common.config.loading import load_resolved
-from services.common.config.recipe import Recipe
-from services.common.errors import AccessError, ConfigError, CorruptDataError, InfrastructureError, RollmillError
+from services.common.errors import ConfigError, CorruptDataError, InfrastructureError, RollmillError
 from services.common.export import Exported, ExportForm, check_target, export_checkpoint, work_bytes
 from services.common.records import RankBatch
-from services.common.telemetry.metrics import RowKind
 from services.orchestrator.buffer.assembly import read_batch
 from services.orchestrator.groups import split_sequence_id
 from services.orchestrator.journal import entries
@@ -263,7 +259,7 @@ def export_run(
         CorruptDataError: the one that was named is damaged.
         InfrastructureError: the disk refused the write.
     """
-    policy = _chosen_policy(run_dir, policy)
+    policy = _chosen_policy(run_dir, policy, policies_of(run_dir))
     candidates = _candidates(run_dir, policy, step)
     refused = []
     for number, path in candidates:
@@ -285,19 +281,17 @@ def export_run(
     )
 
 
-def _chosen_policy(run_dir: Path, policy: str | None) -> str:
-    there = policies_of(run_dir)
+def _chosen_policy(run_dir: Path, policy: str | None, there: list[str]) -> str:
+    """The policy that is named, else the only one. Raises ``ConfigError``."""
     if not there:
         raise ConfigError(
             f"{run_dir} has no checkpoint yet: the first comes at policies.<name>.trainer.checkpoint_every"
         )
-    if policy is None:
-        if len(there) > 1:
-            raise ConfigError(f"this run has several policies: write --policy with one of {', '.join(there)}")
-        return there[0]
-    if policy not in there:
+    if policy is None and len(there) > 1:
+        raise ConfigError(f"this run has several policies: write --policy with one of {', '.join(there)}")
+    if policy not in (None, *there):
         raise ConfigError(f"this run has no checkpoints of a policy {policy!r}; it has those of {', '.join(there)}")
-    return policy
+    return policy or there[0]
 
 
 def _candidates(run_dir: Path, policy: str, step: int | None) -> list[tuple[int, Path]]:
@@ -349,147 +343,6 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda size: progress.advance(task, size)
 
 
-CARD = "README.md"
-
-Row = Mapping[str, Any]
-
-_FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
-
-
-def card(recipe: Recipe, policy: str, step: int, rows: Iterable[Row]) -> str:
-    """The README.md of a model repository. ``rows`` are those of the run's metrics."""
-    section = recipe.policies[policy]
-    metadata: dict[str, Any] = {"library_name": "transformers", "tags": ["rollmill", "reinforcement-learning"]}
-    if _is_hub_name(section.model.path):
-        metadata["base_model"] = section.model.path
-    paths = {config.path for config in recipe.data.sections().values() if config.path is not None}
-    datasets = sorted(path for path in paths if _is_hub_name(path))
-    if datasets:
-        metadata["datasets"] = datasets
-    evaluations = _evaluations(rows, policy)
-    lines = [
-        "---",
-        yaml.safe_dump(metadata, sort_keys=False).rstrip(),
-        "---",
-        "",
-        f"# {recipe.name}, {policy} at step {step}",
-        "",
-        f"{recipe.description or 'A model'}. Trained by reinforcement learning with Rollmill: run `{recipe.run.id}`, training "
-        f"step {step} of at most {recipe.run.steps}.",
-        "",
-        f"* loss `{section.algorithm.name}`, advantage `{section.algorithm.advantage}`, learning rate {section.optimizer.lr:g}",
-        f"* batches of {section.batch.size} sequences in groups of {recipe.rollout.group_size}, at most "
-        f"{section.batch.max_staleness} versions old",
-        f"* workflow `{recipe.workflow.name}`, seed {recipe.run.seed}",
-        "",
-    ]
-    if evaluations:
-        lines += ["| evaluation | version | mean reward | tasks |", "|---|---|---|---|", *evaluations, ""]
-    return "\n".join(lines)
-
-
-def _evaluations(rows: Iterable[Row], policy: str) -> list[str]:
-    """The first and the newest evaluation of each dataset and sampling, as rows of a table."""
-    found: dict[tuple[str, str], list[tuple[int, Row]]] = {}
-    for row in rows:
-        if row.get("kind") == RowKind.EVALUATION and policy in row["versions"]:
-            for dataset in (found for found in row["datasets"] if found["mean_reward"] is not None):
-                key = row["name"].partition("/")[2], dataset["name"]
-                found.setdefault(key, []).append((row["versions"][policy], dataset))
-    table = []
-    for (sampling, name), results in found.items():
-        results.sort(key=lambda result: result[0])
-        for version, dataset in [results[0], *results[1:][-1:]]:
-            mean = dataset["mean_reward"]
-            told = f"{mean['value']:.3f} ({mean['low']:.3f} to {mean['high']:.3f})"
-            table.append(f"| {name}, {sampling} | {version} | {told} | {dataset['num_items']} |")
-    return table
-
-
-def _is_hub_name(path: str | None) -> bool:
-    """Whether a path has the form of a name on the hub, not of a file."""
-    if path is None or path.startswith((".", "/", "~")):
-        return False
-    return path.count("/") <= 1 and not path.endswith(_FILES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pushed:
-    directory: Path
-    policy: str
-    step: int
-    url: str
-    """Of the commit."""
-
-
-def push_run(run_dir: Path, repository: str, policy: str | None, step: int | None, *, private: bool) -> Pushed:
-    """Export a checkpoint into the run's directory, write its card beside it, and upload both as one commit.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or the name is none of a repository.
-        AccessError: the hub does not accept the token.
-        InfrastructureError: the hub cannot be reached, or refuses; the export stays, and the command can be repeated.
-    """
-    api = _hub(repository)
-    done = export_run(run_dir, policy, step, None)
-    recipe = load_resolved(run_dir)
-    text = card(recipe, done.policy, done.training_step, read_metrics(run_dir))
-    (done.directory / CARD).write_text(text, encoding="utf-8")
-    message = f"{recipe.run.id}: {done.policy} at training step {done.training_step}"
-    url = _upload(api, repository, done.directory, message, private)
-    return Pushed(directory=done.directory, policy=done.policy, step=done.training_step, url=url)
-
-
-def _hub(repository: str) -> object:
-    try:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils import validate_repo_id
-    except ModuleNotFoundError:
-        raise ConfigError("a push needs the package huggingface_hub: pip install huggingface_hub") from None
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise ConfigError(f"{repository!r} is no name of a repository: {error}; write OWNER/NAME") from None
-    if repository.count("/") != 1:
-        raise ConfigError(f"{repository!r} names no owner: write OWNER/NAME")
-    return HfApi()
-
-
-def _client_error() -> type[Exception]:
-    """The error of the HTTP client that huggingface_hub uses: which one that is depends on its version."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    found: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
-    return found
-
-
-def _upload(api: object, repository: str, folder: Path, message: str, private: bool) -> str:
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-
-    assert isinstance(api, HfApi)
-    kept = f"the export is in {folder}; run the command again"
-    try:
-        api.create_repo(repository, private=private, exist_ok=True)
-        commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
-    except LocalTokenNotFoundError:
-        raise AccessError(f"{api.endpoint} needs a token: set HF_TOKEN or run `hf auth login`; {kept}") from None
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        if status in (401, 403):
-            raise AccessError(
-                f"{api.endpoint} does not let this token write to {repository} ({status}): set HF_TOKEN to one that may, or run "
-                f"`hf auth login`; {kept}"
-            ) from None
-        raise InfrastructureError(
-            f"{api.endpoint} refused {repository} ({status}: {error.server_message or error}); {kept}"
-        ) from None
-    except (_client_error(), OSError) as error:
-        raise InfrastructureError(f"{api.endpoint} cannot be reached ({error}); {kept}") from None
-    return str(commit.commit_url)
-
-
 def replay_step(
     run_dir: Path, policy: str | None, training_step: int, told: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
@@ -503,14 +356,7 @@ def replay_step(
     """
     run_dir = run_dir.resolve()
     recipe = load_resolved(run_dir)
-    trained = list(recipe.trained_policies)
-    if policy is None:
-        if len(trained) > 1:
-            raise ConfigError(f"this run has several policies: write --policy with one of {', '.join(trained)}")
-        policy = trained[0]
-    elif policy not in trained:
-        raise ConfigError(f"this run trains no policy {policy!r}; write one of {', '.join(trained)}")
-    name = policy
+    name = _chosen_policy(run_dir, policy, list(recipe.trained_policies))
     with closing(JournalReader(run_files.journal(run_dir))) as reader:
         expected = _published_digest(reader, name, training_step)
         told(f"loading {name} from the checkpoint before step {training_step}")

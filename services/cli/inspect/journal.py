@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 from rich.console import Console
@@ -171,27 +171,16 @@ def show_set_aside(found: list[Listed], console: Console) -> None:
     console.print(table)
 
 
-ROWS_OF_A_GROUP = 1000  # of a Parquet file
+def export_journal(run_dir: Path, output: Path, console: Console | None, *, kinds: Collection[str]) -> dict[Path, int]:
+    """Write JSON lines, a file for each kind; returns rows by file. Records that cannot be read, or are set aside, are left
+    out.
 
-
-def export_journal(
-    run_dir: Path,
-    output: Path,
-    console: Console | None,
-    *,
-    kinds: Collection[str],
-    form: Literal["jsonl", "parquet"],
-) -> dict[Path, int]:
-    """Rows written, by file. Records that cannot be read, or are set aside, are left out.
-
-    Raises:
-        ConfigError: there is no journal, ``output`` cannot be written, or pyarrow is not there.
+    Raises ``ConfigError``: there is no journal, or ``output`` cannot be written.
     """
-    files: dict[str, Any] = {}
     counts: Counter[Path] = Counter()
     try:
-        with closing(open_journal(run_dir)) as reader:
-            aside = Quarantine.of(reader)
+        with closing(open_journal(run_dir)) as reader, ExitStack() as opened:
+            aside, files = Quarantine.of(reader), {}
             output.mkdir(parents=True, exist_ok=True)
             for row, line in _walk(reader, console):
                 if line is None or row in aside or (kinds and row.kind not in kinds):
@@ -200,16 +189,13 @@ def export_journal(
                     plain = _plain(row.kind, line)
                 except (CorruptDataError, KeyError, TypeError, ValueError):
                     continue
-                path = output / f"{row.kind}.{form}"
-                if row.kind not in files:
-                    files[row.kind] = path.open("wb") if form == "jsonl" else _Table(path)
-                files[row.kind].write(plain)
+                path = output / f"{row.kind}.jsonl"
+                if path not in files:
+                    files[path] = opened.enter_context(path.open("wb"))
+                files[path].write(plain)
                 counts[path] += 1
     except OSError as error:
         raise ConfigError(f"{output} cannot be written ({error.strerror}): name another directory with -o") from None
-    finally:
-        for file in files.values():
-            file.close()
     return dict(counts)
 
 
@@ -218,37 +204,3 @@ def _plain(kind: str, line: bytes) -> bytes:
         return line
     record = entries.plain_trajectory(orjson.loads(line))
     return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
-
-
-class _Table:
-    """Rows in groups; columns and types are those of the first group."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError:
-            raise ConfigError("--format parquet needs pyarrow: pip install pyarrow, or write --format jsonl") from None
-        self.path = path
-        self._arrow = pyarrow
-        self._writer: Any = None
-        self._rows: list[dict[str, Any]] = []
-
-    def write(self, line: bytes) -> None:
-        self._rows.append(orjson.loads(line))
-        if len(self._rows) >= ROWS_OF_A_GROUP:
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._rows:
-            return
-        table = self._arrow.Table.from_pylist(self._rows, schema=None if self._writer is None else self._writer.schema)
-        if self._writer is None:
-            self._writer = self._arrow.parquet.ParquetWriter(self.path, table.schema, compression="zstd")
-        self._writer.write_table(table)
-        self._rows = []
-
-    def close(self) -> None:
-        self._flush()
-        if self._writer is not None:
-            self._writer.close()

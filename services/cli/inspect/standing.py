@@ -24,7 +24,6 @@ from services.cli.console import (
     format_bytes,
     format_reward,
     format_seconds,
-    pyplot,
     say,
     source_words,
 )
@@ -242,33 +241,6 @@ def summarise(rows: Iterable[Row]) -> list[Row]:
 def serving_s(found: WeightTransfer) -> float:
     """From the first question to the engine serving the version; encoding happens within the fetch."""
     return found.fetch_s + found.verify_s + found.write_s + found.pause_s
-
-
-def plot_transfers(rows: Sequence[Row], output: Path) -> Path:
-    """Draw bytes and stages of every transfer that arrived, by version."""
-    reports = [ReportedTransfer.from_row(row) for row in rows]
-    groups: dict[str, list[WeightTransfer]] = defaultdict(list)
-    for report in reports:
-        if not report.transfer.error:
-            groups[_place(report)].append(report.transfer)
-    if not groups:
-        raise ConfigError("every transfer failed: nothing to draw")
-    plt = pyplot()
-    figure, (sizes, times, pauses) = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    for name, members in groups.items():
-        versions = [found.version for found in members]
-        sizes.plot(versions, [found.payload_size_bytes / 2**20 for found in members], marker=".", label=name)
-        times.plot(versions, [1000 * serving_s(found) for found in members], marker=".", label=name)
-        pauses.plot(versions, [1000 * found.pause_s for found in members], marker=".", label=name)
-    full = median(report.transfer.full_size_bytes / 2**20 for report in reports)
-    sizes.axhline(full, color="grey", linestyle=":", label="in full")
-    for axes, title in ((sizes, "payload, MiB"), (times, "fetch to serving, ms"), (pauses, "decoding stood still, ms")):
-        axes.set(title=title, xlabel="version", ylim=(0, None))
-        axes.grid(alpha=0.3)
-    sizes.legend(fontsize="small")
-    figure.savefig(output, dpi=120)
-    plt.close(figure)
-    return output
 
 
 def _summary(rows: Sequence[Row]) -> FittingTable:

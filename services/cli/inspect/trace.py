@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from services.cli.inspect.run_model import Assignment, GroupFacts, Json, Note, R
 from services.cli.inspect.run_state import logged_at, parse_rows
 from services.common import run_files
 from services.common.errors import ConfigError
-from services.common.records import GroupFate, PhaseKind, RolloutFailure, Trajectory
+from services.common.records import GroupFate, PhaseKind, RolloutFailure, TokenSequence, Trajectory
 from services.common.telemetry.logs import LogEvent
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.segments import Row
@@ -280,25 +280,22 @@ def headline(facts: GroupFacts) -> str:
 
 Pulls = Mapping[tuple[str, int], Mapping[int, float]]  # (policy, step) -> rank -> when it first asked
 
-# Events of one task group -> their description.
-_OF_GROUP: dict[str, Callable[[Json], str]] = {
-    LogEvent.RECORD_DROPPED: lambda row: (
-        f"{row.get('outcome')} record of slot {row.get('index')} from {row.get('replica')}"
-    ),
-    LogEvent.TASK_GROUP_ORPHANED: lambda row: f"no replica plays it; {row.get('open_slots')} slots are open",
-    LogEvent.TASK_GROUP_GIVEN_UP: lambda row: f"given up: {row.get('reason')}",
-    LogEvent.TASK_GROUP_CANCELLED: lambda row: f"cancelled on its replica: {row.get('reason')}",
-    LogEvent.ROLLOUT_RETRY: lambda row: f"slot {row.get('index')} is played again: {row.get('error')}",
-    LogEvent.ROLLOUT_CRASHED: lambda row: f"slot {row.get('index')} crashed",
-    LogEvent.ROLLOUT_LOST: lambda row: f"slot {row.get('index')} was lost",
+# Events of a log -> their description, with keys of the line; whom they concern: one task group, a replica of its, or the run.
+_OF_GROUP: dict[str, str] = {
+    LogEvent.RECORD_DROPPED: "{outcome} record of slot {index} from {replica}",
+    LogEvent.TASK_GROUP_ORPHANED: "no replica plays it; {open_slots} slots are open",
+    LogEvent.TASK_GROUP_GIVEN_UP: "given up: {reason}",
+    LogEvent.TASK_GROUP_CANCELLED: "cancelled on its replica: {reason}",
+    LogEvent.ROLLOUT_RETRY: "slot {index} is played again: {error}",
+    LogEvent.ROLLOUT_CRASHED: "slot {index} crashed",
+    LogEvent.ROLLOUT_LOST: "slot {index} was lost",
 }
-_OF_REPLICA: dict[str, Callable[[Json], str]] = {
-    LogEvent.LEASE_LOST: lambda row: f"the lease of replica {row.get('replica')} ran out",
-    LogEvent.REPLICA_REPLACED: lambda row: f"replica {row.get('replica')} was started again",
+_OF_REPLICA: dict[str, str] = {
+    LogEvent.LEASE_LOST: "the lease of replica {replica} ran out",
+    LogEvent.REPLICA_REPLACED: "replica {replica} was started again",
 }
-_OF_RUN: dict[str, Callable[[Json], str]] = {
-    LogEvent.RUN_RECOVERED: lambda row: "the orchestrator was started again, and went on from its journal"
-}
+_OF_RUN: dict[str, str] = {LogEvent.RUN_RECOVERED: "the orchestrator was started again, and went on from its journal"}
+_NOTES: dict[str, str] = {**_OF_GROUP, **_OF_REPLICA, **_OF_RUN}
 
 
 def read_notes(run_dir: Path, facts: GroupFacts) -> tuple[tuple[Note, ...], Pulls]:
@@ -313,25 +310,22 @@ def read_notes(run_dir: Path, facts: GroupFacts) -> tuple[tuple[Note, ...], Pull
     pulls: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     needles = [facts.task_group_id, *_OF_REPLICA, *_OF_RUN, *([LogEvent.BATCH_PULLED] if wanted else [])]
     for row in _rows(run_dir, [needle.encode() for needle in needles]):
-        event, at = str(row.get("event")), logged_at(row)
-        concerns = begin <= at <= end
-        if event in _OF_GROUP and row.get("task_group") == facts.task_group_id:
-            notes.append(_note(row, at, _OF_GROUP[event]))
-        elif event in _OF_REPLICA and row.get("replica") in replicas and concerns:
-            notes.append(_note(row, at, _OF_REPLICA[event]))
-        elif event in _OF_RUN and concerns:
-            notes.append(_note(row, at, _OF_RUN[event]))
-        elif event == LogEvent.BATCH_PULLED and (key := (row.get("policy", ""), row.get("step", 0))) in wanted:
-            pulls[key].setdefault(row.get("rank", 0), at)
+        event, at, concerns = str(row.get("event")), logged_at(row), False
+        if event == LogEvent.BATCH_PULLED:
+            if (key := (row.get("policy", ""), row.get("step", 0))) in wanted:
+                pulls[key].setdefault(row.get("rank", 0), at)
+        elif event in _OF_GROUP:
+            concerns = row.get("task_group") == facts.task_group_id
+        else:
+            concerns = begin <= at <= end and (event in _OF_RUN or row.get("replica") in replicas)
+        if event in _NOTES and concerns:
+            text = _NOTES[event].format_map(defaultdict(lambda: None, row))
+            notes.append(Note(at=at, service=row.get("instance", ""), event=event, text=text))
     return tuple(sorted(notes, key=lambda note: note.at)), pulls
 
 
 def pulls_of(pulls: Pulls, use: Used) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(pulls.get((use.policy, use.training_step), {}).items()))
-
-
-def _note(row: Json, at: float, text: Callable[[Json], str]) -> Note:
-    return Note(at=at, service=row.get("instance", ""), event=row["event"], text=text(row))
 
 
 def _rows(run_dir: Path, needles: list[bytes]) -> Iterator[Json]:
@@ -382,39 +376,29 @@ def read_groups(run_dir: Path) -> list[GroupFacts]:
 def _slot(index: int, row: Row, record: Json | None) -> SlotFacts:
     if record is None:
         return SlotFacts(index=index, replica_id="", durable_at=row.written_at, readable=False)
+    found: Trajectory | RolloutFailure
     if row.kind == entries.FAILURE:
-        failure = entries.failure_from_json(record)
-        return replace(_common(failure, row), failure=failure.reason, detail=failure.detail)
-    trajectory = entries.trajectory_from_json(record)
-    sequences = tuple(
-        SequenceFacts(
-            policy=sequence.policy,
-            role=sequence.role,
-            attempt=sequence.attempt,
-            reward=sequence.reward,
-            num_tokens=sequence.num_tokens,
-            num_trained_tokens=sequence.num_trained_tokens,
-            versions=tuple(dict.fromkeys(s.weight_version for s in sequence.segments if s.is_policy and s.num_tokens)),
-            stop_reason=sequence.stop_reason.value,
-        )
-        for sequence in trajectory.sequences
-    )
-    return replace(_common(trajectory, row), reward=trajectory.reward, sequences=sequences)
-
-
-def _common(record: Trajectory | RolloutFailure, row: Row) -> SlotFacts:
-    timing = record.timing
+        found = entries.failure_from_json(record)
+        outcome: Json = {"failure": found.reason, "detail": found.detail}
+    else:
+        found = entries.trajectory_from_json(record)
+        outcome = {"reward": found.reward, "sequences": tuple(map(_sequence, found.sequences))}
+    times = {
+        name: getattr(found.timing, name) for name in ("accepted_at", "sent_at", "num_sends", "num_retries", "phases")
+    }
     return SlotFacts(
-        index=record.index,
-        replica_id=record.replica_id,
-        durable_at=row.written_at,
-        accepted_at=timing.accepted_at,
-        started_at=record.started_at,
-        finished_at=record.finished_at,
-        sent_at=timing.sent_at,
-        num_sends=timing.num_sends,
-        num_retries=timing.num_retries,
-        phases=timing.phases,
+        index=index, replica_id=found.replica_id, durable_at=row.written_at, started_at=found.started_at,
+        finished_at=found.finished_at, **times, **outcome,
+    )  # fmt: skip
+
+
+def _sequence(found: TokenSequence) -> SequenceFacts:
+    names = ("policy", "role", "attempt", "reward", "num_tokens", "num_trained_tokens")
+    written = (s.weight_version for s in found.segments if s.is_policy and s.num_tokens)
+    return SequenceFacts(
+        **{name: getattr(found, name) for name in names},
+        versions=tuple(dict.fromkeys(written)),
+        stop_reason=found.stop_reason.value,
     )
 
 

@@ -339,9 +339,8 @@ def how_training_ended(summary: RunSummary) -> str:
 
 
 def _picture(run_dir: Path) -> Path | None:
-    from services.cli.inspect.plot import plot_runs, plot_time
+    from services.cli.inspect.plot import plot_runs
 
-    plot_time(run_dir, run_dir / "time.png")
     return plot_runs([run_dir], run_dir / "run.png")
 
 

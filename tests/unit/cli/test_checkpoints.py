@@ -219,15 +219,6 @@ def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(
     assert isinstance(result.exception, ConfigError) and words in result.exception.message
 
 
-def test_of_several_policies_one_is_to_be_named(run_dir: Path, tmp_path: Path) -> None:
-    write_checkpoint(run_dir, "model1", 2)
-    result = invoke("export", run_dir)
-    assert (
-        isinstance(result.exception, ConfigError) and "--policy with one of model0, model1" in result.exception.message
-    )
-    assert invoke("export", run_dir, "--policy", "model1", "-o", tmp_path / "out").exit_code == 0
-
-
 def test_a_run_goes_on_from_a_checkpoint_when_every_later_batch_is_there() -> None:
     recorded = Recorded(newest_version=9, lost=(3, 5))
     assert recorded.replay_from(2) == "no: the batch of step 3 and 1 more is gone"

@@ -99,10 +99,14 @@ def test_a_refused_batch_is_a_finding_of_its_policy(recorded: Recorded, recipe: 
 
 
 def test_a_run_that_learns_has_no_finding(recorded: Recorded, recipe: Recipe) -> None:
-    recorded.steps()
+    recorded.steps(rollout_reward_mean=flat)
+    recorded.steps()  # repeated after a recovery: the last row of a step counts
     recorded.transfers("", "", "no answer", "no answer", "")
+    for moment in (StallMoment.BEGIN, StallMoment.END):
+        recorded.metrics.stall(moment, "workflow", Cause.ALL_FILTERED, "64 groups", 9.0)
     verdict = recorded.verdict(recipe)
     assert failures(verdict) == [] and verdict.learning[0].learned
+    assert verdict.learning[0].num_steps == STEPS
 
 
 @pytest.mark.parametrize(
@@ -219,30 +223,10 @@ def test_a_reward_that_rises_while_every_evaluation_falls_is_no_learning(recorde
     )
 
 
-def test_an_evaluation_that_tells_nothing_leaves_the_word_to_the_rollouts(recorded: Recorded, recipe: Recipe) -> None:
-    recorded.steps()
-    evaluate(recorded, 0, 1.0, None)
-    evaluate(recorded, STEPS, 1.0, 0.0)
-    assert recorded.verdict(recipe).learning[0].learned
-
-
-def test_a_stall_that_is_over_is_no_finding(recorded: Recorded, recipe: Recipe) -> None:
-    recorded.steps()
-    recorded.metrics.stall(StallMoment.BEGIN, "workflow", Cause.ALL_FILTERED, "64 groups", 0.0)
-    recorded.metrics.stall(StallMoment.END, "workflow", Cause.ALL_FILTERED, "64 groups", 9.0)
-    assert failures(recorded.verdict(recipe)) == []
-
-
 def test_too_few_steps_give_no_verdict(recorded: Recorded, recipe: Recipe) -> None:
     recorded.steps(LEAST_POINTS - 1, rollout_reward_mean=0.0)
     verdict = recorded.verdict(recipe)
     assert failures(verdict) == [] and verdict.learning[0].learned is None and not verdict.nothing_learned
-
-
-def test_the_last_row_of_a_repeated_step_counts(recorded: Recorded, recipe: Recipe) -> None:
-    recorded.steps(rollout_reward_mean=flat)
-    recorded.steps()
-    assert recorded.verdict(recipe).learning[0].num_steps == STEPS
 
 
 @given(
@@ -282,13 +266,6 @@ def test_the_command_tells_evidence_and_remedy_and_exits_with_1(recorded: Record
     assert verdict["nothing_learned"] and verdict["findings"][0]["failure"] == "reward_constant"
 
 
-def test_the_command_exits_with_0_without_a_finding(recorded: Recorded, recipe: Recipe) -> None:
-    save_resolved(recipe, recorded.run_dir)
-    recorded.steps()
-    told = CliRunner().invoke(app, ["doctor", str(recorded.run_dir)])
-    assert told.exit_code == 0 and "no failure found" in told.output
-
-
 @pytest.mark.parametrize(("wanted", "code"), [(True, 3), (False, 0)])
 def test_a_run_that_learned_nothing_fails_where_the_recipe_says_so(
     recorded: Recorded, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, wanted: bool, code: int
@@ -305,9 +282,3 @@ def test_a_run_that_learned_nothing_fails_where_the_recipe_says_so(
     monkeypatch.setattr(resume, "reopen", lambda *_: (chosen, recorded.run_dir))
     told = CliRunner().invoke(app, ["run", "--resume", str(recorded.run_dir)])
     assert told.exit_code == code and "has not learned" in told.output
-
-
-def test_no_metrics_and_no_run_are_told(tmp_path: Path, recipe: Recipe) -> None:
-    assert "no run directory" in str(CliRunner().invoke(app, ["doctor", str(tmp_path)]).exception)
-    save_resolved(recipe, tmp_path)
-    assert "no metrics yet" in str(CliRunner().invoke(app, ["doctor", str(tmp_path)]).exception)

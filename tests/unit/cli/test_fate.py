@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.cli.console import pyplot
-from services.cli.inspect.fate import Fate, Fates, Lengths, Played, read_fates, show
+from services.cli.inspect.fate import Fate, Fates, Lengths, Played, Tally, read_fates, show
 from services.cli.inspect.plot import MOST_BARS, draw_fates, plot_runs
 from services.common import records as fates
 from services.common.errors import ConfigError
@@ -108,22 +108,6 @@ async def test_a_group_that_grows_too_old_in_the_buffer_is_told_with_its_tokens(
     await world.settle()
     total = fates_of(world).total("model0")
     assert total.tokens[Fate.TOO_OLD] == total.sampled_tokens > 0
-
-
-async def test_a_recovered_run_tells_the_same_fates(worlds: Worlds) -> None:
-    """The journal of a run with a twice killed orchestrator is as good as another."""
-    world = worlds(resample={"keep": 2})
-    _, orders = await begin(world)
-    for number, order in enumerate(orders[:3]):
-        await bring(world, order, [0.0, 1.0, 0.0, 1.0], tokens=number + 1)
-    await world.send(trajectory(orders[3].task_group_id, 0, sequence(1.0)))
-    before = fates_of(world).total("model0")
-    assert before.sequences[Fate.RESAMPLED_AWAY] == 6
-    for _ in range(2):
-        await world.crash()
-        await world.settle()
-    after = fates_of(world).total("model0")
-    assert (after.sequences, after.tokens, after.groups) == (before.sequences, before.tokens, before.groups)
 
 
 async def test_no_closed_task_group_lacks_its_verdict_whenever_the_orchestrator_dies(worlds: Worlds) -> None:
@@ -287,20 +271,9 @@ async def test_a_record_that_cannot_be_read_is_counted_and_the_rest_is_told(worl
     assert total.sampled_tokens == 32, "the lengths are those of the trajectories"
 
 
-async def train_one_step(world: World) -> None:
-    """Three groups: two are trained, one has equal rewards."""
-    _, orders = await begin(world)
-    await bring(world, orders[0], [0.0, 1.0, 0.0, 1.0], tokens=3)
-    await bring(world, orders[1], [1.0, 1.0, 1.0, 1.0], tokens=7)
-    await bring(world, orders[2], [0.0, 1.0, 0.0, 1.0], tokens=5)
-    await world.trainer_api.pull_batch("model0", 1, 1.0)
-    await world.publish(1)
-    await world.settle()
-
-
 async def test_collected_trajectories_change_nothing(worlds: Worlds) -> None:
     world = worlds()
-    await train_one_step(world)
+    await train_two_groups(world)
     before = fates_of(world).total("model0")
     await world.journal.close()
     for segment in (world.run_dir / "journal").glob(f"{entries.TRAJECTORY}-*"):
@@ -353,34 +326,26 @@ async def test_the_command_prints_one_object_for_machines(worlds: Worlds) -> Non
     assert isinstance(refused.exception, ConfigError)
 
 
-def some_fates(steps: int) -> Fates:
-    """Of two policies, with everything that can become of tokens."""
-    found = Fates()
-    for policy in ("actor", "checker"):
-        for step in range(1, steps + 1):
-            tally = found.tallies[policy, step]
-            tally.issued_groups, tally.issued_rollouts = 2, 16
-            for number, fate in enumerate(fate for fate in Fate if fate.has_tokens):
-                tally.tokens[fate] = 10 * number + step
-                if not fate.in_flight:
-                    found.lengths[policy].append(Played(step, fate, 10 * number + step, step))
-            tally.rollouts[Fate.TIMED_OUT] = 1
-    return found
+def some_fates(steps: int) -> dict[int, Tally]:
+    """With everything that can become of tokens."""
+    with_tokens = [fate for fate in Fate if fate.has_tokens]
+    return {
+        step: Tally(tokens=Counter({fate: 10 * number + step for number, fate in enumerate(with_tokens)}))
+        for step in range(1, steps + 1)
+    }
 
 
 @pytest.mark.parametrize("steps", [1, 7, 230])
 def test_the_bars_of_the_picture_are_all_tokens_whatever_became_of_them(steps: int) -> None:
     plt = pyplot()
-    figure, axes = plt.subplots(2, 2)
-    draw_fates(list(axes), some_fates(steps))
-    for by_step, by_length in axes:
-        for ax in (by_step, by_length):
-            heights: Counter[float] = Counter()
-            for bar in ax.patches:
-                heights[round(bar.get_x(), 6)] += bar.get_height()
-            assert all(height == pytest.approx(1.0) for height in heights.values())
-            assert 1 <= len(heights) <= MOST_BARS
-        assert "in flight" in by_step.get_legend_handles_labels()[1]
+    figure, ax = plt.subplots()
+    draw_fates(ax, some_fates(steps), "")
+    heights: Counter[float] = Counter()
+    for bar in ax.patches:
+        heights[round(bar.get_x(), 6)] += bar.get_height()
+    assert all(height == pytest.approx(1.0) for height in heights.values())
+    assert 1 <= len(heights) <= MOST_BARS
+    assert "in flight" in ax.get_legend_handles_labels()[1]
     plt.close(figure)
 
 

@@ -10,23 +10,11 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.axes import Axes
 
-from services.cli.inspect.plot import (
-    PANELS,
-    SECONDS,
-    STEP,
-    TOKENS,
-    Points,
-    band,
-    grouped,
-    kind_of,
-    newest_version,
-    plot_runs,
-)
+from services.cli.inspect.curves import PANELS, SECONDS, STEP, TOKENS, Points, band, curves, grouped, kind_of
+from services.cli.inspect.plot import plot_runs
 from services.cli.inspect.run_state import read_metrics, training_steps
 from services.cli.run.launch import headline, how_training_ended
-from services.common.errors import ConfigError
 from services.common.telemetry.accounts import ActivityName
 
 
@@ -53,13 +41,6 @@ def test_of_a_step_told_twice_the_last_counts() -> None:
     assert [row["rollout_reward_mean"] for row in training_steps(rows)["p"]] == [0.2]
 
 
-def test_several_runs_make_one_picture(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name, 4) for name in ("one", "two")]
-    picture = plot_runs(runs, tmp_path / "both.png")
-    assert picture is not None
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 def recipe_of(run: Path, **settings: Any) -> None:
     (run / "recipe.json").write_bytes(orjson.dumps({"run": settings, "orchestrator": {"port": hash(run.name) % 1000}}))
 
@@ -72,75 +53,67 @@ def test_runs_that_differ_in_the_seed_alone_are_one_curve(tmp_path: Path) -> Non
     assert [(group.label, len(group.rows)) for group in groups] == [("one and 1 other seed", 2), ("other", 1)]
 
 
-def test_a_run_without_a_recipe_stands_alone(tmp_path: Path) -> None:
-    assert len(grouped([write_run(tmp_path / name, 2) for name in ("one", "two")])) == 2
-
-
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(0, 50), st.floats(-5, 5)), max_size=12, unique_by=lambda p: p[0]), max_size=5
     )
 )
-def test_a_band_holds_the_mean_and_every_curve_that_reaches_there(curves: list[Points]) -> None:
-    found = band([[(float(x), y) for x, y in points] for points in curves])
-    if sum(bool(points) for points in curves) < 2:
+def test_a_band_holds_the_mean_and_every_curve_that_reaches_there(runs: list[Points]) -> None:
+    found = band([[(float(x), y) for x, y in points] for points in runs])
+    if sum(bool(points) for points in runs) < 2:
         assert found is None
     if found is None:
         return
-    assert (found.low <= found.mean + 1e-9).all() and (found.mean <= found.high + 1e-9).all()
-    for points in curves:
-        for x, y in points:
-            at = np.flatnonzero(found.x == x)
-            assert all(found.low[place] - 1e-9 <= y <= found.high[place] + 1e-9 for place in at)
+    x, mean, low, high = (np.array(found[name]) for name in ("x", "y", "low", "high"))
+    assert (low <= mean + 1e-9).all() and (mean <= high + 1e-9).all()
+    for points in runs:
+        for at, y in points:
+            assert all(low[place] - 1e-9 <= y <= high[place] + 1e-9 for place in np.flatnonzero(x == at))
 
 
-def test_evaluations_are_points_without_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write_run(tmp_path / "run", 4)
+def add(run: Path, *rows: dict[str, Any]) -> None:
     path = run / "metrics" / "orchestrator.jsonl"
-    mean = {"value": 0.5, "low": 0.4, "high": 0.7}
-    row = {"time": 5.0, "kind": "evaluation", "name": "start/greedy", "versions": {"model0": 0}, "mean_reward": 0.5,
-           "datasets": [{"name": "held_out", "mean_reward": mean}]}  # fmt: skip
-    path.write_bytes(orjson.dumps(row) + b"\n" + path.read_bytes())
-    drawn: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        "matplotlib.axes.Axes.errorbar", lambda self, x, y, **style: drawn.append({"x": x, "y": y, **style})
-    )
-    assert plot_runs([run], tmp_path / "points.png") is not None
-    assert [(found["x"], found["y"], found["linestyle"]) for found in drawn] == [([0], [0.5], "none")]
-    assert drawn[0]["yerr"] == [[pytest.approx(0.1)], [pytest.approx(0.2)]]
-
-
-def test_an_evaluation_of_several_versions_stands_at_the_newest() -> None:
-    found = {"versions": {"frozen": 0, "model0": 3}, "newest_versions": {"frozen": 0, "model0": 8}}
-    assert newest_version(found) == 8
-
-
-@pytest.mark.parametrize(("num_rows", "style"), [(3, "o-"), (30, "-")])
-def test_a_throughput_of_few_rows_shows_them_as_points(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int, style: str
-) -> None:
-    run = write_run(tmp_path / "run", 4)
-    path = run / "metrics" / "orchestrator.jsonl"
-    rows = [{"time": float(s), "kind": "throughput", "tokens_per_s": 1000.0 + s} for s in range(num_rows)]
     path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows) + path.read_bytes())
-    drawn: list[str] = []
-    plot = Axes.plot
 
-    def told(self: Any, *arguments: Any, **settings: Any) -> Any:
-        if len(arguments) > 1 and list(arguments[1])[:1] == [1000.0]:
-            drawn.append(arguments[2])
-        return plot(self, *arguments, **settings)
 
-    monkeypatch.setattr("matplotlib.axes.Axes.plot", told)
+def test_evaluations_are_points_at_their_newest_version_and_a_threshold_is_a_mark(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 4)
+    mean = {"value": 0.5, "low": 0.4, "high": 0.7}
+    played = {"time": 5.0, "kind": "evaluation", "mean_reward": 0.5, "versions": {"frozen": 0, "model0": 3},
+              "newest_versions": {"frozen": 0, "model0": 8}}  # fmt: skip
+    one = {**played, "name": "start/greedy", "datasets": [{"name": "held_out", "mean_reward": mean}]}
+    two = {**played, "name": "start/two", "datasets": [*one["datasets"], *one["datasets"]]}
+    reached = {"time": 5.0, "kind": "threshold", "wanted": "sampled reward at least 0.9", "step": 3, "seconds": 5.0}
+    shares = {"trainer/model0": {"training": 0.7, "waiting for a batch -> orchestrator": 0.29, "publishing": 0.01}}
+    add(
+        run,
+        {"kind": "accounts", "time": 2.0, "shares": shares},
+        one,
+        two,
+        reached,
+        *({"time": float(s), "kind": "throughput", "tokens_per_s": 9.0 + s} for s in range(3)),
+    )
+    panels = {panel["title"]: panel for panel in curves([run])["panels"]}
+    first = panels["reward by step"]
+    assert [(p["label"], p["x"], p["y"], p["low"], p["high"]) for p in first["points"]] == [
+        ("greedy", 8, 0.5, 0.4, 0.7),
+        ("two", 8, 0.5, None, None),
+    ]
+    assert first["marks"] == [{"x": 3, "label": "sampled reward at least 0.9"}]
+    assert panels["throughput"]["lines"][0]["y"] == [9.0, 10.0, 11.0]
+    assert not panels["loss"]["points"] and not panels["loss"]["lines"]
     assert plot_runs([run], tmp_path / "points.png") is not None
-    assert drawn == [style]
 
 
 def test_the_picture_has_the_curves_that_people_ask_for() -> None:
     keys = {line.key for panel in PANELS for line in panel.lines}
     wanted = ("loss", "entropy", "grad_norm", "kl_reference", "mismatch_fresh_abs")
     assert {"rollout_reward_mean", "response_tokens_mean", *(f"trainer/{name}" for name in wanted)} <= keys
-    assert {panel.x for panel in PANELS if panel.lines[0].key == "rollout_reward_mean"} == {STEP, SECONDS, TOKENS}
+    assert {panel.x for panel in PANELS for line in panel.lines if line.key == "rollout_reward_mean"} == {
+        STEP,
+        SECONDS,
+        TOKENS,
+    }
 
 
 def test_time_is_work_or_a_wait_or_idle_and_every_activity_has_a_kind() -> None:
@@ -166,11 +139,6 @@ def test_the_picture_of_a_run_that_ended_early_says_where(tmp_path: Path, monkey
 
 def test_a_run_without_steps_has_no_picture(tmp_path: Path) -> None:
     assert plot_runs([write_run(tmp_path / "run", 0)], tmp_path / "none.png") is None
-
-
-def test_a_directory_that_is_no_run_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no run directory"):
-        read_metrics(tmp_path)
 
 
 def test_the_headline_names_samplings_before_and_after() -> None:

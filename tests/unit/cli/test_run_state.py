@@ -58,21 +58,6 @@ def test_nobody_answers_for_a_run_that_starts_stands_or_is_over(run_dir: Path) -
     assert "the run is over (stopped)" in why_silent(run_dir)
 
 
-def test_a_command_that_reaches_nobody_says_what_the_directory_tells(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("ROLLMILL_KEYS", raising=False)
-    end(run_dir, "finished")
-    client = reach(run_dir, None)
-    try:
-        with pytest.raises(
-            InfrastructureError, match=r"no answer from .*: the run is over \(finished\); `rollmill plot`"
-        ):
-            client.get_run()
-    finally:
-        client.close()
-
-
 def test_a_command_in_a_folder_without_runs_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
@@ -85,11 +70,6 @@ def test_a_command_in_a_folder_without_runs_says_so(
             client.get_run()
     finally:
         client.close()
-
-
-def test_a_run_is_named_by_its_directory_or_by_its_address(run_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="not both"):
-        reach(run_dir, "127.0.0.1:1")
 
 
 @pytest.mark.parametrize(

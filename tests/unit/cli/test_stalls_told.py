@@ -10,11 +10,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import orjson
 import pytest
 from rich.console import Console
 
-from services.cli.inspect.plot import plot_time
 from services.cli.watch import OrchestratorLiveness, ProgressView, StallsAtStart, StallsTold, render
 from services.common.errors import InfrastructureError
 from services.common.pb import account_pb2, run_pb2
@@ -62,21 +60,6 @@ def test_what_peers_say_is_no_markup() -> None:
         assert words in output.getvalue()
 
 
-def test_the_panel_shows_stalls_and_where_the_time_went() -> None:
-    output = io.StringIO()
-    account = account_pb2.TimeAccount(
-        component="trainer/model0",
-        activities=[
-            account_pb2.ActivityTime(activity="training", seconds=3.0),
-            account_pb2.ActivityTime(activity="waiting for a batch", on="orchestrator", seconds=1.0),
-        ],
-    )
-    Console(file=output, width=200).print(render(run_pb2.RunProgress(stalls=[STALL], accounts=[account]), "run"))
-    assert "STALLED" in output.getvalue()
-    assert "75% training" in output.getvalue()
-    assert "25% waiting for a batch -> orchestrator" in output.getvalue()
-
-
 def test_an_orchestrator_that_does_not_answer_is_named_after_ten_seconds_and_not_while_it_restarts() -> None:
     clock = Clock()
     liveness = OrchestratorLiveness("127.0.0.1:1", clock=clock)
@@ -116,17 +99,6 @@ def test_an_orchestrator_that_waits_for_room_on_its_disk_is_told_as_such(
     assert liveness.stall is not None and f"the disk of {tmp_path} is full" in liveness.stall.detail
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=RESERVE_BYTES))
     assert "is full" not in liveness.stall.detail
-
-
-def test_the_picture_of_time_needs_accounts(tmp_path: Path) -> None:
-    (tmp_path / "metrics").mkdir()
-    path = tmp_path / "metrics" / "orchestrator.jsonl"
-    path.write_bytes(orjson.dumps({"kind": "throughput", "time": 1.0}) + b"\n")
-    assert plot_time(tmp_path, tmp_path / "time.png") is None
-    shares = {"trainer/model0": {"training": 0.7, "waiting for a batch -> orchestrator": 0.3}}
-    with path.open("ab") as file:
-        file.write(orjson.dumps({"kind": "accounts", "time": 2.0, "shares": shares, "waits": {}}) + b"\n")
-    assert plot_time(tmp_path, tmp_path / "time.png") == tmp_path / "time.png"
 
 
 class Answers:

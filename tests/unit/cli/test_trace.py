@@ -24,8 +24,7 @@ from services.cli.inspect.trace import (
     stages,
     status,
 )
-from services.cli.inspect.trace_view import draw, group_as_json, show
-from services.common.errors import ConfigError
+from services.cli.inspect.trace_view import group_as_json, show
 from services.common.records import GroupFate, RolloutPhase
 from services.orchestrator.journal.entries import GroupVerdict
 
@@ -172,15 +171,6 @@ def test_phases_at_the_same_time_count_once() -> None:
     assert seconds_in(slot, other_than="generate") == 1.0
 
 
-def test_names_with_markup_of_terminal_or_picture_are_drawn_as_they_are(tmp_path: Path) -> None:
-    slot = SlotFacts(index=0, replica_id="$a[b]", durable_at=4.0, started_at=2.0, finished_at=3.0, failure="[/x] $_{")
-    facts = GroupFacts(
-        task_group_id="g", task_id="$\\frac{", num_slots=1, slots=(slot,),
-        assignments=(Assignment(at=1.0, replica_id="$a[b]"),),
-    )  # fmt: skip
-    assert draw(facts, tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
-
-
 def known(**changes: Any) -> GroupFacts:
     slot = SlotFacts(index=0, replica_id="a", durable_at=3.0, reward=1.0)
     complete = GroupFacts(
@@ -279,5 +269,3 @@ def test_the_loss_of_a_replica_is_told_also_after_the_trajectories_were_collecte
         {"event": "replica.lease_lost", "replica": "a", "timestamp": "1970-01-01T00:00:50Z"},  # after it was judged
     )
     assert [note.at for note in read_notes(tmp_path, facts)[0]] == [20.0]
-    with pytest.raises(ConfigError, match=r"were collected, as orchestrator\.retention: needed does"):
-        draw(facts, tmp_path / "trace.png")

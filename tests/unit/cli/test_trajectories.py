@@ -76,12 +76,6 @@ def test_a_model_that_is_gone_is_said_once_and_ids_are_shown(
     assert no_network == []
 
 
-def test_a_tokenizer_that_is_cut_off_does_not_hide_the_ids(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
-    assert "[7 8 9]" in shown(monkeypatch, str(tmp_path), row(7, 8, 9))
-
-
 def test_what_a_policy_wrote_sends_nothing_to_the_terminal(
     monkeypatch: pytest.MonkeyPatch, no_network: list[object], tmp_path: Path
 ) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import io
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from services.cli.console import format_bytes, format_seconds
-from services.cli.inspect.standing import plot_transfers, read_transfers, show, summarise
+from services.cli.inspect.standing import read_transfers, show, summarise
 from services.common.errors import ConfigError
-from services.common.pb import weights_pb2
 from services.common.records import WeightTransfer
 from services.common.telemetry.metrics import MetricsWriter
-from services.common.wire import read, write
 
 DELTA = WeightTransfer(
     policy="model0",
@@ -50,11 +48,6 @@ def _run(directory: Path, transfers: list[tuple[str, WeightTransfer]]) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("transfer", [DELTA, FULL, FAILED], ids=["delta", "full", "failed"])
-def test_a_transfer_crosses_the_wire_unchanged(transfer: WeightTransfer) -> None:
-    assert read(WeightTransfer, write(transfer, weights_pb2.WeightTransfer())) == transfer
-
-
 def test_transfers_are_summed_up_by_policy_and_replica(tmp_path: Path) -> None:
     run = _run(tmp_path, [("a", DELTA), ("a", FULL), ("a", FAILED), ("b", FULL)])
     first, second = summarise(read_transfers(run))
@@ -81,27 +74,10 @@ def test_what_is_shown_names_mode_source_bits_stages_and_failures(tmp_path: Path
         assert wanted in text, wanted
 
 
-def test_only_the_newest_are_listed_in_the_order_in_which_they_began(tmp_path: Path) -> None:
-    run = _run(tmp_path, [("a", replace(DELTA, version=n, started_at=float(n))) for n in (5, 4, 7, 6)])
-    out = io.StringIO()
-    show(read_transfers(run), Console(file=out, width=220), last=2)
-    assert "2 → 6" in out.getvalue() and "2 → 7" in out.getvalue() and "2 → 5" not in out.getvalue()
-
-
 def test_a_filter_that_matches_nothing_says_what_there_is(tmp_path: Path) -> None:
     run = _run(tmp_path, [("a", DELTA)])
     with pytest.raises(ConfigError, match="model0 at a"):
         read_transfers(run, policy="other")
-
-
-def test_a_run_without_transfers_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no weight transfers yet"):
-        read_transfers(_run(tmp_path, []))
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    picture = plot_transfers(read_transfers(_run(tmp_path, [("a", DELTA), ("a", FULL)])), tmp_path / "weights.png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_units_read_well() -> None:

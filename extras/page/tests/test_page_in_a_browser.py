@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._page_run import HOSTILE, write_run
-from services.cli.page.server import PageServer
+from extras.page.server import PageServer
 from tests.chromium import Page, browser
 from tests.unit.inference.fakes import qwen_like_tokenizer
 

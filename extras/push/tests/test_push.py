@@ -10,8 +10,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from extras.push.hub import card
 from services.cli.__main__ import app
-from services.cli.inspect.checkpoints import card
 from services.common.config.loading import load_recipe, save_resolved
 from services.orchestrator.metrics import RunMetrics
 from tests.ports import free_port
@@ -91,11 +91,3 @@ def test_the_card_names_base_and_data_of_the_hub_and_what_was_measured() -> None
         "| held_out, greedy | 0 | 0.500 (0.400 to 0.600) | 256 |",
         "| held_out, greedy | 9 | 0.500 (0.400 to 0.600) | 256 |",
     ]
-
-
-def test_a_card_without_evaluations_and_with_files_of_this_machine_names_neither() -> None:
-    recipe = load_recipe(
-        ROOT / "recipes" / "quickstart", ["run.id=run0", "policies.model0.model.path=/home/me/model", "warm_start={}"]
-    )
-    text = card(recipe, "model0", 1, [])
-    assert "base_model" not in text and "/home/me" not in text and "| evaluation" not in text

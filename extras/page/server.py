@@ -20,11 +20,12 @@ import orjson
 from aiohttp import web
 from rich.console import Console
 
+from extras.page.index import number_of
+from extras.page.reader import RunReader, guarded
 from services.cli.console import say
+from services.cli.inspect.curves import curves
 from services.cli.inspect.run_state import Row, check_run_directory
 from services.cli.keys import keys_there
-from services.cli.page.index import number_of
-from services.cli.page.reader import RunReader, curves, guarded
 from services.common.config.loading import load_resolved
 from services.common.errors import ConfigError, InvalidRequestError, NotFoundError, RollmillError
 from services.common.http import Handler, Listener, password
@@ -111,7 +112,7 @@ class PageServer:
         rows = {run_dir: reader.rows() for run_dir, reader in chosen.items()}
         before, found = self._drawn
         if list(rows) != list(before) or any(rows[run_dir] is not before[run_dir] for run_dir in rows):
-            found = curves(list(rows), lambda run_dir: rows[run_dir])
+            found = curves(list(rows), rows.__getitem__)
             self._drawn = rows, found
         return found
 

@@ -22,7 +22,7 @@ TEXT_CHARACTERS = 20_000
 
 PAGE_ROWS = 100
 MOST_FOUND = 10_000
-"""Rollouts at which a search for words stops, in an order by age."""
+"""Rollouts at which a search for words stops: the newest of those that match, or the oldest where they come first."""
 
 ORDERS = {
     "newest": "r.number DESC",
@@ -35,7 +35,6 @@ ORDERS = {
 """The orders of a list, each one that SQLite reads from an index without a sort. A rollout that failed has no reward and
 comes last."""
 
-_BY_AGE = {"newest": "DESC", "oldest": "ASC"}
 _WORD = re.compile(r"[^\W_]+")  # as FTS5 cuts words
 _MOST_WORDS, _MOST_CHARACTERS = 12, 500  # of a search
 
@@ -161,15 +160,13 @@ class RolloutIndex:
         offset = max(0, number_of(query.get("offset") or "0", "offset", int))
         where, values = _condition(query)
         db = self._reader()
-        if words := _match(query.get("words", "")):
-            _search(db, words, where, values, _BY_AGE.get(order, ""))
-            total = db.execute("SELECT COUNT(*) FROM temp.found").fetchone()[0]
-            # A + keeps SQLite from a sort of many rows: those of the page are soon found in the index of the order.
-            where, values = f"{'+' if total > MOST_FOUND else ''}r.number IN temp.found", []
-        else:
-            total = db.execute(f"SELECT COUNT(*) FROM rollouts AS r WHERE {where}", values).fetchone()[0]
+        words = _match(query.get("words", ""))
+        if words:
+            _search(db, words, where, values, "ASC" if order == "oldest" else "DESC")
+            where, values = "r.number IN temp.found", []
+        total = db.execute(f"SELECT COUNT(*) FROM rollouts AS r WHERE {where}", values).fetchone()[0]
         rows = db.execute(f"{_ROWS} {where} ORDER BY {ORDERS[order]} LIMIT ? OFFSET ?", (*values, PAGE_ROWS, offset))
-        more = bool(words) and order in _BY_AGE and total > MOST_FOUND
+        more = bool(words) and total > MOST_FOUND
         return {"total": MOST_FOUND if more else total, "more": more, "rows": [_row(row) for row in rows]}
 
     def one(self, number: int) -> dict[str, Any] | None:
@@ -268,11 +265,9 @@ def _match(text: str) -> str:
 
 
 def _search(db: sqlite3.Connection, words: str, where: str, values: list[Any], by_age: str) -> None:
-    """Put the numbers of the rollouts that match into ``temp.found``, in SQLite alone: to fetch a row in Python costs more
-    than to find it, and a common word is in most rollouts.
-
-    In an order by age, each table adds at most the first ``MOST_FOUND`` + 1.
-    """
+    """Put the numbers of the rollouts that match into ``temp.found``, at most ``MOST_FOUND`` + 1 by their own text and as
+    many by their task's, in SQLite alone: to fetch a row in Python costs more than to find it, and a common word is in most
+    rollouts."""
     db.execute("CREATE TEMP TABLE IF NOT EXISTS found (number INTEGER PRIMARY KEY)")
     db.execute("DELETE FROM temp.found")
     for number, matches in (
@@ -280,7 +275,7 @@ def _search(db: sqlite3.Connection, words: str, where: str, values: list[Any], b
         # A + keeps SQLite from the index of tasks: the rollouts of many tasks are found by age, and soon enough.
         ("r.number", "rollouts AS r WHERE +r.task IN (SELECT rowid FROM asked WHERE asked MATCH ?)"),
     ):
-        bound = f"ORDER BY {number} {by_age} LIMIT {MOST_FOUND + 1}" if by_age else ""
+        bound = f"ORDER BY {number} {by_age} LIMIT {MOST_FOUND + 1}"
         found = f"SELECT r.number FROM {matches} AND {where} {bound}"
         db.execute(f"INSERT OR IGNORE INTO temp.found {found}", (words, *values))
 

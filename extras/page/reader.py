@@ -14,7 +14,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby, islice
 from pathlib import Path
@@ -22,18 +22,10 @@ from pathlib import Path
 import orjson
 import structlog
 
+from extras.page.index import EVALUATION, FAILED, TEXT_CHARACTERS, TRAINED, WAITING, Rollout, RolloutIndex
+from extras.page.pieces import Pieces
+from extras.page.state import Live, MetricsTail, events, state_of
 from services.cli.inspect.fate import as_json, count_fates
-from services.cli.inspect.plot import (
-    PANELS,
-    THROUGHPUT,
-    Points,
-    Runs,
-    band,
-    curves_of,
-    grouped,
-    newest_version,
-    throughput_of,
-)
 from services.cli.inspect.run_model import OTHER_SHAPE, GroupFacts, Json, RunModel
 from services.cli.inspect.run_state import Row as MetricsRow
 from services.cli.inspect.standing import serving_s, standing, summarise
@@ -42,14 +34,11 @@ from services.cli.inspect.trajectories import (
     POLICY,
     PROMPT,
     Marks,
-    Pieces,
     expected,
     load_tokenizer,
     marks_of,
     read_turns,
 )
-from services.cli.page.index import EVALUATION, FAILED, TEXT_CHARACTERS, TRAINED, WAITING, Rollout, RolloutIndex
-from services.cli.page.state import Live, MetricsTail, events, state_of
 from services.common import records as types
 from services.common import run_files
 from services.common.config.algorithm import AlgorithmConfig
@@ -74,85 +63,6 @@ from services.orchestrator.groups import split_sequence_id
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import BatchEntry, BatchRecord
 from services.orchestrator.journal.segments import Row
-
-MOST_POINTS = 400  # of a line: more than a panel has pixels for
-
-
-def curves(run_dirs: Sequence[Path], read: Callable[[Path], list[MetricsRow]]) -> Json:
-    """The panels of ``rollmill plot`` as numbers.
-
-    ``groups``: runs that differ in the seed alone; ``panels``, each with lines, and the evaluations as points.
-    """
-    groups = grouped(run_dirs, read)
-    panels = []
-    for panel in (*PANELS, THROUGHPUT):
-        lines = [
-            _line(number, policy, line.label, found, line.style)
-            for number, group in enumerate(groups)
-            for policy, line, found in curves_of(panel, group, alone=len(groups) == 1)
-        ]
-        if panel is THROUGHPUT:
-            lines = [_line(n, "", "", [throughput_of(rows) for rows in group.rows]) for n, group in enumerate(groups)]
-        rewards = enumerate(groups) if panel is PANELS[0] else ()
-        panels.append(
-            {
-                "title": panel.title,
-                "x": panel.x,
-                "y": panel.y.replace("\n", " "),
-                "from_zero": panel.from_zero,
-                "lines": [line for line in lines if line["x"]],
-                "points": [point for number, group in rewards for point in _evaluations(number, group)],
-            }
-        )
-    return {"groups": [{"label": g.label, "seeds": len(g.rows)} for g in groups], "panels": panels}
-
-
-def _line(group: int, policy: str, label: str, curves: Sequence[Points], style: str = "-") -> Json:
-    """``low`` and ``high`` are missing of a single run. Two runs of which only one has values are one line."""
-    facts: Json = {"group": group, "policy": policy, "label": label, "style": style}
-    found = band(curves)
-    if found is None:
-        points = thinned(next((points for points in curves if points), []))
-        return {**facts, "x": [p[0] for p in points], "y": [p[1] for p in points]}
-    return {
-        **facts,
-        "x": found.x.tolist(), "y": found.mean.tolist(), "low": found.low.tolist(), "high": found.high.tolist(),
-    }  # fmt: skip
-
-
-def thinned(points: Points, most: int = MOST_POINTS) -> Points:
-    """The lowest and the highest point of every stretch, so that no peak is lost; all of a short curve.
-
-    >>> thinned([(0, 1.0), (1, 9.0), (2, 2.0), (3, 0.0)], most=2)
-    [(1, 9.0), (3, 0.0)]
-    """
-    if len(points) <= most:
-        return points
-    kept: Points = []
-    stretches = max(1, most // 2)
-    for number in range(stretches):
-        part = points[len(points) * number // stretches : len(points) * (number + 1) // stretches]
-        if part:
-            ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
-            kept += sorted(ends)
-    return kept
-
-
-def _evaluations(number: int, group: Runs) -> Iterator[Json]:
-    """With the 95% interval of the mean, where one data set was evaluated."""
-    for row in (row for rows in group.rows for row in rows):
-        if row["kind"] != RowKind.EVALUATION or not row["versions"] or row["mean_reward"] is None:
-            continue
-        of_one = row["datasets"][0]["mean_reward"] if len(row["datasets"]) == 1 else {}
-        yield {
-            "group": number,
-            "label": row["name"].partition("/")[2] or row["name"],
-            "x": newest_version(row),
-            "y": row["mean_reward"],
-            "low": of_one.get("low"),
-            "high": of_one.get("high"),
-        }
-
 
 TASK_CHARACTERS = 20_000  # of a task's row, which may hold all tests of a program
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from services.cli.console import format_clock, format_reward
 from services.cli.doctor import as_object, diagnose
-from services.cli.inspect.plot import newest_shares, segments_of
+from services.cli.inspect.curves import newest_shares, segments_of
 from services.cli.inspect.run_model import Json
 from services.cli.inspect.run_state import Row, logged_at, parse_rows, read_rows
 from services.cli.inspect.standing import RUNNING, Standing
@@ -48,21 +48,6 @@ def events(run_dir: Path, rows: Sequence[Row]) -> list[Json]:
     """The newest first: ``at``, ``kind``, ``who``, ``text``, and ``seconds`` of a stall that has ended."""
     found = [*_stalls(rows), *_of_metrics(rows), *_changes(run_dir), *_logged(run_dir)]
     return sorted(found, key=lambda event: -float(event["at"]))[:MOST]
-
-
-def open_stalls(rows: Iterable[Row]) -> list[Json]:
-    """Stalls without an end."""
-    return [
-        {
-            "component": stall["who"],
-            "cause": stall["cause"],
-            "detail": stall["text"],
-            "since": stall["at"],
-            "advice": "",
-        }
-        for stall in _stalls(rows)
-        if stall["seconds"] is None
-    ]
 
 
 def _stalls(rows: Iterable[Row]) -> list[Json]:
@@ -252,7 +237,11 @@ def _last(standing: Standing, rows: Sequence[Row]) -> Json:
         "rollouts": sum(row.get(StepKey.ROLLOUTS_FINISHED) or 0 for row in steps),
         "trained_tokens": sum(row.get(StepKey.NUM_TRAINED_TOKENS) or 0 for row in steps),
         "waits": throughput.get("waits", []),
-        "stalls": open_stalls(rows),
+        "stalls": [
+            {"component": one["who"], "cause": one["cause"], "detail": one["text"], "since": one["at"], "advice": ""}
+            for one in _stalls(rows)
+            if one["seconds"] is None
+        ],
         "warnings": [],
         "threshold": f"threshold reached after training step {reached['step']}: {reached['wanted']}" if reached else "",
     }

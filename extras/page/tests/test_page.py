@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import shutil
@@ -17,13 +16,13 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks._page_run import HOSTILE, write_run
+from extras.page import index
+from extras.page.index import FAILED, TRAINED
+from extras.page.pieces import Pieces
+from extras.page.server import POLICY, PageServer, check_runs, keys_to_serve
+from extras.page.state import MetricsTail, as_json
 from services.cli.__main__ import app
-from services.cli.inspect.trajectories import Pieces, marks_of, turns
-from services.cli.page import index
-from services.cli.page.index import FAILED, TRAINED, Rollout, RolloutIndex
-from services.cli.page.reader import thinned
-from services.cli.page.server import POLICY, PageServer, check_runs, keys_to_serve
-from services.cli.page.state import MetricsTail, as_json
+from services.cli.inspect.trajectories import marks_of, turns
 from services.common.errors import ConfigError
 from services.common.pb import run_pb2
 from services.common.security import identity
@@ -125,7 +124,8 @@ async def test_a_search_stops_at_a_bound_and_says_so(runs: Path, monkeypatch: py
                 total, more, numbers = await found(words=words, order=order)
                 assert (total, more) == (120, True)
                 assert numbers == sorted(numbers, reverse=order == "newest")
-            assert (await found(words=words, order="reward"))[:2] == (157 if words == "sacks" else 160, False)
+            total, more, numbers = await found(words=words, order="reward")
+            assert (total, more) == (120, True) and len(numbers) == 100, "of the newest that match"
         assert (await found(words="sacks"))[2][:20] == [n for n, r in await _spoken(ask)][:20]
         assert (await found(words="timeout"))[:2] == (3, False)
         total, more, numbers = await found(words="sacks", fate=TRAINED)
@@ -138,20 +138,6 @@ async def test_a_search_stops_at_a_bound_and_says_so(runs: Path, monkeypatch: py
 async def _spoken(ask: Ask, order: str = "newest") -> list[tuple[int, float]]:
     rows = (await ask("runs/0/rollouts", order=order))[1]["rows"]
     return [(row["number"], row["reward"]) for row in rows if row["reward"] is not None]
-
-
-def test_facets_are_counted_once_until_the_index_changes() -> None:
-    rollouts = RolloutIndex()
-    for slot in range(3):
-        with rollouts.writing():
-            rollouts.add_rollout(Rollout(slot + 1, "g", slot, 0, "", slot / 2, 3, 1, 0, "stop", 1.0))
-        found = rollouts.facets()
-        assert found["fates"] == {"waiting": slot + 1} and found["reward"] == [0.0, slot / 2]
-        assert rollouts.facets() is found, "counted once"
-    with rollouts.writing():
-        rollouts.update("g", [(slot, "cancelled", None) for slot in range(3)])
-    assert rollouts.facets()["fates"] == {"cancelled": 3}
-    rollouts.close()
 
 
 async def test_a_conversation_has_roles_tools_expectation_and_every_token(runs: Path) -> None:
@@ -203,41 +189,6 @@ async def test_state_curves_fates_weights_and_events_come_from_files_alone(runs:
 
 async def _is_there(ask: Ask, path: str, key: str) -> bool:
     return (await ask(path))[1][key] is not None
-
-
-async def test_curves_follow_the_rows_that_a_run_adds(runs: Path, tmp_path: Path) -> None:
-    shutil.copytree(runs / "one", tmp_path / "grows")
-    path = tmp_path / "grows" / "metrics" / "orchestrator.jsonl"
-    (row,) = [row for row in map(json.loads, path.read_text().splitlines()) if row["kind"] == "training_step"]
-    async with serving(tmp_path / "grows") as ask:
-
-        async def last_step() -> float:
-            lines = (await ask("curves", runs="0"))[1]["panels"][0]["lines"]
-            return float(lines[0]["x"][-1]) if lines else 0.0
-
-        async def is_at(step: int) -> bool:
-            return await last_step() == step
-
-        await holds(lambda: is_at(1))
-        assert await is_at(1)
-        with path.open("a") as file:
-            file.write(json.dumps({**row, "step": 2}) + "\n")
-        await holds(lambda: is_at(2))
-
-
-async def test_runs_of_other_seeds_are_one_curve_with_a_band(runs: Path) -> None:
-    for name, seed in (("seed1", 1), ("seed2", 2)):
-        if not (runs / name).exists():
-            write_run(runs / name, 400, runs / "tokenizer", seed=seed)
-    async with serving(runs / "seed1", runs / "seed2", runs / "one") as ask:
-
-        async def is_read() -> bool:
-            found = (await ask("curves", runs="0,1"))[1]
-            return bool(found["panels"][0]["lines"] and "low" in found["panels"][0]["lines"][0])
-
-        await holds(is_read)
-        found = (await ask("curves", runs="0,1"))[1]
-        assert found["groups"] == [{"label": "seed1 and 1 other seed", "seeds": 2}]
 
 
 @pytest.mark.parametrize(
@@ -411,22 +362,3 @@ def test_a_turn_after_the_policys_own_end_has_its_role() -> None:
     text = "\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
     found = [(turn.role, turn.text) for turn in turns([(True, "A.<|im_end|>"), (False, text)], marks)]
     assert found == [("policy", "A."), ("user", "Go on.")]
-
-
-def test_a_thinned_curve_keeps_its_peaks() -> None:
-    points = [(float(n), float(n % 7)) for n in range(5000)]
-    points[2500] = (2500.0, 99.0)
-    assert len(thinned(points)) <= 400 and (2500.0, 99.0) in thinned(points)
-    assert thinned(points[:10]) == points[:10]
-
-
-def test_help_teaches() -> None:
-    told = CliRunner().invoke(app, ["page", "--help"], terminal_width=160)
-    assert told.exit_code == 0 and "8420" in told.output and "loopback" in told.output
-
-
-async def test_many_questions_at_once_are_all_answered(runs: Path) -> None:
-    async with serving(runs / "one") as ask:
-        await complete(ask)
-        paths = ["runs/0/rollouts", "runs/0/state", "runs/0/facets", "curves"] * 10
-        assert {status for status, _ in await asyncio.gather(*(ask(path) for path in paths))} == {200}
