@@ -37,7 +37,7 @@ from services.common.config.processes import Tracker, missing_packages
 from services.common.records import WeightTransfer
 from services.common.system.child import module_command
 from services.orchestrator.metrics import RunMetrics
-from services.orchestrator.trackers import MODULE, read_position
+from services.orchestrator.trackers import read_position
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP_S = 0.5  # of the quickstart on two cores; those of larger models are longer
@@ -90,7 +90,7 @@ def _follow(scratch: Path, trackers: list[Tracker], steps: int) -> tuple[float, 
     metrics = RunMetrics(run_dir)
     with (scratch / "output").open("wb") as output:
         process = subprocess.Popen(
-            module_command(MODULE, "--run-dir", str(run_dir)), env=environment, stdout=output, stderr=output
+            module_command("extras.trackers.follow", "--run-dir", str(run_dir)), env=environment, stdout=output, stderr=output
         )
     meter = _Meter(process.pid)
     written = _write(metrics, range(WARM_UP), EVERY_S)

@@ -11,7 +11,7 @@ from services.cli.inspect.run_state import read_metrics
 from services.orchestrator.metrics import UNITS, scalars_of, unit_of
 from tests.documented import DOCS
 from tests.metrics_catalogue import is_documented, step_metrics
-from tests.unit.orchestrator.trackers.rows import STEP, write_run
+from tests.unit.orchestrator.metrics_rows import STEP, write_run
 
 
 def test_scalars_have_group_step_and_time(tmp_path: Path) -> None:
