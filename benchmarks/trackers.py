@@ -90,7 +90,10 @@ def _follow(scratch: Path, trackers: list[Tracker], steps: int) -> tuple[float, 
     metrics = RunMetrics(run_dir)
     with (scratch / "output").open("wb") as output:
         process = subprocess.Popen(
-            module_command("extras.trackers.follow", "--run-dir", str(run_dir)), env=environment, stdout=output, stderr=output
+            module_command("extras.trackers.follow", "--run-dir", str(run_dir)),
+            env=environment,
+            stdout=output,
+            stderr=output,
         )
     meter = _Meter(process.pid)
     written = _write(metrics, range(WARM_UP), EVERY_S)

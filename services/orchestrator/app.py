@@ -106,7 +106,6 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
         durability=recipe.orchestrator.durability,
         on_failure=fail,
     )
-    reader = JournalReader(settings.journal_dir)
     sources = {
         where: open_source(
             config,
@@ -119,8 +118,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     for where, source in sources.items():
         log_opened(where, source)
     sources = short_prompts(sources, recipe, settings.run_dir)
-    core = recovered(lambda aside: _core(settings.run_dir, recipe, journal, reader, sources, aside), reader)
-    reader.close()
+    core = recovered(lambda aside: _core(settings.run_dir, recipe, journal, sources, aside), journal.reader)
     server = _server(core, recipe, settings, sources)
     await server.start()
     await serve_metrics(server, recipe.metrics, METRICS, name="orchestrator", run_dir=settings.run_dir)
@@ -210,16 +208,14 @@ def _core(
     run_dir: Path,
     recipe: Recipe,
     journal: Journal,
-    reader: JournalReader,
     sources: Mapping[str, TaskSource],
     aside: Quarantine,
 ) -> OrchestratorCore:
-    begun = _begun(reader)
+    begun = _begun(journal.reader)
     if begun is None:
-        mark, started_at = first_facts(reader)
+        mark, started_at = first_facts(journal.reader)
         begun = {"run_id": recipe.run.id, "mark": mark or secrets.token_hex(3), "started_at": started_at or time.time()}
-        record = begun
-        journal.submit(entries.RUN, "", lambda: record)
+        journal.submit(entries.RUN, "", begun)
     elif begun["run_id"] != recipe.run.id:
         raise ConfigError(
             f"the journal in {run_dir} belongs to run {begun['run_id']!r}, its recipe.json to {recipe.run.id!r}: "

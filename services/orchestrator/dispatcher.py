@@ -14,7 +14,6 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 
 import structlog
 
@@ -30,7 +29,7 @@ from services.orchestrator.ingest import Ingest
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import GroupRecord
 from services.orchestrator.journal.journal import Journal
-from services.orchestrator.members import CancelGroup, Held, PlayGroup, Replica, ReplicaPool, Shelf
+from services.orchestrator.members import CancelGroup, Held, PlayGroup, Replica, ReplicaPool
 from services.orchestrator.stalls import Hold
 from services.orchestrator.tasks.orders import TrainingOrders
 from services.orchestrator.versions import Announcer, FanOut, VersionLedger
@@ -119,7 +118,7 @@ class Dispatcher:
         self.waits_for = self.held_back or self._issue()
 
     def _issue(self) -> str:
-        if not len(self._pool.free):
+        if not any(self._pool.workers()):
             return "no replica has joined" if not len(self._pool) else "no replica takes work"
         wait = self._issue_orphans()
         wait = self._issue_evaluations() or wait
@@ -140,9 +139,9 @@ class Dispatcher:
 
     def _issue_orphans(self) -> str:
         wait = ""
-        for name in self._orphans.in_turn():
-            group = self._groups.get(name)
-            if group is None or group.complete:
+        for group in self._orphans.in_turn():
+            name = group.id
+            if name not in self._groups or group.complete:
                 self._orphans.discard(name)
                 continue
             replica = self._freest(group.order, len(group.unresolved))
@@ -156,7 +155,7 @@ class Dispatcher:
             if group.is_training:
                 self._experience.reissued(group, born)
             record = entries.assignment_to_json(name, replica.replica_id, replica.incarnation, born)
-            self._journal.submit(entries.ASSIGNMENT, name, record.copy, partial(self._issue_durable, name))
+            self._journal.submit(entries.ASSIGNMENT, name, record, self._issue_durable, name)
         return wait
 
     def _issue_training(self) -> str:
@@ -181,14 +180,16 @@ class Dispatcher:
         size = self._training.group_size
         trained = self._all(policies)
 
-        def serves(shelf: Shelf) -> bool:
-            return self.may_play(shelf.held, {}, policies) and self._admission.open(
-                trained, self._lags(shelf.held, trained)
-            )
+        def plays(replica: Replica) -> bool:
+            return replica.replica_id not in reserved and self.may_play(replica.held, {}, policies)
 
-        replica = self._pool.freest(size, serves, reserved)
+        replica = self._pool.freest(
+            size, lambda replica: plays(replica) and self._admission.open(trained, self._lags(replica.held, trained))
+        )
         if replica is None:
-            return False, self._why_no_replica(size, policies, reserved)
+            if self._pool.freest(size, plays) is not None:
+                return False, "the quota has room only for replicas that hold newer versions"
+            return False, self._why_no_replica(size, policies)
         group = self._training.next_group(policies, self._experience.next_source(trained))
         group.born = self._born(replica, policies)
         self._experience.issued(group)
@@ -225,8 +226,7 @@ class Dispatcher:
         self._assign(replica, group)
         self._counters[RunCount.TASK_GROUPS_ISSUED.value] += 1
         record = _record(group, replica.replica_id, replica.incarnation)
-        durable = partial(self._issue_durable, group.id)
-        self._journal.submit(entries.GROUP, group.id, lambda: entries.group_to_json(record), durable)
+        self._journal.submit(entries.GROUP, group.id, record, self._issue_durable, group.id)
 
     def _assign(self, replica: Replica, group: TaskGroup) -> None:
         order = group.order
@@ -250,13 +250,13 @@ class Dispatcher:
         """Journal a task group that gets no replica."""
         self._groups[group.id] = group
         record = _record(group, replica_id="", incarnation="")
-        self._journal.submit(entries.GROUP, group.id, lambda: entries.group_to_json(record))
+        self._journal.submit(entries.GROUP, group.id, record)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def _freest(self, order: TaskGroupOrder, num_slots: int) -> Replica | None:
         required, policies = order.required_versions, order.policies
-        return self._pool.freest(num_slots, lambda shelf: self.may_play(shelf.held, required, policies))
+        return self._pool.freest(num_slots, lambda replica: self.may_play(replica.held, required, policies))
 
     def _born(self, replica: Replica, policies: tuple[str, ...]) -> dict[str, int]:
         """The versions on which rollouts begin at this replica, per policy."""
@@ -281,12 +281,10 @@ class Dispatcher:
                 return False
         return True
 
-    def _why_no_replica(self, num_slots: int, policies: tuple[str, ...], reserved: frozenset[str]) -> str:
-        if not any(self.may_play(shelf.held, {}, policies) for shelf in self._pool.free.shelves()):
+    def _why_no_replica(self, num_slots: int, policies: tuple[str, ...]) -> str:
+        if not any(self.may_play(replica.held, {}, policies) for replica in self._pool.workers()):
             named = f" of {', '.join(policies)}" if policies else ""
             return f"no replica holds a version{named} that the ledger knows and that is new enough"
-        if self._pool.freest(num_slots, lambda shelf: self.may_play(shelf.held, {}, policies), reserved) is not None:
-            return "the quota has room only for replicas that hold newer versions"
         return f"no replica has {num_slots} free slots"
 
     # --- replicas that return ----------------------------------------------------------------------------------------
@@ -329,7 +327,8 @@ class Dispatcher:
 
     def resolved(self, group: TaskGroup) -> None:
         """Handle the outcome of a slot, from any replica."""
-        self._orphans.resolved(group)
+        if group.complete:
+            self._orphans.discard(group.id)
         self.schedule()
 
     def cancel(self, name: str, reason: str) -> None:

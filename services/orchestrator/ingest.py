@@ -259,38 +259,33 @@ class Ingest:
     def _store(
         self, group: TaskGroup, record: Outcome, answer: Callable[[Answer], None], fault: Refusal | None
     ) -> None:
-        answered = Answer(RecordOutcome.ACCEPTED if fault is None else RecordOutcome.INVALID, fault)
-        slot = (record.task_group_id, record.index)
+        kind, slot = entries.FAILURE, (record.task_group_id, record.index)
         self._pending[slot] = []
-
-        def durable() -> None:
-            waiting = self._pending.pop(slot)
-            self.num_durable += 1
-            # A cancelled task group needs no outcome.
-            if group.id in self._groups and group.resolve(record):
-                self._on_resolved(group, record)
-            answer(answered)
-            for repeat in waiting:
-                repeat(Answer(RecordOutcome.DUPLICATE))
-
-        key = entries.trajectory_key(*slot)
         if isinstance(record, Trajectory):
+            kind = entries.TRAJECTORY
             self.failures_in_a_row = 0
-            trajectory = record
-            self._counters[fates.RunCount.TOKENS_RECORDED.value] += sum(
-                s.num_trained_tokens for s in trajectory.sequences
-            )
-            self._journal.submit(entries.TRAJECTORY, key, lambda: entries.trajectory_to_json(trajectory), durable)
+            self._counters[fates.RunCount.TOKENS_RECORDED.value] += sum(s.num_trained_tokens for s in record.sequences)
+        elif record.reason == fates.TOO_OLD:  # no failure: the slot was cancelled
+            self._counters[fates.StepFact.SLOTS_CANCELLED.value] += 1
         else:
-            failure = record
-            if failure.reason == fates.TOO_OLD:  # no failure: the slot was cancelled
-                self._counters[fates.StepFact.SLOTS_CANCELLED.value] += 1
-            else:
-                self._counters[self.counter_of(failure.reason)] += 1
-                if failure.reason != fates.VERSION_GONE:  # which tells nothing about other rollouts
-                    self.failures_in_a_row += 1
-                    self.last_failure = f"{failure.reason}: {failure.detail}"
-            self._journal.submit(entries.FAILURE, key, lambda: entries.failure_to_json(failure), durable)
+            self._counters[self.counter_of(record.reason)] += 1
+            if record.reason != fates.VERSION_GONE:  # which tells nothing about other rollouts
+                self.failures_in_a_row += 1
+                self.last_failure = f"{record.reason}: {record.detail}"
+        self._journal.submit(kind, entries.trajectory_key(*slot), record, self._stored, group, record, answer, fault)
+
+    def _stored(
+        self, group: TaskGroup, record: Outcome, answer: Callable[[Answer], None], fault: Refusal | None
+    ) -> None:
+        """Resolve the slot of a durable record, and answer its sender and those that repeated it meanwhile."""
+        waiting = self._pending.pop((record.task_group_id, record.index))
+        self.num_durable += 1
+        # A cancelled task group needs no outcome.
+        if group.id in self._groups and group.resolve(record):
+            self._on_resolved(group, record)
+        answer(Answer(RecordOutcome.ACCEPTED if fault is None else RecordOutcome.INVALID, fault))
+        for repeat in waiting:
+            repeat(Answer(RecordOutcome.DUPLICATE))
 
     def counter_of(self, reason: str) -> str:
         """The counter of a reason. Replicas send reasons: invalid names and names beyond the limit share one counter."""

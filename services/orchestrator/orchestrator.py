@@ -31,7 +31,7 @@ from services.orchestrator.evaluation import EvaluationPass, Evaluations, Thresh
 from services.orchestrator.groups import Outcome, RunControl, TaskGroup
 from services.orchestrator.ingest import Ingest, MaskedSamples, RecordBounds, Refusals
 from services.orchestrator.journal import entries
-from services.orchestrator.journal.entries import EvaluationResult, GroupVerdict
+from services.orchestrator.journal.entries import EvaluationResult, GroupVerdict, Verdicts
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import Quarantine
 from services.orchestrator.members import PauseTraining, ReplicaPool, ResumeTraining, SaveCheckpoint, StopTraining
@@ -119,7 +119,7 @@ class OrchestratorCore:
             deterministic=recipe.run.deterministic,
             exhausted_after=recipe.data.exhausted_after,
             issuable=lambda policy: self.dispatcher.may_issue(policy),
-            on_closed=partial(entries.close_group, self.journal),
+            on_closed=self.close_group,
             on_judged=self._judged,
             rules=self.rewards,
             seed=recipe.run.seed,
@@ -244,7 +244,7 @@ class OrchestratorCore:
         row, rewards = orders.row_of(group), self.rewards.outcome_rewards(group.outcomes.values())
         orders.observe(source, row, rewards)
         record = {"task_group_id": group.id, "source": source, "row": row, "rewards": rewards}
-        self.journal.submit(entries.OBSERVATION, group.id, lambda: record)
+        self.journal.submit(entries.OBSERVATION, group.id, record)
 
     def apply_resolved(self, group: TaskGroup, outcome: Outcome) -> None:
         """Apply a resolved slot, live or during recovery. The last slot of a training group brings verdicts."""
@@ -263,8 +263,8 @@ class OrchestratorCore:
     def _judged(self, task_group_id: str, verdicts: list[GroupVerdict]) -> None:
         """Journal verdicts before their consequences, so that no closed task group lacks its verdicts after a crash."""
         if task_group_id not in self.judged_before:
-            encode = partial(entries.verdicts_to_json, task_group_id, verdicts)
-            self.journal.submit(entries.VERDICT, task_group_id, encode)
+            found = Verdicts(task_group_id=task_group_id, advantage_groups=tuple(verdicts))
+            self.journal.submit(entries.VERDICT, task_group_id, found)
 
     def last_batch_taken(self) -> None:
         """Handle the last batch of a policy, which its trainer received: the policy's running task groups have no use."""
@@ -285,7 +285,12 @@ class OrchestratorCore:
         del self.groups[group.id]
         self.counters[fates.RunCount.TASK_GROUPS_CANCELLED.value] += 1
         self.dispatcher.cancel(group.id, reason)
-        entries.close_group(self.journal, group.id, reason)
+        self.close_group(group.id, reason)
+
+    def close_group(self, task_group_id: str, reason: fates.ClosedReason) -> None:
+        """Journal the end of a task group."""
+        record = {"task_group_id": task_group_id, "reason": reason.value}
+        self.journal.submit(entries.CLOSED, task_group_id, record)
 
     def skip_evaluations(self) -> None:
         """After training: skip evaluations of steps that would play the versions of the last evaluation, which comes next."""
@@ -352,7 +357,7 @@ class OrchestratorCore:
             "evaluation_id": evaluation_id,
             "versions": [{"policy": policy, "number": number} for policy, number in versions.items()],
         }
-        await self.journal.append(entries.EVALUATION_START, evaluation_id, lambda: started)
+        await self.journal.append(entries.EVALUATION_START, evaluation_id, started)
         self.evaluations.begin(evaluation_id, versions)
         log.info("evaluation.started", evaluation=evaluation_id, versions=versions)
         self.dispatcher.schedule()
@@ -361,7 +366,7 @@ class OrchestratorCore:
         log.info(
             "evaluation.finished", evaluation=result.name, mean_reward=result.mean_reward, failed=result.num_failed
         )
-        self.journal.submit(entries.EVALUATION, result.name, lambda: entries.evaluation_to_json(result))
+        self.journal.submit(entries.EVALUATION, result.name, result)
         self.metrics.evaluation(result)
         self._changed.set()
 
@@ -399,7 +404,7 @@ class OrchestratorCore:
             "counters": entries.pairs(self.counters),
             "timeline": entries.pairs(self.timeline.totals()),
         }
-        self.journal.submit(entries.STATE, "", lambda: state)
+        self.journal.submit(entries.STATE, "", state)
 
     @property
     def has_work(self) -> bool:

@@ -162,7 +162,7 @@ class PublishedVersions:
 
     def adopt(self, version: WeightVersion) -> None:
         """Record version 0 of a policy without a trainer as the newest."""
-        self._journal.submit(entries.VERSION, f"{version.policy}/0", lambda: entries.version_to_json(version, 0, {}))
+        self._journal.submit(entries.VERSION, f"{version.policy}/0", entries.version_to_json(version, 0, {}))
         self.apply(version, {})
         self._on_change()
 
@@ -351,9 +351,8 @@ class Announcer:
         known, addresses = self._known_holders.get(newest.policy, (None, []))
         if known != (newest.number, newest.digest, self._pool.takers):
             current = Held(newest.number, newest.digest)
-            shelves = (shelf for shelf in self._pool.free.shelves() if shelf.held.get(newest.policy) == current)
-            replicas = (self._pool.get(name) for shelf in shelves for _, name in shelf.places)
-            addresses = [r.weights_address for r in replicas if r is not None and r.weights_address]
+            holders = (r for r in self._pool.workers() if r.held.get(newest.policy) == current)
+            addresses = [replica.weights_address for replica in holders if replica.weights_address]
             known = newest.number, newest.digest, self._pool.takers
             self._known_holders[newest.policy] = known, addresses
         yield from addresses

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sqlite3
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -35,7 +36,7 @@ from services.common.telemetry.accounts import (
 from services.common.telemetry.logs import LogEvent
 from services.common.telemetry.metrics import StallMoment, ThroughputKey
 from services.orchestrator import metrics
-from services.orchestrator.journal.reader import collect
+from services.orchestrator.journal.journal import collect
 from services.orchestrator.members import REPORT_S, Replica
 from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.policy_view import PolicyView
@@ -199,7 +200,7 @@ class Watch:
         current, live = core.journal.current_segments(), core.live_groups()
         try:
             removed = await asyncio.to_thread(collect, core.journal, steps, live, current=current)
-        except (OSError, InfrastructureError) as error:
+        except (OSError, sqlite3.Error, InfrastructureError) as error:
             # No space for the record of a deletion, or a failing disk: try again later.
             log.warning("journal.not_collected", reason=str(error))
             return

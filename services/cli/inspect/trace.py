@@ -383,9 +383,9 @@ def _slot(index: int, row: Row, record: Json | None) -> SlotFacts:
     if record is None:
         return SlotFacts(index=index, replica_id="", durable_at=row.written_at, readable=False)
     if row.kind == entries.FAILURE:
-        failure = entries.failure_from_json(record)
+        failure = entries.from_json(RolloutFailure, record)
         return replace(_common(failure, row), failure=failure.reason, detail=failure.detail)
-    trajectory = entries.trajectory_from_json(record)
+    trajectory = entries.from_json(Trajectory, record)
     sequences = tuple(
         SequenceFacts(
             policy=sequence.policy,

@@ -353,7 +353,7 @@ def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[Batch
     found = reader.find(records.BATCH, [key]).get(key)
     if found is None:
         raise BatchLostError(f"the batch of step {training_step} of {policy} is not in the journal")
-    record = records.batch_from_json(found)
+    record = records.from_json(records.BatchRecord, found)
     places = [split_sequence_id(entry.sequence_id) for entry in record.entries]
     keys = [rollouts.trajectory_key(group, index) for group, index, _ in places]
     readable = ((key, _trajectory(value)) for key, value in reader.find(records.TRAJECTORY, keys).items())
@@ -369,7 +369,7 @@ def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[Batch
 def _trajectory(record: dict[str, Any]) -> Trajectory | None:
     """None for a record that is no trajectory."""
     try:
-        return rollouts.trajectory_from_json(record)
+        return rollouts.from_json(Trajectory, record)
     except (CorruptDataError, KeyError, TypeError, ValueError, AttributeError):
         return None
 

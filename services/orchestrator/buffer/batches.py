@@ -62,7 +62,6 @@ from services.orchestrator.groups import Outcome, TaskGroup, UnfinishedGroups
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import BatchRecord, GroupVerdict
 from services.orchestrator.journal.journal import Journal
-from services.orchestrator.journal.reader import JournalReader
 
 log = structlog.get_logger()
 
@@ -662,12 +661,7 @@ class Batches:
                 in_thread=num_fresh > MOST_AT_ONCE,
             )
             key = entries.batch_key(self.policy, training_step)
-            await self._journal.append(
-                entries.BATCH,
-                key,
-                lambda: entries.batch_to_json(record),
-                apply=lambda: self._experience.batch_recorded(groups),
-            )
+            await self._journal.append(entries.BATCH, key, record, self._experience.batch_recorded, groups)
             self._note(record)
             self._taken_at = (training_step, self._clock())
             self._remember(Batch(record=record, sequences=sequences, replayed=True))
@@ -690,8 +684,8 @@ class Batches:
         return batch
 
     def _read(self, training_step: int) -> tuple[Batch, list[str]]:
-        with contextlib.closing(JournalReader(self._journal.directory)) as reader:
-            return read_what_is_left(reader, self.policy, training_step)
+        with self._journal.reading:
+            return read_what_is_left(self._journal.reader, self.policy, training_step)
 
     def _note(self, record: BatchRecord) -> None:
         self.newest_step = max(self.newest_step, record.training_step)

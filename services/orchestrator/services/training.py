@@ -133,8 +133,10 @@ class TrainerApi:
                 await self._core.journal.append(
                     entries.VERSION,
                     f"{policy}/{version.number}",
-                    lambda: entries.version_to_json(version, checkpoint_step, metrics, intervals),
-                    apply=lambda: self._core.versions.apply(version, metrics),
+                    entries.version_to_json(version, checkpoint_step, metrics, intervals),
+                    self._core.versions.apply,
+                    version,
+                    metrics,
                 )
                 self._core.versions.announce(policy, is_new)
             if is_new:

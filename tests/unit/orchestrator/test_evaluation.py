@@ -15,9 +15,9 @@ from services.orchestrator.evaluation import EvaluationPass
 from services.orchestrator.journal.entries import (
     EvaluationResult,
     difference,
-    evaluation_from_json,
-    evaluation_to_json,
+    from_json,
     score,
+    to_json,
 )
 from services.orchestrator.members import AnnounceVersion, CancelGroup, Held, Hello, Replica
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
@@ -334,7 +334,7 @@ def test_an_evaluation_is_read_from_the_journal_as_it_was() -> None:
         name="start/greedy", versions={"a": 0}, newest_versions={"a": 0}, pinned=True, mean_reward=0.5,
         num_trajectories=2, num_failed=0, datasets=(found,),
     )  # fmt: skip
-    assert evaluation_from_json(evaluation_to_json(result)) == result
+    assert from_json(EvaluationResult, to_json(result)) == result
 
 
 def test_a_pass_counts_rewards_that_programs_can_forge() -> None:
@@ -346,7 +346,7 @@ def test_a_pass_counts_rewards_that_programs_can_forge() -> None:
     current.note(trajectory("g1", 0, replace(sequence(), metrics=marked)), 1.0, 1)
     current.note(replace(trajectory("g2"), metrics=marked), 1.0, 2)  # of an episode
     result = current.result((), None, 0.0)
-    assert result.num_opaque == 2 and evaluation_from_json(evaluation_to_json(result)) == result
+    assert result.num_opaque == 2 and from_json(EvaluationResult, to_json(result)) == result
 
 
 def test_a_pass_tells_how_far_it_is_and_the_time_left_at_its_pace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from services.common.config.training import BatchConfig, ReplayConfig
 from services.common.records import RankBatch
 from services.orchestrator.buffer.assembly import Batch
 from services.orchestrator.buffer.buffer import AdvantageGroup, ReplayStore, advantage_groups
-from services.orchestrator.journal.reader import collect
+from services.orchestrator.journal.journal import collect
 from tests.unit.orchestrator.builders import complete_group
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S

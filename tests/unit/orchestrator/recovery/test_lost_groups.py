@@ -141,7 +141,7 @@ async def test_a_damaged_record_of_another_kind_stops_nothing(worlds: Make, kind
     await world.settle()
     mark, started = mark_of(world), world.core.started_at
     if kind == entries.RUN:
-        world.journal.submit(entries.RUN, "", lambda: {"run_id": "unit", "mark": "abc", "started_at": 0.0})
+        world.journal.submit(entries.RUN, "", {"run_id": "unit", "mark": "abc", "started_at": 0.0})
         await world.settle()
     key = rows(world.run_dir, kind)[-1].key
     await spoiled(world, kind, key, -1)
