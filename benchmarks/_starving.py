@@ -130,7 +130,8 @@ class Ring:
         self._draw = DISTRIBUTIONS[case.distribution]
         self._rng = random.Random(f"{case.distribution}/{case.seed}")
         self._experience = ExperiencePipeline({POLICY: case.config()}, 1_000_000, Counter(), on_closed=self._closed)
-        self._late = LateGroups(POLICY, case.config(), self._experience, self._cancel, lambda: self._now)
+        self._late = LateGroups(POLICY, case.config(), self._experience, lambda: self._now)
+        self._late.cancel = self._cancel
         self._now = 0.0
         self._events: list[tuple[float, int, str, int]] = []  # (when, tie, task group or "", slot)
         self._num_events = 0

@@ -122,6 +122,11 @@ class Account:
         return self.counted < self.quota_at(lag)
 
     @property
+    def is_full(self) -> bool:
+        """Whether the staleness bound stops new task groups."""
+        return self.steps_left > 0 and not self.has_room()
+
+    @property
     def fullness(self) -> float:
         """Share of the quota in use; 1 for an empty quota."""
         return self.counted / self.quota if self.quota else 1.0

@@ -21,7 +21,6 @@ from services.common.config.data import EvaluationConfig
 from services.common.kept_tokens import REPLICAS_LOST
 from services.common.records import TOO_OLD, VERSION_GONE, ClosedReason, RunCount, TaskGroupOrder
 from services.common.telemetry.logs import LogEvent
-from services.orchestrator.admission import Admission
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.evaluation import Evaluations, Evaluators
 from services.orchestrator.groups import OrphanedGroups, TaskGroup
@@ -35,6 +34,7 @@ from services.orchestrator.tasks.orders import TrainingOrders
 from services.orchestrator.versions import Announcer, FanOut, VersionLedger
 
 log = structlog.get_logger()
+MAX_LOST = 5  # replicas that may be lost under a task group before its open slots are given up
 MOST_CANCELLED = (
     512  # task groups of an earlier run or process, at once: half of the commands that a stream has room for
 )
@@ -56,11 +56,13 @@ class Dispatcher:
         journal: Journal,
         counters: Counter[str],
         fanout: FanOut,
+        ingest: Ingest,
         clock: Callable[[], float],
     ) -> None:
         self._pool = pool
         self._groups = groups
         self._experience = experience
+        self._admission = experience.admission
         self._ledgers = ledgers
         self._max_staleness = max_staleness
         self._teachers = teachers
@@ -71,35 +73,28 @@ class Dispatcher:
         )
         self._journal = journal
         self._counters = counters
+        self._ingest = ingest
+        self._cancelled: set[str] = set()  # task groups whose cancellation is on its way to the journal
         self.announcer = Announcer(pool, ledgers, self.evaluators, fanout, counters, clock)
         self._orphans = OrphanedGroups()
         self._scheduled = False
         self.train = False  # training groups may be issued
-        self._holds: dict[Hold, str] = {}  # reasons that block all issues
+        self.holds: dict[Hold, str] = {}  # reasons that block all issues
         self.waits_for = ""
-
-    @property
-    def _admission(self) -> Admission:
-        return self._experience.admission
-
-    @property
-    def holds(self) -> Mapping[Hold, str]:
-        """The reasons that block all issues, by name."""
-        return self._holds
 
     @property
     def held_back(self) -> str:
         """The reason that blocks all issues; empty without one."""
-        return next(iter(self._holds.values()), "")
+        return next(iter(self.holds.values()), "")
 
     def hold(self, name: Hold, reason: str) -> None:
         """Block all issues while ``reason`` is not empty; several holds may be active."""
-        if self._holds.get(name, "") == reason:
+        if self.holds.get(name, "") == reason:
             return
         if reason:
-            self._holds[name] = reason
+            self.holds[name] = reason
         else:
-            del self._holds[name]
+            del self.holds[name]
         log.info("dispatch.hold", hold=name.value, reason=reason or "released")
         self.schedule()
 
@@ -217,7 +212,7 @@ class Dispatcher:
         full = [
             f"{policy}: {round(account.counted)} of {account.quota}"
             for policy, account in self._admission.accounts.items()
-            if account.steps_left > 0 and not account.has_room()
+            if account.is_full
         ]
         return f"staleness quota full ({', '.join(full)})" if full else ""
 
@@ -245,12 +240,6 @@ class Dispatcher:
         if group is not None and group.unresolved:
             order = dataclasses.replace(group.order, indices=group.unresolved)
             self._pool.send(replica, PlayGroup(order))
-
-    def issue_unplayed(self, group: TaskGroup) -> None:
-        """Journal a task group that gets no replica."""
-        self._groups[group.id] = group
-        record = _record(group, replica_id="", incarnation="")
-        self._journal.submit(entries.GROUP, group.id, record)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -316,14 +305,52 @@ class Dispatcher:
     # --- results -----------------------------------------------------------------------------------------------------
 
     def orphaned(self, task_group_ids: Iterable[str]) -> None:
-        """Queue task groups without a replica; the dispatcher issues their open slots again."""
+        """Queue task groups without a replica: their open slots are issued again, or fail after too many lost replicas."""
         for name in task_group_ids:
             group = self._groups.get(name)
-            if group is not None and not group.complete:
-                group.num_lost += 1
-                self._orphans.add(group)
-                log.info(LogEvent.TASK_GROUP_ORPHANED, task_group=name, open_slots=len(group.unresolved))
+            if group is None or group.complete:
+                continue
+            group.num_lost += 1
+            self._orphans.add(group)
+            log.info(LogEvent.TASK_GROUP_ORPHANED, task_group=name, open_slots=len(group.unresolved))
+            if group.num_lost > MAX_LOST:
+                self.give_up(group, REPLICAS_LOST, f"{group.num_lost} replicas were lost while they ran the task group")
         self.schedule()
+
+    def take_back(self, task_group_id: str, reason: str) -> None:
+        """Cancel a task group on its replica, then issue its open slots again as ``orphaned`` does."""
+        self.cancel(task_group_id, reason)
+        self.orphaned([task_group_id])
+
+    def give_up(self, group: TaskGroup, reason: str, detail: str) -> None:
+        """Fail the open slots of a task group."""
+        log.warning(LogEvent.TASK_GROUP_GIVEN_UP, task_group=group.id, reason=reason, open_slots=len(group.unresolved))
+        for index in group.unresolved:
+            self._ingest.fail(group, index, reason, detail)
+
+    def cancel_too_old(self, groups: list[TaskGroup]) -> None:
+        """Cancel training groups whose results could only be dropped, and fail their open slots; repetition has no
+        effect."""
+        self._cancelled = {name for name in self._cancelled if name in self._groups}
+        for group in groups:
+            if group.id in self._cancelled:
+                continue
+            self._cancelled.add(group.id)
+            log.info("task_group.too_old", task_group=group.id, open_slots=len(group.unresolved))
+            self.cancel(group.id, "its open slots are too old to be trained")
+            for index in group.unresolved:
+                self._ingest.fail(group, index, TOO_OLD, "a rollout that began then could only have been dropped")
+
+    def abandon_evaluations(self, gone: Callable[[Mapping[str, int]], bool]) -> None:
+        """Fail the open slots of evaluations on versions that no replica holds any more."""
+        running = [g for g in self._groups.values() if g.evaluation and gone(g.order.required_versions)]
+        unissued = self._evaluations.unissued(gone)
+        for group in unissued:
+            self._groups[group.id] = group
+            self._journal.submit(entries.GROUP, group.id, _record(group, replica_id="", incarnation=""))
+        for group in [*running, *unissued]:
+            self.cancel(group.id, ClosedReason.VERSION_GONE)
+            self.give_up(group, VERSION_GONE, ClosedReason.VERSION_GONE)
 
     def resolved(self, group: TaskGroup) -> None:
         """Handle the outcome of a slot, from any replica."""
@@ -353,62 +380,3 @@ def _record(group: TaskGroup, replica_id: str, incarnation: str) -> GroupRecord:
 
 def _versions(required: Mapping[str, int]) -> str:
     return ", ".join(f"{policy} version {number}" for policy, number in required.items())
-
-
-# --- Re-issues lost task groups; fails them after the sixth loss; ends evaluations whose version is gone.
-
-
-MAX_LOST = 5  # replicas that may be lost under a task group before its open slots are given up
-
-
-class RetryLimit:
-    def __init__(
-        self, groups: Mapping[str, TaskGroup], dispatcher: Dispatcher, evaluations: Evaluations, ingest: Ingest
-    ) -> None:
-        self._groups = groups
-        self._dispatcher = dispatcher
-        self._evaluations = evaluations
-        self._ingest = ingest
-        self._cancelled: set[str] = set()  # task groups whose cancellation is on its way to the journal
-
-    def orphaned(self, task_group_ids: list[str]) -> None:
-        """Issue the open slots of these task groups again, or fail them after too many lost replicas."""
-        self._dispatcher.orphaned(task_group_ids)
-        for name in task_group_ids:
-            group = self._groups.get(name)
-            if group is not None and group.num_lost > MAX_LOST:
-                self.give_up(group, REPLICAS_LOST, f"{group.num_lost} replicas were lost while they ran the task group")
-
-    def take_back(self, task_group_id: str, reason: str) -> None:
-        """Cancel a task group on its replica, then issue its open slots again as ``orphaned`` does."""
-        self._dispatcher.cancel(task_group_id, reason)
-        self.orphaned([task_group_id])
-
-    def give_up(self, group: TaskGroup, reason: str, detail: str) -> None:
-        """Fail the open slots of a task group."""
-        log.warning(LogEvent.TASK_GROUP_GIVEN_UP, task_group=group.id, reason=reason, open_slots=len(group.unresolved))
-        for index in group.unresolved:
-            self._ingest.fail(group, index, reason, detail)
-
-    def cancel_too_old(self, groups: list[TaskGroup]) -> None:
-        """Cancel training groups whose results could only be dropped, and fail their open slots; repetition has no
-        effect."""
-        self._cancelled = {name for name in self._cancelled if name in self._groups}
-        for group in groups:
-            if group.id in self._cancelled:
-                continue
-            self._cancelled.add(group.id)
-            log.info("task_group.too_old", task_group=group.id, open_slots=len(group.unresolved))
-            self._dispatcher.cancel(group.id, "its open slots are too old to be trained")
-            for index in group.unresolved:
-                self._ingest.fail(group, index, TOO_OLD, "a rollout that began then could only have been dropped")
-
-    def abandon_evaluations(self, gone: Callable[[Mapping[str, int]], bool]) -> None:
-        """Fail the open slots of evaluations on versions that no replica holds any more."""
-        running = [g for g in self._groups.values() if g.evaluation and gone(g.order.required_versions)]
-        unissued = self._evaluations.unissued(gone)
-        for group in unissued:
-            self._dispatcher.issue_unplayed(group)
-        for group in [*running, *unissued]:
-            self._dispatcher.cancel(group.id, ClosedReason.VERSION_GONE)
-            self.give_up(group, VERSION_GONE, ClosedReason.VERSION_GONE)

@@ -27,7 +27,7 @@ import math
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -38,11 +38,13 @@ import structlog
 from services.common import kept_tokens
 from services.common import records as fates
 from services.common.config.recipe import Recipe
+from services.common.errors import InvalidRequestError
 from services.common.kept_tokens import MaskedCause, MaskedCount, cause_of
 from services.common.records import (
     LEAST_TRAINED_TEMPERATURE,
     NO_TIMING,
     TOO_OLD,
+    Interval,
     Logprobs,
     PhaseKind,
     Purpose,
@@ -55,6 +57,7 @@ from services.common.records import (
     TokenSequence,
     TokenSource,
     Trajectory,
+    WeightVersion,
     counter_of,
 )
 from services.common.rpc.interceptors import REQUEST_BYTES
@@ -62,6 +65,7 @@ from services.common.telemetry.logs import LogEvent, Repeats
 from services.orchestrator.groups import GroupBy, Incarnation, Outcome, TaskGroup, group_key
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.journal import Journal
+from services.orchestrator.members import Held
 from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
@@ -724,3 +728,64 @@ def _check_trained(segment: Segment, name: str, bounds: PolicyBounds, order: Tas
             RefusalReason.TEACHER,
             f"a segment of {name} has log-probabilities of a teacher, and this policy has no teacher",
         )
+
+
+# --- Reports of peers: identities, versions and counts affect decisions, so that an impossible value is refused with a
+# reason. The size of a message bounds what is for display.
+
+
+MOST_TEXT = 1024  # characters of an address
+MOST_SOURCES = 256  # of a version
+MOST_SLOTS = 1 << 20
+MOST_NUMBER = 1 << 53  # of a version or a step
+MOST_SAMPLED = 10**15  # tokens of a process
+MOST_ROWS = (1 << 31) - 1
+MOST_RANKS = 1 << 16
+FUTURE_S = 3600.0  # by which a peer's clock may be ahead
+
+
+def check_id(what: str, text: str) -> str:
+    """Raises InvalidRequestError for an id that is empty, too long or not printable."""
+    if not text or len(text) > MOST_NAME or not text.isprintable():
+        raise InvalidRequestError(f"{what} is {text[:MOST_NAME]!r}: it must have 1 to {MOST_NAME} printable characters")
+    return text
+
+
+def check_number(what: str, value: int, least: int, most: int = MOST_NUMBER) -> int:
+    """Raises InvalidRequestError for a number outside its range."""
+    if not least <= value <= most:
+        raise InvalidRequestError(f"{what} is {value}; it must be {least} to {most}")
+    return value
+
+
+def check_held(held: Mapping[str, Held], policies: Collection[str]) -> dict[str, Held]:
+    """Raises InvalidRequestError for an unknown policy, or an impossible version."""
+    for policy, version in held.items():
+        if policy not in policies:
+            raise InvalidRequestError(
+                f"held_versions names the policy {policy[:MOST_NAME]!r}; this run has {', '.join(sorted(policies))}"
+            )
+        check_number(f"the held version of {policy}", version.number, -1)
+        if len(version.digest) > MOST_NAME:
+            raise InvalidRequestError(f"the digest of {policy} has {len(version.digest)} characters")
+    return dict(held)
+
+
+def check_version(version: WeightVersion) -> WeightVersion:
+    """Raises InvalidRequestError for an impossible number, digest or address."""
+    check_number(f"the version of {version.policy[:MOST_NAME]}", version.number, 0)
+    check_id("its digest", version.digest)
+    if len(version.sources) > MOST_SOURCES or any(len(source) > MOST_TEXT for source in version.sources):
+        raise InvalidRequestError(f"a version has {len(version.sources)} sources, or one with a very long address")
+    return version
+
+
+def finite_gauges(values: Mapping[str, float]) -> dict[str, float]:
+    """Gauges without NaN and infinity."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def possible_intervals(found: Iterable[Interval], now: float | None = None) -> list[Interval]:
+    """Those that are ordered, not before 1970 and not in the future of any clock."""
+    latest = (time.time() if now is None else now) + FUTURE_S
+    return [(begin, end) for begin, end in found if 0.0 <= begin <= end <= latest]

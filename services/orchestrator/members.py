@@ -326,13 +326,11 @@ SPARE_COMMANDS = 1024  # on their way to a replica, beside the orders for its sl
 
 
 class ReplicaPool:
-    def __init__(
-        self, lease_s: float, clock: Callable[[], float], on_orphaned: Callable[[list[str]], None] = lambda groups: None
-    ) -> None:
-        """``on_orphaned`` receives task groups with open slots that no replica runs."""
+    def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
         self.lease_s = lease_s
         self._clock = clock
-        self._on_orphaned = on_orphaned
+        self.on_orphaned: Callable[[list[str]], None] = lambda groups: None
+        """Receives task groups with open slots that no replica runs."""
         self.resumed = False  # an earlier process may have counted the samples before the first report here
         self._sampled: dict[tuple[str, str], int] = {}  # tokens, by replica and incarnation; outlives leases
         self._replicas: dict[str, Replica] = {}
@@ -375,9 +373,9 @@ class ReplicaPool:
         name = self._owners.get(task_group_id)
         return None if name is None else self._replicas.get(name)
 
-    def has_met(self, replica_id: str, incarnation: str) -> bool:
+    def has_met(self, member: Incarnation) -> bool:
         """Whether this incarnation of a replica has ever joined, as far as this process knows."""
-        return (replica_id, incarnation) in self._met
+        return member in self._met
 
     # --- leases ------------------------------------------------------------------------------------------------------
 
@@ -532,7 +530,7 @@ class ReplicaPool:
         for task_group_id in orphans:
             del self._owners[task_group_id]
         if orphans:
-            self._on_orphaned(orphans)
+            self.on_orphaned(orphans)
 
     # --- work --------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from services.common.config.recipe import Recipe
 from services.common.errors import StateError
 from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
 from services.orchestrator.buffer.buffer import RewardRules
-from services.orchestrator.dispatcher import Dispatcher, RetryLimit
+from services.orchestrator.dispatcher import Dispatcher
 from services.orchestrator.evaluation import EvaluationPass, Evaluations, Threshold
 from services.orchestrator.groups import Outcome, RunControl, TaskGroup
 from services.orchestrator.ingest import Ingest, MaskedSamples, RecordBounds, Refusals
@@ -36,7 +36,6 @@ from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import Quarantine
 from services.orchestrator.members import PauseTraining, ReplicaPool, ResumeTraining, SaveCheckpoint, StopTraining
 from services.orchestrator.metrics import DiskForecast, RunMetrics, Timeline
-from services.orchestrator.policy_view import PolicyView
 from services.orchestrator.stalls import PAUSED_ITSELF, Hold, StallState
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, TrainingOrders
@@ -84,9 +83,7 @@ class OrchestratorCore:
         self.judged_before: set[str] = set()  # task groups with journaled verdicts of an earlier process
         self._changed = asyncio.Event()
         self.ledgers = {policy: VersionLedger(policy) for policy in recipe.policies}
-        self.pool = ReplicaPool(
-            recipe.orchestrator.lease_s, clock, on_orphaned=lambda names: self.retry_limit.orphaned(names)
-        )
+        self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock)
         self.trainers = TrainerLeases(recipe.trained_policies, recipe.orchestrator.lease_s, clock)
         self.turns = DeviceTurns(
             shared=recipe.placement is Placement.SHARED,
@@ -103,8 +100,8 @@ class OrchestratorCore:
             recipe, evaluation_sources, self.names, self.rewards, self._evaluated, started_at
         )
         self.threshold = Threshold.of(recipe, self.evaluations.results)
-        self.dispatcher = self._make_dispatcher()
         self._make_ingest()
+        self._make_dispatcher()
         self._make_versions()
 
     def _make_experience(self, vocab_sizes: Mapping[str, int | None]) -> None:
@@ -118,7 +115,6 @@ class OrchestratorCore:
             admit=recipe.rollout.admit,
             deterministic=recipe.run.deterministic,
             exhausted_after=recipe.data.exhausted_after,
-            issuable=lambda policy: self.dispatcher.may_issue(policy),
             on_closed=self.close_group,
             on_judged=self._judged,
             rules=self.rewards,
@@ -127,49 +123,17 @@ class OrchestratorCore:
         )
         self.bounds = RecordBounds.of(recipe, vocab_sizes)
         shared = recipe.placement is Placement.SHARED
-        limited = recipe.run.lockstep or recipe.run.until is not None
         self.batches = {
             name: Batches(
                 name,
                 config,
                 self.experience,
                 self.journal,
-                cancel=lambda groups: self.retry_limit.cancel_too_old(groups),
                 clock=self.clock,
-                may_begin=(lambda step: self.versions.may_begin(step)) if limited else None,
                 may_compute=partial(self.turns.may_compute, name) if shared else None,
             )
             for name, config in self._batch_configs.items()
         }
-        self.policies = {
-            name: PolicyView(
-                name=name,
-                config=config,
-                ledger=self.ledgers[name],
-                batches=self.batches[name],
-                experience=self.experience,
-                trainers=self.trainers,
-            )
-            for name, config in self._batch_configs.items()
-        }
-
-    def _make_dispatcher(self) -> Dispatcher:
-        recipe = self.recipe
-        return Dispatcher(
-            pool=self.pool,
-            groups=self.groups,
-            experience=self.experience,
-            ledgers=self.ledgers,
-            max_staleness={name: config.max_staleness for name, config in self._batch_configs.items()},
-            teachers=recipe.teachers,
-            training=self.training_orders,
-            evaluations=self.evaluations,
-            evaluation=recipe.evaluation,
-            journal=self.journal,
-            counters=self.counters,
-            fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
-            clock=self.clock,
-        )
 
     def _make_ingest(self) -> None:
         rollout = self.recipe.rollout
@@ -182,10 +146,32 @@ class OrchestratorCore:
             self._resolved,
             bounds=self.bounds,
             refusals=Refusals(self.counters, self.clock),
-            is_member=lambda sender: self.pool.has_met(*sender),
+            is_member=self.pool.has_met,
         )
-        self.retry_limit = RetryLimit(self.groups, self.dispatcher, self.evaluations, self.ingest)
         self.masked = MaskedSamples(self.counters, rollout.max_masked_share, rollout.masked_window)
+
+    def _make_dispatcher(self) -> None:
+        recipe = self.recipe
+        self.dispatcher = Dispatcher(
+            pool=self.pool,
+            groups=self.groups,
+            experience=self.experience,
+            ledgers=self.ledgers,
+            max_staleness={name: config.max_staleness for name, config in self._batch_configs.items()},
+            teachers=recipe.teachers,
+            training=self.training_orders,
+            evaluations=self.evaluations,
+            evaluation=recipe.evaluation,
+            journal=self.journal,
+            counters=self.counters,
+            fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
+            ingest=self.ingest,
+            clock=self.clock,
+        )
+        self.pool.on_orphaned = self.dispatcher.orphaned
+        self.experience.issuable = self.dispatcher.may_issue
+        for batches in self.batches.values():
+            batches.late.cancel = self.dispatcher.cancel_too_old
 
     def _make_versions(self) -> None:
         self.versions = PublishedVersions(
@@ -201,6 +187,8 @@ class OrchestratorCore:
             lockstep=self.recipe.run.lockstep,
             on_change=self._changed.set,
         )
+        for batches in self.batches.values():
+            batches.may_begin = self.versions.may_begin
         self.absences = Absences(
             self.pool,
             self.trainers,
@@ -301,7 +289,7 @@ class OrchestratorCore:
         step reached is evaluated; requested ones get their result, in which open slots are failures."""
         lost = {p.evaluation_id for p in self.evaluations if p.pinned and gone(p.versions)}
         self._forget_evaluations(lambda p: p.evaluation_id in lost, fates.ClosedReason.VERSION_GONE)
-        self.retry_limit.abandon_evaluations(gone)
+        self.dispatcher.abandon_evaluations(gone)
 
     def _forget_evaluations(self, which: Callable[[EvaluationPass], bool], reason: fates.ClosedReason) -> None:
         """Forget unfinished passes of training steps, and cancel their task groups."""

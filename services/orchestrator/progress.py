@@ -20,7 +20,6 @@ from services.orchestrator.groups import RunState
 from services.orchestrator.journal.entries import Estimate, EvaluationResult
 from services.orchestrator.metrics import DiskOutlook, evaluation_values
 from services.orchestrator.orchestrator import OrchestratorCore
-from services.orchestrator.policy_view import PolicyView
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.prompts import ShortPrompts
 
@@ -34,7 +33,7 @@ def progress(core: OrchestratorCore) -> run_pb2.RunProgress:
     return run_pb2.RunProgress(
         at=timestamp_to_proto(time.time()),
         state=_state(core.control.state),
-        policies=[_policy(core, policy) for policy in core.policies.values()],
+        policies=[_policy(core, policy) for policy in core.batches],
         replicas=[
             run_pb2.ReplicaProgress(
                 replica_id=replica.replica_id,
@@ -76,20 +75,20 @@ def _state(state: RunState) -> run_pb2.RunState.ValueType:
     return run_pb2.RunState.Value(f"RUN_STATE_{state.name}")
 
 
-def _policy(core: OrchestratorCore, policy: PolicyView) -> run_pb2.PolicyProgress:
-    trainer = policy.trainer
-    metrics = core.versions.last_metrics[policy.name]
+def _policy(core: OrchestratorCore, policy: str) -> run_pb2.PolicyProgress:
+    trainer, account = core.trainers.get(policy), core.experience.admission.accounts[policy]
+    metrics = core.versions.last_metrics[policy]
     return run_pb2.PolicyProgress(
-        policy=policy.name,
-        version=policy.ledger.newest_number,
-        num_steps=core.versions.last_step(policy.name),
-        num_buffered=policy.num_buffered,
-        num_expected=round(policy.account.expected),
+        policy=policy,
+        version=core.ledgers[policy].newest_number,
+        num_steps=core.versions.last_step(policy),
+        num_buffered=core.experience.buffers[policy].num_sequences,
+        num_expected=round(account.expected),
         reward_mean=metrics.get(StepKey.ROLLOUT_REWARD_MEAN, 0.0),
         staleness_max=int(metrics.get(StepKey.STALENESS_MAX, 0)),
         trainer_state=trainer.state if trainer is not None else "absent",
         metrics=metrics,
-        quota=policy.account.quota,
+        quota=account.quota,
     )
 
 
@@ -140,13 +139,13 @@ def waits(core: OrchestratorCore) -> list[str]:
     if core.journal.blocked:
         found.append(f"journal waits for free disk: {core.journal.blocked}")
     for policy, ledger in core.ledgers.items():
-        trained = core.policies.get(policy)
-        if trained is None:
+        batches = core.batches.get(policy)
+        if batches is None:
             if ledger.newest is None:
                 found.append(f"run waits for a replica that serves {policy}")
             continue
         if (
-            trained.trainer is None
+            core.trainers.get(policy) is None
             and not core.control.ended
             and ledger.newest_number < core.versions.last_step(policy)
         ):
@@ -159,14 +158,15 @@ def waits(core: OrchestratorCore) -> list[str]:
             found.append(_not_served(core, policy, ledger.newest_number))
         if core.versions.reached_threshold:
             continue
-        if trained.batches.num_waiting and (num_due := trained.batches.late.num_waited_for):
+        buffer = core.experience.buffers[policy]
+        if batches.num_waiting and (num_due := batches.late.num_waited_for):
             found.append(f"trainer {policy} waits for task groups that are due: {num_due}")
-        elif trained.batches.num_waiting:
-            have, need = trained.num_buffered, trained.config.fresh_size
-            lacks = trained.lacks
+        elif batches.num_waiting:
+            have, need = buffer.num_sequences, buffer.batch_size
+            lacks = buffer.lacks
             wanted = f"task groups of source {lacks}" if lacks else f"sequences: {have} of {need}"
             found.append(f"trainer {policy} waits for {wanted}")
-        for source, count in trained.exhausted.items():
+        for source, count in core.experience.mixtures[policy].exhausted.items():
             found.append(
                 f"batches of {policy} do without source {source}: its last {count} task groups gave nothing to train"
             )
@@ -295,17 +295,17 @@ def _too_long(source: TaskSource) -> int:
 
 def _policy_gauges(core: OrchestratorCore) -> dict[str, float]:
     found: dict[str, float] = {}
-    for policy, trained in core.policies.items():
-        account = trained.account
+    for policy, batches in core.batches.items():
+        account = core.experience.admission.accounts[policy]
         found |= {
-            f"version/{policy}": float(trained.ledger.newest_number),
-            f"buffered/{policy}": float(trained.num_buffered),
+            f"version/{policy}": float(core.ledgers[policy].newest_number),
+            f"buffered/{policy}": float(core.experience.buffers[policy].num_sequences),
             f"expected/{policy}": float(account.expected),
             f"accepted/{policy}": float(account.accepted),
             f"unfinished/{policy}": float(account.unfinished),
             f"quota/{policy}": float(account.quota),
-            f"staleness_max/{policy}": float(trained.batches.staleness_max),
-            f"waiting_ranks/{policy}": float(trained.batches.num_waiting),
+            f"staleness_max/{policy}": float(batches.staleness_max),
+            f"waiting_ranks/{policy}": float(batches.num_waiting),
             f"masked_share/{policy}": core.masked.share(policy),
         }
         metrics = core.versions.last_metrics[policy].items()

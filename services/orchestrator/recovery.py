@@ -472,7 +472,7 @@ class Recovery:
         """Trained groups that are young enough for a replay; recovery did not parse their closed task groups."""
         core = self.core
         for name, batches in core.batches.items():
-            batch, store = core.policies[name].config, core.experience.replay[name]
+            batch, store = core.recipe.policies[name].batch, core.experience.replay[name]
             if store.enabled:
                 # Step s trained samples of version s - 1 or older.
                 first = max(1, store.version - batch.replay.max_staleness + 1)

@@ -223,24 +223,21 @@ def assemble(
             )
         )
         positions[minibatch] += 1
-    totals = [[0, 0] for _ in range(num_minibatches)]
-    trained = [member.sequence.num_trained_tokens for _, member, _ in flat]
-    for count, minibatch in zip(trained, minibatch_of, strict=True):
-        totals[minibatch][0] += 1
-        totals[minibatch][1] += count
+    sequences = {member.sequence_id: member.sequence for _, member, _ in flat}
+    minibatches = _totals(entries, sequences, num_minibatches)
     of_sources = of_batch(fresh, {entry.sequence_id: entry for entry in entries if not entry.replayed})
     record = BatchRecord(
         policy=policy,
         training_step=training_step,
         entries=tuple(entries),
-        minibatches=tuple(MinibatchTotals(num_sequences=n, num_trained_tokens=t) for n, t in totals),
+        minibatches=minibatches,
         statistics={
             **statistics,
             **of_sources,
-            **_statistics(entries, [member.sequence for _, member, _ in flat], sum(trained)),
+            **_statistics(entries, list(sequences.values()), sum(totals.num_trained_tokens for totals in minibatches)),
         },
     )
-    return record, {member.sequence_id: member.sequence for _, member, _ in flat}
+    return record, sequences
 
 
 def _statistics(entries: list[BatchEntry], sequences: list[TokenSequence], trained: int) -> dict[str, float]:

@@ -78,15 +78,13 @@ class ExperiencePipeline:
         admit: Literal["all", "any"] = "all",
         deterministic: bool = False,
         exhausted_after: int = 100,
-        issuable: Callable[[str], bool] | None = None,
         on_closed: Callable[[str, fates.ClosedReason], None] = lambda group_id, reason: None,
         on_judged: Callable[[str, list[GroupVerdict]], None] = lambda group_id, verdicts: None,
         rules: RewardRules | None = None,
         seed: int = 0,
         sources: Mapping[str, SourceConfig] = MappingProxyType({}),
     ) -> None:
-        """``sources``: of a mixture, by name; without one, tasks come from one dataset. ``issuable``: whether another task
-        group for a policy may be issued now; left out, whether its quota has room. ``on_closed`` receives (task group,
+        """``sources``: of a mixture, by name; without one, tasks come from one dataset. ``on_closed`` receives (task group,
         reason) when a training group ends, ``on_judged`` the fates of its advantage groups before that. ``seed``: of the
         run. ``deterministic``: contents and order of a batch do not depend on the time at which rollouts end."""
         self._rules = rules or RewardRules(group_by={name: batch.group_by for name, batch in policies.items()})
@@ -96,7 +94,8 @@ class ExperiencePipeline:
         self._on_closed = on_closed
         self._on_judged = on_judged
         self._sources = sources
-        self._issuable = issuable
+        self.issuable: Callable[[str], bool] = lambda policy: self.admission.accounts[policy].has_room()
+        """Whether another task group for a policy may be issued now."""
         weights = {name: source.weight for name, source in sources.items()} or {"": 1.0}
         self.mixtures = {policy: Mixture(weights, exhausted_after) for policy in policies}
         self.buffers = {
@@ -155,7 +154,7 @@ class ExperiencePipeline:
         """Whether a group of the source may come before a batch of the policy is taken."""
         if self.mixtures[policy].is_running(source):
             return True
-        return self.admission.accounts[policy].has_room() if self._issuable is None else self._issuable(policy)
+        return self.issuable(policy)
 
     def issued(self, group: TaskGroup) -> None:
         """Count an issued training group; ``group.born`` has the start versions of its slots."""
@@ -462,15 +461,14 @@ class LateGroups:
         policy: str,
         config: BatchConfig,
         experience: ExperiencePipeline,
-        cancel: Callable[[list[TaskGroup]], None],
         clock: Callable[[], float],
     ) -> None:
-        """``cancel`` ends the open slots of groups; the calls repeat until the groups are finished."""
         self._policy = policy
         self._late = config.late_rule
         self._wait_share = config.late_wait_share or WAIT_SHARE
         self._experience = experience
-        self._cancel = cancel
+        self.cancel: Callable[[list[TaskGroup]], None] = lambda groups: None
+        """Ends the open slots of groups; the calls repeat until the groups are finished."""
         self._clock = clock
         self._waited: set[str] = set()  # task groups that a batch has waited for
         self._began: float | None = None  # when the wait began that is going on
@@ -503,7 +501,7 @@ class LateGroups:
         # A group that another policy can still train continues; its members of this policy become too old.
         due = [g for g in self._experience.due(self._policy) if self._experience.is_due_everywhere(g)]
         if due:
-            self._cancel(due)
+            self.cancel(due)
         return not due
 
     def _all_here(self) -> bool:
@@ -525,22 +523,20 @@ class Batches:
         experience: ExperiencePipeline,
         journal: Journal,
         *,
-        cancel: Callable[[list[TaskGroup]], None],
         clock: Callable[[], float],
-        may_begin: Callable[[int], bool] | None,
         may_compute: Callable[[bool], bool] | None,
     ) -> None:
-        """``may_begin``: whether lockstep and threshold, where the run has one, let a step begin. ``cancel`` ends the open
-        slots of groups whose results could only be dropped. ``may_compute``, of a shared device, is told whether a batch that a rank asks for is ready, and returns
-        whether the trainer may compute on it now."""
+        """``may_compute``, of a shared device, is told whether a batch that a rank asks for is ready, and returns whether the
+        trainer may compute on it now."""
         self.policy = policy
         self._config = config
         self._experience = experience
         self._journal = journal
-        self._may_begin = may_begin
+        self.may_begin: Callable[[int], bool] = lambda training_step: True
+        """Whether lockstep and threshold, where the run has one, let a step begin."""
         self._may_compute = may_compute
         self._clock = clock
-        self.late = LateGroups(policy, config, experience, cancel, clock)
+        self.late = LateGroups(policy, config, experience, clock)
         self._taken_at: tuple[int, float] | None = None  # the newest batch that this process put together: step, when
         self._recent: dict[int, Batch] = {}
         self._changed = asyncio.Event()  # set when a wait may be over
@@ -635,10 +631,7 @@ class Batches:
         """Whether only groups that are due may hold the batch back."""
         # A step starts from the previous version, and counts its age from that version: wait for that version too.
         ready = self._experience.buffers[self.policy].ready and self.newest_version == training_step - 1
-        return ready and not self.paused and self._begins(training_step)
-
-    def _begins(self, training_step: int) -> bool:
-        return self._may_begin is None or self._may_begin(training_step)
+        return ready and not self.paused and self.may_begin(training_step)
 
     def close(self) -> None:
         """End all waits: the process is stopping."""
@@ -649,7 +642,7 @@ class Batches:
         async with self._assembly:
             if training_step <= self.newest_step:  # another rank was first
                 return await self._replay(training_step)
-            if not self._begins(training_step):  # training has ended since the wait for sequences did
+            if not self.may_begin(training_step):  # training has ended since the wait for sequences did
                 raise DeadlineError(f"{self.policy}: step {training_step} does not begin")
             groups, statistics = self._experience.take_batch(self.policy, training_step)
             statistics |= {StepFact.LATE_WAIT_S.value: self.late.taken()}

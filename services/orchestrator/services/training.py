@@ -24,11 +24,19 @@ from services.common.telemetry.accounts import AccountState, PeerState, TrainerS
 from services.common.telemetry.logs import LogEvent
 from services.common.wire import batch_chunks, duration_to_proto, interval_from_proto, read, write
 from services.orchestrator.buffer.assembly import MOST_AT_ONCE, Batch
+from services.orchestrator.ingest import (
+    MOST_RANKS,
+    MOST_ROWS,
+    check_id,
+    check_number,
+    check_version,
+    finite_gauges,
+    possible_intervals,
+)
 from services.orchestrator.journal import entries
 from services.orchestrator.members import PauseTraining, ResumeTraining, SaveCheckpoint, StopTraining, TrainerCommand
 from services.orchestrator.metrics import StepRows
 from services.orchestrator.orchestrator import OrchestratorCore
-from services.orchestrator.services import bounds
 from services.orchestrator.trainers import Trainer
 
 log = structlog.get_logger()
@@ -156,15 +164,15 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     async def JoinTraining(
         self, request: training_pb2.JoinTrainingRequest, context: Context
     ) -> AsyncIterator[training_pb2.JoinTrainingResponse]:
-        bounds.check_id("incarnation", request.incarnation)
+        check_id("incarnation", request.incarnation)
         trainer = self._api.join(
             request.policy,
             request.incarnation,
-            max(bounds.check_number("num_ranks", request.num_ranks, 0, bounds.MOST_RANKS), 1),
-            bounds.check_number("recovered_version", request.recovered_version, -1),
-            bounds.texts(request.labels),
+            max(check_number("num_ranks", request.num_ranks, 0, MOST_RANKS), 1),
+            check_number("recovered_version", request.recovered_version, -1),
+            dict(request.labels),
             self._kept_steps(request.policy, request.kept_checkpoint_steps),
-            bounds.check_number("vocab_size", request.vocab_size, 0, bounds.MOST_ROWS),
+            check_number("vocab_size", request.vocab_size, 0, MOST_ROWS),
         )
         mailbox = trainer.mailbox
         assert mailbox is not None
@@ -188,23 +196,23 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     async def ReportTrainer(
         self, request: training_pb2.ReportTrainerRequest, context: Context
     ) -> training_pb2.ReportTrainerResponse:
-        accounts = bounds.accounts(read(AccountState, account) for account in request.accounts)
-        bounds.check_number("rank", request.rank, 0, bounds.MOST_RANKS)
+        accounts = tuple([read(AccountState, account) for account in request.accounts])
+        check_number("rank", request.rank, 0, MOST_RANKS)
         if request.rank > 0:
             self._core.trainers.report_rank(request.policy, request.rank, accounts)
             return training_pb2.ReportTrainerResponse(lease=duration_to_proto(self._core.trainers.lease_s))
         self._core.trainers.report(
             request.policy,
             request.incarnation,
-            training_step=bounds.check_number("training_step", request.training_step, 0),
-            state=request.state[: bounds.MOST_NAME],
+            training_step=check_number("training_step", request.training_step, 0),
+            state=request.state,
             checkpoint_step=self._checkpoint_step(request.policy, request.checkpoint_step),
-            gauges=bounds.gauges(request.gauges),
+            gauges=finite_gauges(request.gauges),
             kept_checkpoint_steps=self._kept_steps(request.policy, request.kept_checkpoint_steps),
             accounts=accounts,
-            peers=bounds.peers(read(PeerState, peer) for peer in request.peers),
+            peers=tuple([read(PeerState, peer) for peer in request.peers]),
             device_turn=request.device_turn,
-            refusal=request.refusal[: bounds.MOST_REASON],
+            refusal=request.refusal,
         )
         if request.state == TrainerState.FINISHED:
             self._core.turns.trainer_finished(request.policy)
@@ -216,16 +224,15 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
 
         A checkpoint is ahead of the ledger when the record of its version is lost.
         """
-        return min(bounds.check_number(f"checkpoint_step of {policy}", step, 0), max(self._newest(policy), 0))
+        return min(check_number(f"checkpoint_step of {policy}", step, 0), max(self._newest(policy), 0))
 
     def _newest(self, policy: str) -> int:
         return self._core.ledgers[self._core.trainers.known(policy)].newest_number
 
     def _kept_steps(self, policy: str, steps: Iterable[int]) -> tuple[int, ...]:
-        """The possible ones of the kept checkpoints; an empty result keeps every record."""
+        """The possible ones of the kept checkpoints."""
         newest = self._newest(policy)
-        fitting = tuple(step for step in steps if 0 <= step <= newest)
-        return fitting if len(fitting) <= bounds.MOST_VALUES else ()
+        return tuple(step for step in steps if 0 <= step <= newest)
 
     # A coroutine that writes, not a generator: each message then passes one frame instead of three.
     async def PullBatch(  # type: ignore[override]
@@ -266,10 +273,10 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         if request.version.run_id and request.version.run_id != self._core.run_id:
             raise InvalidRequestError(f"version of run {request.version.run_id!r}; this is run {self._core.run_id!r}")
         newest = await self._api.publish(
-            bounds.check_version(read(WeightVersion, request.version)),
+            check_version(read(WeightVersion, request.version)),
             request.incarnation,
-            metrics=bounds.metrics(request.metrics),
-            compute=bounds.intervals(interval_from_proto(interval) for interval in request.compute_intervals),
+            metrics=dict(request.metrics),
+            compute=possible_intervals(interval_from_proto(interval) for interval in request.compute_intervals),
             checkpoint_step=self._checkpoint_step(request.version.policy, request.checkpoint_step),
             kept_checkpoint_steps=self._kept_steps(request.version.policy, request.kept_checkpoint_steps),
         )

@@ -30,7 +30,8 @@ class PoolHistory(RuleBasedStateMachine):
     def begin(self) -> None:
         self.now = 0.0
         self.orphans: set[str] = set()
-        self.pool = ReplicaPool(LEASE_S, lambda: self.now, self.orphans.update)
+        self.pool = ReplicaPool(LEASE_S, lambda: self.now)
+        self.pool.on_orphaned = self.orphans.update
         self.num_groups = 0
 
     def replica(self, data: st.DataObject) -> Replica:

@@ -23,7 +23,9 @@ def hello(name: str = "a", incarnation: str = "1", num_slots: int = 8) -> Hello:
 def pool_with_orphans() -> tuple[ReplicaPool, Clock, list[str]]:
     clock = Clock()
     orphans: list[str] = []
-    return ReplicaPool(30.0, clock, orphans.extend), clock, orphans
+    pool = ReplicaPool(30.0, clock)
+    pool.on_orphaned = orphans.extend
+    return pool, clock, orphans
 
 
 def report(pool: ReplicaPool, name: str = "a", incarnation: str = "1") -> None:
