@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -274,4 +274,8 @@ class OtlpSink:
         )  # fmt: skip
 
 
-SINKS = {Tracker.WANDB: WandbSink, Tracker.TRACKIO: TrackioSink, Tracker.OTLP: OtlpSink}
+SINKS: dict[Tracker, Callable[[RunFacts], Sink]] = {
+    Tracker.WANDB: WandbSink,
+    Tracker.TRACKIO: TrackioSink,
+    Tracker.OTLP: OtlpSink,
+}

@@ -1,6 +1,6 @@
 """Task groups: slots, outcomes and owners, and the names of their sequences.
 
-``UnfinishedGroups`` finds groups by the versions on which they began, ``OrphanedGroups`` those without a replica.
+``OrphanedGroups`` are those without a replica.
 
 Invariants: the first outcome of a slot wins. A group is complete when every slot has an outcome, trajectory or final
 failure. Independent of replicas, buffers and the journal.
@@ -89,29 +89,6 @@ def group_key(sequence: TokenSequence, group_by: GroupBy) -> tuple[str, str, int
     if group_by == "attempt":
         return sequence.policy, sequence.role, sequence.attempt
     return sequence.policy, "", 0
-
-
-class UnfinishedGroups:
-    def __init__(self) -> None:
-        self._by_version: dict[str, dict[int, dict[str, TaskGroup]]] = {}  # policy -> version -> by name, in order
-
-    def add(self, group: TaskGroup) -> None:
-        """``group.born`` must not change before the group's removal."""
-        for policy, version in group.born.items():
-            self._by_version.setdefault(policy, {}).setdefault(version, {})[group.id] = group
-
-    def remove(self, group: TaskGroup) -> None:
-        """Removing one that is not there is harmless."""
-        for policy, version in group.born.items():
-            groups = self._by_version.get(policy, {}).get(version, {})
-            groups.pop(group.id, None)
-            if not groups:
-                self._by_version.get(policy, {}).pop(version, None)
-
-    def begun_before(self, policy: str, version: int) -> list[TaskGroup]:
-        """Groups whose open slots began on an older version of the policy, oldest first."""
-        found = self._by_version.get(policy, {})
-        return [group for born in sorted(found) if born < version for group in found[born].values()]
 
 
 class OrphanedGroups:

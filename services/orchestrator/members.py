@@ -159,6 +159,7 @@ class Assignment:
     pinned: Mapping[str, int]  # versions that must not change meanwhile (evaluation)
     evaluates: bool = False
     issued: bool = False  # durable: the order may be sent
+    seen: bool = False  # the replica has confirmed it
     num_unseen: int = 0  # reports since the issue without this task group
 
 
@@ -191,8 +192,6 @@ class Replica:
     accounts: tuple[AccountState, ...] = ()
     peers: tuple[PeerState, ...] = ()  # state of its dependencies, as the replica reports them
     component: Component = field(init=False)  # its name in accounts and stalls
-    _pinning: dict[str, None] = field(default_factory=dict)  # assignments with pinned versions, in order
-    _unseen: dict[str, None] = field(default_factory=dict)  # assignments that the replica has never confirmed
 
     def __post_init__(self) -> None:
         self.component = replica_component(self.replica_id)
@@ -241,16 +240,12 @@ class Replica:
 
     def pinned_version(self, policy: str) -> int | None:
         """The version that an evaluation pins."""
-        pinned = (self.assignments[name].pinned for name in self._pinning)
-        return next((versions[policy] for versions in pinned if policy in versions), None)
+        return next((a.pinned[policy] for a in self.assignments.values() if policy in a.pinned), None)
 
     # --- the ledger --------------------------------------------------------------------------------------------------
 
     def take(self, name: str, assignment: Assignment) -> None:
         self.assignments[name] = assignment
-        self._unseen[name] = None
-        if assignment.pinned:
-            self._pinning[name] = None
         self._count(assignment, len(assignment.open_slots))
 
     def resolve(self, name: str, slot: int) -> bool:
@@ -264,8 +259,6 @@ class Replica:
     def drop(self, name: str) -> None:
         """Remove a task group from this replica."""
         assignment = self.assignments.pop(name)
-        self._unseen.pop(name, None)
-        self._pinning.pop(name, None)
         self._count(assignment, -len(assignment.open_slots))
 
     def drop_all(self) -> list[str]:
@@ -294,23 +287,17 @@ class Replica:
 
     def note_running(self, task_group_ids: Iterable[str] | None) -> None:
         """Compare the reported task groups with the assigned ones; None for a replica that does not report them."""
-        if task_group_ids is None or not self._unseen:
+        if task_group_ids is None:
             return
         said = frozenset(task_group_ids)
-        for name in list(self._unseen):
-            assignment = self.assignments[name]
-            if not assignment.issued:
-                continue
-            if name in said:
-                del self._unseen[name]
-            else:
-                assignment.num_unseen += 1
+        for name, assignment in self.assignments.items():
+            if assignment.issued and not assignment.seen:
+                assignment.seen = name in said
+                assignment.num_unseen += not assignment.seen
 
     def unseen(self, num_reports: int) -> list[Assignment]:
         """Task groups that this many reports or more did not contain."""
-        if not self._unseen:
-            return []
-        return [found for name in self._unseen if (found := self.assignments[name]).num_unseen >= num_reports]
+        return [found for found in self.assignments.values() if not found.seen and found.num_unseen >= num_reports]
 
 
 # --- The replica pool: leases, held versions, and the slots of task groups that each replica runs.

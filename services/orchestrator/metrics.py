@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -23,25 +23,21 @@ import orjson
 import structlog
 
 from services.common import run_files
-from services.common.records import TRANSFER_STAGES, Interval, WeightTransfer, WeightVersion
+from services.common.records import TRANSFER_STAGES, Interval, WeightTransfer
 from services.common.telemetry.metrics import (
     EstimateSummary,
     EvaluationSummary,
     MetricsWriter,
     RowKind,
     StallMoment,
-    StepKey,
     ThroughputKey,
-    trainer_key,
 )
 from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.evaluation import kind_of
 
 if TYPE_CHECKING:
-    from services.orchestrator.buffer.batches import Batches
     from services.orchestrator.evaluation import ThresholdState
     from services.orchestrator.journal.entries import EvaluationResult
-    from services.orchestrator.tasks.orders import TrainingOrders
 
 log = structlog.get_logger()
 
@@ -118,43 +114,6 @@ class RunMetrics:
         self._rows.close()
         if self._board is not None:
             self._board.close()
-
-
-class StepRows:
-    """Writes the row of a training step: statistics of its batch, metrics of its trainer, gauges of the curation."""
-
-    def __init__(
-        self,
-        *,
-        batches: Mapping[str, Batches],
-        curation: TrainingOrders,
-        last_metrics: dict[str, dict[str, float]],
-        metrics: RunMetrics,
-        started_at: float,
-        write_state: Callable[[], None],
-    ) -> None:
-        """``last_metrics`` gets the values of every row, by policy; ``started_at`` in seconds since the epoch."""
-        self._batches = batches
-        self._curation = curation
-        self._last_metrics = last_metrics
-        self._metrics = metrics
-        self._started_at = started_at
-        self._write_state = write_state
-
-    def write(self, version: WeightVersion, metrics: Mapping[str, float], compute_s: float) -> None:
-        """Write the row of the training step that brought this version."""
-        policy, step = version.policy, version.number
-        statistics = self._batches[policy].statistics.pop(step, {})
-        values = {
-            **statistics,
-            **{trainer_key(name): value for name, value in metrics.items()},
-            **self._curation.gauges(),
-            StepKey.COMPUTE_S.value: compute_s,
-            StepKey.ELAPSED_S.value: time.time() - self._started_at,
-        }
-        self._last_metrics[policy] = values
-        self._metrics.training_step(policy, step, values)
-        self._write_state()
 
 
 # --- scalars -----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,10 @@ from services.common import records as fates
 from services.common.config.processes import Placement, Tracker
 from services.common.config.recipe import Recipe
 from services.common.errors import StateError
+from services.common.records import WeightVersion
+from services.common.telemetry.accounts import trainer_component
+from services.common.telemetry.logs import LogEvent
+from services.common.telemetry.metrics import StepKey, trainer_key
 from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
 from services.orchestrator.buffer.buffer import RewardRules
 from services.orchestrator.dispatcher import Dispatcher
@@ -39,8 +43,8 @@ from services.orchestrator.metrics import DiskForecast, RunMetrics, Timeline
 from services.orchestrator.stalls import PAUSED_ITSELF, Hold, StallState
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, TrainingOrders
-from services.orchestrator.trainers import Absences, DeviceTurns, TrainerLeases
-from services.orchestrator.versions import FanOut, PublishedVersions, VersionLedger
+from services.orchestrator.trainers import DeviceTurns, TrainerLeases
+from services.orchestrator.versions import FanOut, VersionLedger
 
 log = structlog.get_logger()
 
@@ -100,9 +104,10 @@ class OrchestratorCore:
             recipe, evaluation_sources, self.names, self.rewards, self._evaluated, started_at
         )
         self.threshold = Threshold.of(recipe, self.evaluations.results)
+        self.trained_ledgers = {policy: self.ledgers[policy] for policy in self.batches}
+        self.last_metrics: dict[str, dict[str, float]] = {policy: {} for policy in self.ledgers}  # of the newest steps
         self._make_ingest()
         self._make_dispatcher()
-        self._make_versions()
 
     def _make_experience(self, vocab_sizes: Mapping[str, int | None]) -> None:
         recipe = self.recipe
@@ -171,34 +176,8 @@ class OrchestratorCore:
         self.pool.on_orphaned = self.dispatcher.orphaned
         self.experience.issuable = self.dispatcher.may_issue
         for batches in self.batches.values():
+            batches.may_begin = self.may_begin
             batches.late.cancel = self.dispatcher.cancel_too_old
-
-    def _make_versions(self) -> None:
-        self.versions = PublishedVersions(
-            ledgers=self.ledgers,
-            batches=self.batches,
-            experience=self.experience,
-            curation=self.training_orders,
-            threshold=self.threshold,
-            announcer=self.dispatcher.announcer,
-            schedule=self.dispatcher.schedule,
-            journal=self.journal,
-            num_steps=self.num_steps,
-            lockstep=self.recipe.run.lockstep,
-            on_change=self._changed.set,
-        )
-        for batches in self.batches.values():
-            batches.may_begin = self.versions.may_begin
-        self.absences = Absences(
-            self.pool,
-            self.trainers,
-            lost=self.stall_state.lost,
-            untrained=self.experience.admission.absent,
-            counters=self.counters,
-            clock=self.clock,
-            on_lost=self.dispatcher.schedule,
-            on_checked=self.turns.settle,
-        )
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition on versions, evaluations or run control.
@@ -304,11 +283,118 @@ class OrchestratorCore:
         """Task groups whose records a batch, a running slot or an evaluation still needs."""
         return set(self.groups) | self.experience.buffered_groups() | self.evaluations.group_ids()
 
+    # --- versions ----------------------------------------------------------------------------------------------------
+
+    def apply_version(self, version: WeightVersion, metrics: Mapping[str, float]) -> None:
+        """Apply a durable version, live or during recovery."""
+        policy = version.policy
+        if self.ledgers[policy].record(version) and policy in self.batches:
+            self._advanced(policy, version.number)
+            self.last_metrics[policy] = dict(metrics)
+
+    def lose_version(self, policy: str, number: int) -> None:
+        """Handle a published version with a lost record: advance the staleness; the trainer offers the version again."""
+        self.ledgers[policy].lose(number)
+        if policy in self.batches:
+            self._advanced(policy, number)
+
+    def _advanced(self, policy: str, number: int) -> None:
+        if number <= self.batches[policy].newest_version:  # a lost one that was offered again
+            return
+        self.experience.advanced(policy, number)
+        self.batches[policy].published(number)
+        if policy == next(iter(self.batches)):  # a step of the run, regardless of other policies
+            self.training_orders.advanced()
+
+    def adopt_version(self, version: WeightVersion) -> None:
+        """Record version 0 of a policy without a trainer as the newest."""
+        self.journal.submit(entries.VERSION, f"{version.policy}/0", entries.version_to_json(version, 0, {}))
+        self.apply_version(version, {})
+        self._changed.set()
+
+    def announce_version(self, policy: str, is_new: bool) -> None:
+        """Announce a policy's newest version to the replicas, or (not ``is_new``) its changed sources."""
+        if is_new:
+            self.dispatcher.announcer.plan_fetches(policy)
+        self.dispatcher.announcer.sync_all(again=not is_new)
+        self._wake_ranks()
+        self.dispatcher.schedule()
+        self._changed.set()
+
+    def write_step(self, version: WeightVersion, metrics: Mapping[str, float], compute_s: float) -> None:
+        """Write the row of the training step that brought this version: statistics of its batch, metrics of its trainer,
+        gauges of the curation."""
+        policy, step = version.policy, version.number
+        values = {
+            **self.batches[policy].statistics.pop(step, {}),
+            **{trainer_key(name): value for name, value in metrics.items()},
+            **self.training_orders.gauges(),
+            StepKey.COMPUTE_S.value: compute_s,
+            StepKey.ELAPSED_S.value: time.time() - self.started_at,
+        }
+        self.last_metrics[policy] = values
+        self.metrics.training_step(policy, step, values)
+        self.write_state()
+
+    def may_begin(self, training_step: int) -> bool:
+        """Whether the recipe lets any policy begin this step by now."""
+        if self.reached_threshold:
+            return False
+        behind = training_step - 1
+        trained = self.trained_ledgers.values()
+        return not self.recipe.run.lockstep or all(ledger.newest_number >= behind for ledger in trained)
+
+    @property
+    def reached_threshold(self) -> bool:
+        """Whether training ends before its last step because ``run.until`` holds: no further batch begins."""
+        return self.threshold is not None and self.threshold.reached
+
+    def last_step(self, policy: str) -> int:
+        """The last training step of a policy, as far as known."""
+        return self.batches[policy].newest_step if self.reached_threshold else self.num_steps
+
+    @property
+    def all_trained(self) -> bool:
+        """Whether every policy has taken its last step, with its version published."""
+        if self.reached_threshold:
+            return all(batches.settled for batches in self.batches.values())
+        return all(ledger.newest_number >= self.num_steps for ledger in self.trained_ledgers.values())
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether training is over before its last step: a trainer does not know that its newest step is the last."""
+        return self.reached_threshold and self.all_trained
+
+    # --- leases ------------------------------------------------------------------------------------------------------
+
+    def check_leases(self) -> None:
+        """Give away the work of silent replicas, and end the leases that ran out. The other policies continue after the
+        loss of a trainer."""
+        for replica in self.pool.give_away():
+            log.warning("replica.work_given_away", replica=replica.replica_id, incarnation=replica.incarnation)
+        for replica in self.pool.expire():
+            log.warning(LogEvent.LEASE_LOST, replica=replica.replica_id, incarnation=replica.incarnation)
+            self.counters[fates.RunCount.REPLICA_LEASES_LOST.value] += 1
+            self.stall_state.lost[replica.component] = self.clock()
+            self.dispatcher.schedule()
+        for trainer in self.trainers.expire():
+            log.warning("trainer.lease_lost", policy=trainer.policy, incarnation=trainer.incarnation)
+            self.counters[fates.RunCount.TRAINER_LEASES_LOST.value] += 1
+            self.stall_state.lost[trainer_component(trainer.policy)] = self.clock()
+            self.experience.admission.absent.add(trainer.policy)
+            self.dispatcher.schedule()
+        self.turns.settle()
+
+    def trainer_found(self, policy: str) -> None:
+        """Forget the absence of a policy's trainer."""
+        self.stall_state.lost.pop(trainer_component(policy), None)
+        self.experience.admission.absent.discard(policy)
+
     # --- phases ------------------------------------------------------------------------------------------------------
 
     def begin_training(self) -> None:
         """Issue training groups, unless the threshold is reached."""
-        self.dispatcher.train = not self.versions.reached_threshold
+        self.dispatcher.train = not self.reached_threshold
         self.dispatcher.schedule()
 
     def stop_issuing(self) -> None:

@@ -77,11 +77,11 @@ def _state(state: RunState) -> run_pb2.RunState.ValueType:
 
 def _policy(core: OrchestratorCore, policy: str) -> run_pb2.PolicyProgress:
     trainer, account = core.trainers.get(policy), core.experience.admission.accounts[policy]
-    metrics = core.versions.last_metrics[policy]
+    metrics = core.last_metrics[policy]
     return run_pb2.PolicyProgress(
         policy=policy,
         version=core.ledgers[policy].newest_number,
-        num_steps=core.versions.last_step(policy),
+        num_steps=core.last_step(policy),
         num_buffered=core.experience.buffers[policy].num_sequences,
         num_expected=round(account.expected),
         reward_mean=metrics.get(StepKey.ROLLOUT_REWARD_MEAN, 0.0),
@@ -117,7 +117,7 @@ def _estimate_to_proto(found: Estimate | None) -> run_pb2.Estimate | None:
 
 def summary(core: OrchestratorCore) -> RunSummary:
     """The contents of ``summary.json``."""
-    ledgers, until = core.versions.trained_ledgers, core.threshold
+    ledgers, until = core.trained_ledgers, core.threshold
     return {
         "run_id": core.run_id,
         "state": core.control.phase.value,
@@ -147,7 +147,7 @@ def waits(core: OrchestratorCore) -> list[str]:
         if (
             core.trainers.get(policy) is None
             and not core.control.ended
-            and ledger.newest_number < core.versions.last_step(policy)
+            and ledger.newest_number < core.last_step(policy)
         ):
             found.append(f"run waits: no trainer of {policy} has joined")
         elif ledger.lacks_newest:
@@ -156,7 +156,7 @@ def waits(core: OrchestratorCore) -> list[str]:
             found.append(f"run waits for the first version of {policy}")
         if ledger.offered_otherwise and not core.control.ended:
             found.append(_not_served(core, policy, ledger.newest_number))
-        if core.versions.reached_threshold:
+        if core.reached_threshold:
             continue
         buffer = core.experience.buffers[policy]
         if batches.num_waiting and (num_due := batches.late.num_waited_for):
@@ -259,7 +259,7 @@ def gauges(
         "tasks": float(sum(len(source) for where, source in sources.items() if is_training(where))),
         **{f"tasks_too_long/{where}": float(_too_long(source)) for where, source in sources.items()},
         **{f"rows_left_out/{where}": float(source.left_out.count) for where, source in sources.items()},
-        "steps": float(core.versions.num_steps),
+        "steps": float(core.num_steps),
         "replicas": float(len(core.pool)),
         "running": float(core.pool.num_running),
         "tokens_per_s": core.pool.tokens_per_s,
@@ -308,7 +308,7 @@ def _policy_gauges(core: OrchestratorCore) -> dict[str, float]:
             f"waiting_ranks/{policy}": float(batches.num_waiting),
             f"masked_share/{policy}": core.masked.share(policy),
         }
-        metrics = core.versions.last_metrics[policy].items()
+        metrics = core.last_metrics[policy].items()
         found |= {f"step/{policy}/{name}": float(value) for name, value in metrics if math.isfinite(value)}
     return found
 

@@ -371,16 +371,16 @@ class Recovery:
     def _apply_version(self, row: Row, version: WeightVersion, metrics: Mapping[str, float]) -> None:
         core, ledger = self.core, self.core.ledgers[version.policy]
         for missing in range(ledger.newest_number + 1, version.number):
-            core.versions.lose(version.policy, missing)
+            core.lose_version(version.policy, missing)
         batches = core.batches.get(version.policy)
         if batches is not None and batches.newest_step < version.number and entries.BATCH in self.unknown:
             self._lose_batch(version.policy, version.number, row)
-        core.versions.apply(version, metrics)
+        core.apply_version(version, metrics)
 
     def _apply_batch(self, row: Row, batch: BatchRecord) -> None:
         core, batches, ledger = self.core, self.core.batches[batch.policy], self.core.ledgers[batch.policy]
         for missing in range(ledger.newest_number + 1, batch.training_step):  # a step begins from the previous version
-            core.versions.lose(batch.policy, missing)
+            core.lose_version(batch.policy, missing)
         for missing in range(batches.newest_step + 1, batch.training_step):
             self._lose_batch(batch.policy, missing, row)
         if not self.is_settled(row):
@@ -404,7 +404,7 @@ class Recovery:
             if row.key in core.groups:
                 core.groups[row.key].lacks_owner = True
         elif row.kind == entries.VERSION and policy in core.ledgers and number is not None:
-            core.versions.lose(policy, number)
+            core.lose_version(policy, number)
         elif row.kind == entries.BATCH and policy in core.batches and number is not None:
             self._lose_batch(policy, number, row)
 

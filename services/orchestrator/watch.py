@@ -100,7 +100,7 @@ class Watch:
     async def tick(self) -> None:
         core = self._core
         self._prolong_leases()
-        core.absences.check()
+        core.check_leases()
         if self._is_due("disk", DISK_S):
             self._hold_back(await asyncio.to_thread(core.journal.free_bytes))
             self._failures.check()
@@ -132,7 +132,8 @@ class Watch:
         self._ticked_at = now
         if before is not None and now - before > STOOD_STILL_S:
             log.warning("orchestrator.stood_still", seconds=round(now - before, 1))
-            self._core.absences.prolong(now - before)
+            self._core.pool.prolong(now - before)
+            self._core.trainers.prolong(now - before)
 
     def _is_due(self, name: str, every_s: float) -> bool:
         now = self._core.clock()
@@ -178,7 +179,7 @@ class Watch:
     def _write_throughput(self) -> None:
         """Write the row of the run's throughput and of the shares of idle time."""
         core, book = self._core, self._core.stall_state.book
-        step = max((ledger.newest_number for ledger in core.versions.trained_ledgers.values()), default=0)
+        step = max((ledger.newest_number for ledger in core.trained_ledgers.values()), default=0)
         book.mark(core.clock())
         values = {
             ThroughputKey.TOKENS_PER_S: core.pool.tokens_per_s,
@@ -194,7 +195,7 @@ class Watch:
         """Delete segments of unneeded records."""
         core = self._core
         steps = {trainer.policy: trainer.oldest_checkpoint_step for trainer in core.trainers}
-        if len(steps) < len(core.versions.trained_ledgers) or steps == self._collected:
+        if len(steps) < len(core.trained_ledgers) or steps == self._collected:
             return
         current, live = core.journal.current_segments(), core.live_groups()
         try:
@@ -332,7 +333,7 @@ def _policy(core: OrchestratorCore, policy: str) -> PolicyFacts:
         num_filtered=experience.num_filtered[policy],
         num_filtered_in_a_row=experience.num_filtered_in_a_row[policy],
         quota_full=experience.admission.accounts[policy].is_full,
-        trainer_wanted=core.num_steps > 0 and core.ledgers[policy].newest_number < core.versions.last_step(policy),
+        trainer_wanted=core.num_steps > 0 and core.ledgers[policy].newest_number < core.last_step(policy),
         trainer_joined=trainer is not None,
         refusal=trainer.refusal if trainer is not None else "",
         rank_reports={0: trainer.num_reports, **trainer.rank_reports} if trainer is not None else _NO_RANKS,

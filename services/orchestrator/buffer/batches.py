@@ -58,7 +58,7 @@ from services.orchestrator.buffer.buffer import (
     sizes_by_source,
     without_masked,
 )
-from services.orchestrator.groups import Outcome, TaskGroup, UnfinishedGroups
+from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import BatchRecord, GroupVerdict
 from services.orchestrator.journal.journal import Journal
@@ -127,7 +127,7 @@ class ExperiencePipeline:
         self.num_filtered: Counter[str] = Counter()  # dropped for equal rewards
         self.num_filtered_in_a_row: Counter[str] = Counter()  # dropped for equal rewards since one was kept
         self._buffered: Counter[str] = Counter()  # task group -> advantage groups in buffers
-        self.unfinished = UnfinishedGroups()
+        self.unfinished: dict[str, TaskGroup] = {}
         # In a recovery: judged task groups -> which (policy, role, attempt) of them the earlier process had no use for.
         self.surplus_before: Mapping[str, set[tuple[str, str, int]]] = {}
 
@@ -158,20 +158,20 @@ class ExperiencePipeline:
 
     def issued(self, group: TaskGroup) -> None:
         """Count an issued training group; ``group.born`` has the start versions of its slots."""
-        self.unfinished.add(group)
+        self.unfinished[group.id] = group
         self.admission.issued(len(group.unresolved), self.policies_of(group))
         for policy in self.policies_of(group):
             self.mixtures[policy].issued(group.order.source, len(group.order.indices))
 
     def reissued(self, group: TaskGroup, born: Mapping[str, int]) -> None:
         """Note that open slots of a training group begin again, on these versions."""
-        self.unfinished.remove(group)
         group.born = dict(born)
-        self.unfinished.add(group)
 
     def due(self, policy: str) -> list[TaskGroup]:
         """Unfinished groups whose open slots began on a version that only the policy's next step can train."""
-        return self.unfinished.begun_before(policy, self._oldest_allowed(policy) + 1)
+        oldest = self._oldest_allowed(policy)
+        due = [group for group in self.unfinished.values() if group.born.get(policy, oldest + 1) <= oldest]
+        return sorted(due, key=lambda group: group.born[policy])
 
     def is_due_everywhere(self, group: TaskGroup) -> bool:
         """The same for every policy of the group with remaining steps and a trainer, if all of these drop late tokens:
@@ -188,7 +188,7 @@ class ExperiencePipeline:
 
     def cancelled(self, group: TaskGroup) -> None:
         """Cancel a running training group."""
-        self.unfinished.remove(group)
+        self.unfinished.pop(group.id, None)
         self.admission.given_up(len(group.unresolved), self.policies_of(group))
         self.admission.ended(len(group.order.indices), self.policies_of(group))
         for policy in self.policies_of(group):
@@ -216,7 +216,7 @@ class ExperiencePipeline:
         return [self._since_batch[policy], *([] if own is None else [own])]
 
     def _completed(self, group: TaskGroup) -> list[GroupVerdict]:
-        self.unfinished.remove(group)
+        self.unfinished.pop(group.id, None)
         policies, source, num_slots = self.policies_of(group), group.order.source, len(group.order.indices)
         self.admission.ended(num_slots, policies)
         found_of = self._sequences_per_policy(group.trajectories)

@@ -110,7 +110,7 @@ class ReplicaApi:
                 by=hello.incarnation,
             )
         replica = self._core.pool.join(hello)
-        self._core.absences.replica_found(hello.replica_id)
+        self._core.stall_state.lost.pop(replica.component, None)
         log.info(
             LogEvent.REPLICA_JOINED, replica=hello.replica_id, incarnation=hello.incarnation, slots=hello.num_slots
         )
@@ -131,7 +131,7 @@ class ReplicaApi:
             if policy in self._with_trainer:
                 continue
             if policy in self._core.ledgers and self._core.ledgers[policy].newest is None and found.number == 0:
-                self._core.versions.adopt(WeightVersion(policy=policy, number=0, digest=found.digest))
+                self._core.adopt_version(WeightVersion(policy=policy, number=0, digest=found.digest))
 
     def report(self, replica_id: str, incarnation: str, *, emission: Iterable[Interval], **report: Any) -> None:
         """Renew the lease with a ``report`` of ``ReplicaPool.report``; raises LeaseLostError for an ended lease or the lease

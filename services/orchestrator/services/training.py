@@ -35,7 +35,6 @@ from services.orchestrator.ingest import (
 )
 from services.orchestrator.journal import entries
 from services.orchestrator.members import PauseTraining, ResumeTraining, SaveCheckpoint, StopTraining, TrainerCommand
-from services.orchestrator.metrics import StepRows
 from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.trainers import Trainer
 
@@ -53,14 +52,6 @@ class TrainerApi:
 
     def __init__(self, core: OrchestratorCore) -> None:
         self._core = core
-        self._step_rows = StepRows(
-            batches=core.batches,
-            curation=core.training_orders,
-            last_metrics=core.versions.last_metrics,
-            metrics=core.metrics,
-            started_at=core.started_at,
-            write_state=core.write_state,
-        )
         self._publishing = {policy: asyncio.Lock() for policy in core.ledgers}
 
     def join(
@@ -82,13 +73,13 @@ class TrainerApi:
         trainer = self._core.trainers.join(policy, incarnation, num_ranks, recovered, labels, kept_checkpoint_steps)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
         self._core.bounds.learn_vocabulary(policy, vocab_size)
-        self._core.absences.trainer_found(policy)
+        self._core.trainer_found(policy)
         assert trainer.mailbox is not None
         if self._core.control.ended:
             trainer.mailbox.put(StopTraining(f"the run has {self._core.control.phase.value}"))
         elif self._core.control.paused:
             trainer.mailbox.put(PauseTraining())
-        elif self._core.versions.ended_early:
+        elif self._core.ended_early:
             trainer.mailbox.put(SaveCheckpoint())
         self._core.turns.trainer_joined(trainer, again=trainer is before)
         return trainer
@@ -100,7 +91,7 @@ class TrainerApi:
             UnknownPolicyError, InvalidRequestError: the policy or step does not exist.
             DeadlineError: the batch is not ready.
         """
-        num_steps = self._core.versions.num_steps
+        num_steps = self._core.num_steps
         if training_step > num_steps:
             raise InvalidRequestError(f"training step {training_step} of {policy}: the run has {num_steps} steps")
         batch = await self._core.batches[self._core.trainers.known(policy)].get(training_step, timeout_s)
@@ -133,26 +124,26 @@ class TrainerApi:
             intervals = list(compute)
             self._core.timeline.computed(policy, intervals)
             is_new = ledger.check(version)
-            if version.number > self._core.versions.num_steps:
+            if version.number > self._core.num_steps:
                 raise InvalidRequestError(
-                    f"version {version.number} of {policy}: the run has {self._core.versions.num_steps} steps"
+                    f"version {version.number} of {policy}: the run has {self._core.num_steps} steps"
                 )
             if is_new or ledger.get(version.number) != version:
                 await self._core.journal.append(
                     entries.VERSION,
                     f"{policy}/{version.number}",
                     entries.version_to_json(version, checkpoint_step, metrics, intervals),
-                    self._core.versions.apply,
+                    self._core.apply_version,
                     version,
                     metrics,
                 )
-                self._core.versions.announce(policy, is_new)
+                self._core.announce_version(policy, is_new)
             if is_new:
                 log.info("version.published", policy=policy, version=version.number, digest=version.digest)
                 if version.number > 0:
                     compute_s = sum(end - begin for begin, end in intervals)
                     # the row takes about a millisecond; the announcements leave first
-                    asyncio.get_running_loop().call_soon(self._step_rows.write, version, metrics, compute_s)
+                    asyncio.get_running_loop().call_soon(self._core.write_step, version, metrics, compute_s)
         return ledger.newest_number
 
 

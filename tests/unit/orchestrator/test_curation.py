@@ -6,11 +6,11 @@ import pytest
 from pydantic import ValidationError
 
 from services.common.config.data import DataConfig
-from services.orchestrator.tasks.orders import AcceptAll, FilterSolved, Greso, PassRate
+from services.orchestrator.tasks.orders import Curation, FilterSolved, Greso, PassRate
 
 
 def test_accept_all_skips_nothing() -> None:
-    curation = AcceptAll()
+    curation = Curation()
     curation.observe(0, [1.0, 1.0])
     assert all(curation.accepts(0, position) for position in range(10))
 

@@ -532,7 +532,7 @@ async def test_an_evaluation_is_played_by_the_replica_with_the_nearest_version_a
         for name, slots, number in (("near", 8, 4), ("far", 64, 5), ("farther", 32, 6)):
             world.join(name, number=number, slots=slots)
         for version in (4, 5, 6):
-            world.core.versions.apply(WeightVersion(policy="model0", number=version, digest=f"d{version}"), {})
+            world.core.apply_version(WeightVersion(policy="model0", number=version, digest=f"d{version}"), {})
         await world.core.begin_evaluation("asked")
         (current,) = world.core.evaluations
         current.wanted = {"model0": 4}

@@ -101,8 +101,6 @@ class PoolHistory(RuleBasedStateMachine):
             assert replica.num_running == sum(len(a.open_slots) for a in plays)
             assert replica.num_evaluating == sum(len(a.open_slots) for a in plays if a.evaluates)
             assert replica.num_free == replica.num_slots - replica.num_running
-            unseen = [replica.assignments[name] for name in replica._unseen]
-            assert {id(a) for a in replica.unseen(2)} == {id(a) for a in unseen if a.num_unseen >= 2}
             for policy in ("p", "q"):
                 held, told = replica.held.get(policy), replica.announced.get(policy, (-1, 0.0))[0]
                 assert (policy in replica.moving) == (held is not None and told > held.number)

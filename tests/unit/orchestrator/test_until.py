@@ -345,4 +345,4 @@ async def test_it_reads_the_pass_of_a_lone_policy_of_several_that_play_apart(wor
     )  # fmt: skip
     (name,) = world.core.evaluations.names_of("step-1")
     world.core.evaluations.recover_result(result(name, 1.0))
-    assert world.core.versions.reached_threshold
+    assert world.core.reached_threshold

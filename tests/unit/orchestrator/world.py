@@ -206,11 +206,11 @@ class World:
         """End the lease of the policy's trainer, as the periodic checks do when the lease runs out."""
         trainer = self.core.trainers.get(policy) or self.trainer_api.join(policy, "t", 1, 0, {})
         trainer.lease_until = self.clock.now - 1.0
-        self.core.absences.check()
+        self.core.check_leases()
 
     def check_leases(self) -> None:
         """End the leases that ran out, as the periodic checks do."""
-        self.core.absences.check()
+        self.core.check_leases()
 
     def watch(self) -> Watch:
         """Periodic checks that have not run yet."""
