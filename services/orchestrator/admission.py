@@ -85,13 +85,9 @@ class Account:
         return self.limits.num_steps - max(self.version, 0)
 
     @property
-    def sequences_per_trajectory(self) -> float:
-        return self.num_sequences / self.num_trajectories if self.num_trajectories else 1.0
-
-    @property
     def expected(self) -> float:
         """Expected sequences of the running rollouts, from the mean of earlier ones."""
-        return self.running_slots * self.sequences_per_trajectory
+        return self.running_slots * (self.num_sequences / self.num_trajectories if self.num_trajectories else 1.0)
 
     @property
     def buffered(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from services.common import run_files
 from services.common.aio import TaskOwner
 from services.common.config.data import EVALUATION, is_training, name_of
 from services.common.config.loading import load_resolved
@@ -101,7 +102,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
 
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: _stop_on_bug(context, fail))
     journal = Journal(
-        settings.journal_dir,
+        run_files.journal(settings.run_dir),
         segment_bytes=recipe.orchestrator.segment_bytes,
         durability=recipe.orchestrator.durability,
         on_failure=fail,
@@ -129,7 +130,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     async with TaskOwner() as tasks:
         try:
             tasks.start(Watch(core).run(), "watch")
-            tasks.start(GarbageSweeper(lambda: not core.has_work).run(), "collect garbage")
+            tasks.start(GarbageSweeper(lambda: not core.pool.num_running).run(), "collect garbage")
             server.set_ready()
             ending = tasks.start(_live_and_part(core), "lifecycle")
             stopping = tasks.start(server.wait_for_stop(), "signals")

@@ -102,14 +102,11 @@ class Dispatcher:
         """Pump once, soon, for any number of changes."""
         if not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._scheduled_pump)
-
-    def _scheduled_pump(self) -> None:
-        self._scheduled = False
-        self.pump()
+            asyncio.get_running_loop().call_soon(self.pump)
 
     def pump(self) -> None:
         """Issue all task groups that are possible now."""
+        self._scheduled = False
         self.waits_for = self.held_back or self._issue()
 
     def _issue(self) -> str:

@@ -271,11 +271,6 @@ class EvaluationPass:
         """Samples of the next row."""
         return self.samples[self.next_row]
 
-    @property
-    def num_in_flight(self) -> int:
-        """Issued trajectories without an outcome."""
-        return self.num_issued - self.num_resolved
-
     def required(self) -> Mapping[str, int]:
         return self.versions if self.pinned else {}
 
@@ -405,15 +400,13 @@ class Evaluations:
     def _kinds(self, evaluation_id: str) -> list[tuple[str, str, tuple[str, ...]]]:
         """(name of the pass, name of its sampling, its policies) of all passes."""
         apart = len(self._compositions) > 1
+        during = self._config.during_samplings if step_of(evaluation_id) else []
         return [
             (f"{evaluation_id}/{sampling}" + (f"/{policies[0]}" if apart else ""), sampling, policies)
             for policies in self._compositions
-            for sampling in self._samplings(evaluation_id)
+            for sampling in self._config.samplings
+            if not during or sampling in during
         ]
-
-    def _samplings(self, evaluation_id: str) -> list[str]:
-        during = self._config.during_samplings if step_of(evaluation_id) else []
-        return [name for name in self._config.samplings if not during or name in during]
 
     def _samples_of(self, evaluation_id: str) -> tuple[int, ...]:
         """Samples by row; 0 for a row that the evaluation of a training step leaves out."""
@@ -460,7 +453,7 @@ class Evaluations:
     def has_room(self, current: EvaluationPass) -> bool:
         """Whether ``evaluation.max_in_flight`` admits the next task group of a pass."""
         limit = self._config.max_in_flight
-        in_flight = sum(other.num_in_flight for other in self._passes.values())
+        in_flight = sum(other.num_issued - other.num_resolved for other in self._passes.values())
         return limit is None or in_flight + current.next_samples <= limit
 
     def draw(self, current: EvaluationPass) -> TaskGroup:
@@ -540,20 +533,12 @@ class Evaluations:
         self._passes.pop(result.name, None)
         self.results[result.name] = result
 
-    def progress(self) -> list[str]:
-        """How far the unfinished passes are, in words."""
-        return [current.standing() for current in self._passes.values()]
-
     def is_running(self, name: str) -> bool:
         """Whether a pass of this name is queued or running."""
         return name in self._passes
 
     def known(self, evaluation_id: str) -> bool:
         return any(name in self._passes or name in self.results for name in self.names_of(evaluation_id))
-
-    def pinned_versions(self) -> list[Mapping[str, int]]:
-        """Pinned versions of the unfinished passes."""
-        return [current.versions for current in self._passes.values() if current.pinned]
 
     def group_ids(self) -> set[str]:
         """Task groups of unfinished passes: the pass needs their rewards until its result."""

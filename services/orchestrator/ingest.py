@@ -541,7 +541,11 @@ class RecordBounds:
             )
         num_tokens = 0
         for position, sequence in enumerate(trajectory.sequences):
-            _check_parent(sequence, position)
+            if sequence.parent is not None and not 0 <= sequence.parent < position:  # none comes from itself
+                refuse(
+                    RefusalReason.NUMBER,
+                    f"sequence {position} has the parent {sequence.parent}; a parent comes before its children",
+                )
             bounds = self.policies.get(sequence.policy)
             if bounds is None:
                 refuse(RefusalReason.POLICY, f"unknown policy {shown(sequence.policy)}")
@@ -577,15 +581,6 @@ class RecordBounds:
 def _check_reward(what: str, reward: float) -> None:
     if not -MOST_REWARD <= reward <= MOST_REWARD:  # NaN too
         refuse(RefusalReason.REWARD, f"{what} is {reward:g}; rewards are from {-MOST_REWARD:g} to {MOST_REWARD:g}")
-
-
-def _check_parent(sequence: TokenSequence, position: int) -> None:
-    """A sequence comes from an earlier one, so no sequence comes from itself."""
-    if sequence.parent is not None and not 0 <= sequence.parent < position:
-        refuse(
-            RefusalReason.NUMBER,
-            f"sequence {position} has the parent {sequence.parent}; a parent comes before its children",
-        )
 
 
 def _check_sequence(sequence: TokenSequence, bounds: PolicyBounds, order: TaskGroupOrder, newest: int) -> int:

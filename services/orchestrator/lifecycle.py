@@ -35,7 +35,8 @@ async def live(core: OrchestratorCore) -> None:
         finally:
             phases.cancel()
             stop.cancel()
-        core.end_training(records.ClosedReason.RUN_ENDED)
+        core.dispatcher.train = False
+        core.cancel_training_groups(records.ClosedReason.RUN_ENDED)
         core.control.enter(RunState.STOPPED if core.control.stop_requested.is_set() else RunState.FINISHED)
         core.metrics.summary(summary(core))
     elif not run_files.summary(core.run_dir).is_file():  # an earlier process died between the two
@@ -87,7 +88,7 @@ async def _train(core: OrchestratorCore) -> None:
 
 async def _finish_begun_steps(core: OrchestratorCore) -> None:
     """Begin no further step, and cancel the work for one; trainers still train the batches that they hold."""
-    core.stop_issuing()
+    core.dispatcher.train = False
     if core.reached_threshold:
         assert core.threshold is not None
         log.info("run.threshold_reached", **asdict(core.threshold.state()))

@@ -227,11 +227,6 @@ class Replica:
         self.announced[policy] = (number, now)
         self._note_moving()
 
-    def untell(self) -> None:
-        """Forget announced versions: the announcement may have been lost."""
-        self.announced.clear()
-        self._note_moving()
-
     def _note_moving(self) -> None:
         told = self.announced.items()
         self.moving = tuple(
@@ -260,13 +255,6 @@ class Replica:
         """Remove a task group from this replica."""
         assignment = self.assignments.pop(name)
         self._count(assignment, -len(assignment.open_slots))
-
-    def drop_all(self) -> list[str]:
-        """Remove all task groups from this replica; returns them."""
-        names = list(self.assignments)
-        for name in names:
-            self.drop(name)
-        return names
 
     def given_before(self, moment: float) -> list[str]:
         """The task groups that the replica was given before this moment, in the order of their issue."""
@@ -383,7 +371,8 @@ class ReplicaPool:
         replica.labels = hello.labels
         replica.weights_address = hello.weights_address
         replica.hold(hello.held)
-        replica.untell()
+        replica.announced.clear()  # an announcement may have been lost
+        replica.moving = ()
         self._renew(replica)
         self.takers += 1
         return replica
@@ -513,8 +502,9 @@ class ReplicaPool:
     def _orphan(self, replica: Replica) -> None:
         """Mark the task groups of this replica as orphaned."""
         self.num_running -= replica.num_running
-        orphans = replica.drop_all()
+        orphans = list(replica.assignments)
         for task_group_id in orphans:
+            replica.drop(task_group_id)
             del self._owners[task_group_id]
         if orphans:
             self.on_orphaned(orphans)

@@ -397,15 +397,6 @@ class OrchestratorCore:
         self.dispatcher.train = not self.reached_threshold
         self.dispatcher.schedule()
 
-    def stop_issuing(self) -> None:
-        """Issue no more training groups."""
-        self.dispatcher.train = False
-
-    def end_training(self, reason: fates.ClosedReason) -> None:
-        """Issue no more training groups, and cancel the running ones."""
-        self.stop_issuing()
-        self.cancel_training_groups(reason)
-
     def save_checkpoints(self) -> None:
         self.trainers.send_all(SaveCheckpoint())
         self.turns.trainers_need_it()
@@ -479,11 +470,6 @@ class OrchestratorCore:
             "timeline": entries.pairs(self.timeline.totals()),
         }
         self.journal.submit(entries.STATE, "", state)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a replica runs a slot."""
-        return bool(self.pool.num_running)
 
     @property
     def all_left(self) -> bool:

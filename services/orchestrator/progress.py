@@ -21,7 +21,6 @@ from services.orchestrator.journal.entries import Estimate, EvaluationResult
 from services.orchestrator.metrics import DiskOutlook, evaluation_values
 from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.tasks.datasets import TaskSource
-from services.orchestrator.tasks.prompts import ShortPrompts
 
 _AS_RECORDED = set(EvaluationResult.__slots__) - {"datasets", "difference", "elapsed_s"}
 
@@ -170,7 +169,7 @@ def waits(core: OrchestratorCore) -> list[str]:
             found.append(
                 f"batches of {policy} do without source {source}: its last {count} task groups gave nothing to train"
             )
-    found += core.evaluations.progress()
+    found += [current.standing() for current in core.evaluations]
     if core.dispatcher.waits_for:
         found.append(f"dispatcher waits: {core.dispatcher.waits_for}")
     return found
@@ -257,7 +256,7 @@ def gauges(
     now = core.clock()
     return {
         "tasks": float(sum(len(source) for where, source in sources.items() if is_training(where))),
-        **{f"tasks_too_long/{where}": float(_too_long(source)) for where, source in sources.items()},
+        **{f"tasks_too_long/{where}": float(getattr(source, "num_too_long", 0)) for where, source in sources.items()},
         **{f"rows_left_out/{where}": float(source.left_out.count) for where, source in sources.items()},
         "steps": float(core.num_steps),
         "replicas": float(len(core.pool)),
@@ -287,10 +286,6 @@ def _disk(disk: DiskOutlook | None) -> dict[str, float]:
         return {}
     known = {"disk_free_bytes": float(disk.free_bytes), "run_bytes": float(disk.run_bytes)}
     return known if disk.full_in_s is None else {**known, "disk_full_in_s": disk.full_in_s}
-
-
-def _too_long(source: TaskSource) -> int:
-    return source.num_too_long if isinstance(source, ShortPrompts) else 0
 
 
 def _policy_gauges(core: OrchestratorCore) -> dict[str, float]:

@@ -159,7 +159,7 @@ class Watch:
             held = any(core.dispatcher.may_play(replica.held, versions) for replica in core.pool)
             return is_old and len(core.pool) > 0 and not held
 
-        if not any(gone(versions) for versions in core.evaluations.pinned_versions()):
+        if not any(current.pinned and gone(current.versions) for current in core.evaluations):
             self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = now

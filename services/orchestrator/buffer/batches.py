@@ -410,7 +410,7 @@ class ExperiencePipeline:
         """Handle the lost record of a batch: drop the waiting groups that no later batch names, as they may have been
         in the lost batch and must not be trained twice."""
         self._begin_statistics(policy)
-        for group in self.buffers[policy].take_unnamed(named):
+        for group in self.buffers[policy].take_named(named, named=False):
             self._drop(group, fates.RunCount.SEQUENCES_SET_ASIDE)
             self._left_buffer(group, fates.ClosedReason.SET_ASIDE)
 

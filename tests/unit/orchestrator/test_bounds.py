@@ -36,7 +36,6 @@ from services.orchestrator.ingest import (
     MOST_SENDERS,
     MOST_SEQUENCES,
     MOST_SLOTS,
-    OTHERS,
     Answer,
     PolicyBounds,
     RecordBounds,
@@ -329,15 +328,6 @@ def test_refusals_remember_a_bounded_number_of_senders_and_what_was_refused_most
     }  # fmt: skip
     assert refusal_warning(counters).startswith(f"refused records: {MOST_SENDERS + 51}, most because of name")
     assert refusal_warning({"failures_other": 3}) == ""
-
-
-def test_a_known_sender_stays_named_when_strangers_fill_the_list() -> None:
-    refusals = Refusals(Counter(), lambda: 0.0)
-    refusal = Refusal(reason=Reason.NOT_A_MEMBER, detail="")
-    for name in ("ours", *(f"stranger{number}" for number in range(MOST_SENDERS)), "ours"):
-        refusals.refused(name, "g", 0, refusal)
-    assert refusals.streaks["ours"].number == 2
-    assert refusals.streaks[OTHERS].number == 1
 
 
 # -- reports ----------------------------------------------------------------------------------------------------------

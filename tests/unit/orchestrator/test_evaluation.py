@@ -16,7 +16,6 @@ from services.orchestrator.journal.entries import (
     EvaluationResult,
     difference,
     from_json,
-    score,
     to_json,
 )
 from services.orchestrator.members import AnnounceVersion, CancelGroup, Held, Hello, Replica
@@ -248,25 +247,6 @@ def test_a_task_whose_samples_could_never_be_issued_together_is_refused(worlds: 
         worlds(evaluation={"samples_per_task": 4, "max_in_flight": 3})
 
 
-async def test_the_trajectories_in_flight_are_counted_by_the_samples_of_each_dataset(
-    worlds: Callable[..., World],
-) -> None:
-    held_out = {"large": {}, "small": {"samples_per_task": 3}}
-    world = worlds(run={"steps": 9}, evaluation={"max_in_flight": 5}, held_out=held_out, max_staleness=2)
-    async with living(world):
-        await world.publish(0)
-        replica = world.join(slots=32)
-        _, first = split(await world.orders(replica))
-        assert [len(order.indices) for order in first] == [1, 1, 1], "a group of three more would be six"
-        await world.send(trajectory(first[0].task_group_id, 0, version=0, reward=1.0))
-        assert [len(order.indices) for order in split(await world.orders(replica))[1]] == [3]
-
-
-def test_a_dataset_whose_samples_could_never_be_issued_together_is_refused(worlds: Callable[..., World]) -> None:
-    with pytest.raises(ConfigError, match=r"max_in_flight 3 is below data.evaluation.small.samples_per_task 4"):
-        worlds(evaluation={"max_in_flight": 3}, held_out={"small": {"samples_per_task": 4}})
-
-
 async def test_a_rows_seed_depends_on_its_dataset_and_row_and_on_nothing_else(worlds: Callable[..., World]) -> None:
     """Common random numbers: not on the evaluation, the version, the samples, other datasets, or a restart."""
 
@@ -326,15 +306,6 @@ async def test_an_evaluation_is_compared_with_the_first_of_its_kind_item_by_item
     assert second.difference is not None and second.difference.value == pytest.approx((1 / 3 - 0.25) / 2)
     await world.crash()
     assert world.core.evaluations.results["second/drawn"] == second
-
-
-def test_an_evaluation_is_read_from_the_journal_as_it_was() -> None:
-    found = score("d", ["x"] * 2, [[1.0], [0.0]], [False] * 2, 1.0, "digest")
-    result = EvaluationResult(
-        name="start/greedy", versions={"a": 0}, newest_versions={"a": 0}, pinned=True, mean_reward=0.5,
-        num_trajectories=2, num_failed=0, datasets=(found,),
-    )  # fmt: skip
-    assert from_json(EvaluationResult, to_json(result)) == result
 
 
 def test_a_pass_counts_rewards_that_programs_can_forge() -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from services.orchestrator.journal import entries
 from services.orchestrator.journal import journal as journal_module
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.segments import COLLECTED, DamageReason, Files, SegmentWriter, segment_path
+from services.orchestrator.journal.segments import COLLECTED, Files, SegmentWriter, segment_path
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.waiting import WAIT_S, until
 
@@ -96,36 +95,6 @@ async def test_group_commit_takes_at_most_64_records(open_journal: Open) -> None
     journal = open_journal()
     await put(journal, *range(640))
     assert 10 <= journal.num_commits <= 64
-
-
-async def test_a_torn_tail_is_named_and_stays_where_it_is(open_journal: Open, tmp_path: Path) -> None:
-    journal = open_journal()
-    await put(journal, 1, 2)
-    await journal.close()
-    segment = segment_path(tmp_path, "things", 1)
-    torn = segment.read_bytes() + segment.read_bytes()[:30]
-    segment.write_bytes(torn)
-    again = open_journal()
-    assert [(span.kind, span.num_bytes, span.reason) for span in again.reader.damage()] == [
-        ("things", 30, DamageReason.TORN)
-    ]
-    assert segment.read_bytes() == torn
-    await put(again, 4)
-    assert kept(tmp_path) == [1, 2, 4]
-
-
-async def test_a_corrupted_record_loses_only_itself(open_journal: Open, tmp_path: Path) -> None:
-    journal = open_journal()
-    await put(journal, 1)
-    await put(journal, 2)
-    await journal.close()
-    segment = segment_path(tmp_path, "things", 1)
-    segment.write_bytes(segment.read_bytes()[:-4] + b"XXX\n")
-    again = open_journal()
-    await put(again, 3)
-    assert kept(tmp_path) == [1, 3]
-    segment.write_bytes(segment.read_bytes()[:9])  # cut short, in mid-record
-    assert kept(tmp_path) == [3]
 
 
 async def test_segments_are_rolled_at_their_size(open_journal: Open, tmp_path: Path) -> None:
@@ -298,17 +267,6 @@ def test_a_plain_line_has_lists_of_numbers() -> None:
         assert after["teacher_logprobs"] == []
 
 
-async def test_every_record_says_when_it_became_durable(open_journal: Open, tmp_path: Path) -> None:
-    begin = time.time()
-    journal = open_journal()
-    await put(journal, 1)
-    await put(journal, 2)
-    reader = JournalReader(tmp_path)
-    times = [row.written_at for row in reader.rows()]
-    reader.close()
-    assert begin <= times[0] <= times[1] <= time.time()
-
-
 async def test_segments_can_be_opened_as_datasets(open_journal: Open, tmp_path: Path) -> None:
     import datasets
 
@@ -336,26 +294,3 @@ async def test_a_record_that_is_awaited_does_not_wait_for_others(
         journal.submit("things", "c", {}, written.append, "c")
         await journal.close()
     assert written == ["a", "b", "c"], "closing ends the lingering as well"
-
-
-async def test_neighbours_of_one_kind_in_a_commit_are_one_write(open_journal: Open, tmp_path: Path) -> None:
-    class Counting(Files):
-        num_writes = 0
-
-        def write(self, fd: int, data: bytes, offset: int) -> None:
-            self.num_writes += 1
-            super().write(fd, data, offset)
-
-    files = Counting()
-    journal = open_journal(files=files)
-    kinds = ("alpha", "beta")
-    await asyncio.gather(*(journal.append(kinds[n // 100], str(n), {"n": n}) for n in range(200)))
-    assert files.num_writes <= len(kinds) * journal.num_commits < 200
-    reader = JournalReader(tmp_path)
-    try:
-        for kind in kinds:
-            found = [reader.load(row) for row in reader.rows_of(kind)]
-            first = 100 * kinds.index(kind)
-            assert [record["n"] for record in found if record] == list(range(first, first + 100))
-    finally:
-        reader.close()

@@ -189,18 +189,6 @@ async def test_without_power_durability_nothing_is_synced(tmp_path: Path) -> Non
     assert not {operation[0] for operation in files.trace} & {"sync", "sync_directory"}
 
 
-async def test_new_segments_share_one_sync_of_the_directory(tmp_path: Path) -> None:
-    files = RecordingFiles()
-    journal = Journal(tmp_path, durability="power", files=files)
-    before = len(files.trace)
-    journal.start()
-    await asyncio.gather(*(journal.append(f"kind_{chr(97 + n)}", "", {}) for n in range(20)))
-    await journal.close()
-    operations = [operation[0] for operation in files.trace[before:]]
-    assert operations.count("create") == 20
-    assert operations.count("sync_directory") <= journal.num_commits
-
-
 CHILD = """
 import asyncio, sys
 from pathlib import Path

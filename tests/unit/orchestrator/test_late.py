@@ -420,20 +420,6 @@ async def test_on_policy_training_trains_no_token_of_an_older_version(worlds: Ca
     assert num_late or world.core.counters["slots_cancelled"], "some outlived their step"
 
 
-@pytest.mark.parametrize("late", ["keep", "wait", "drop"])
-async def test_on_policy_training_of_equal_groups_wastes_none(worlds: Callable[..., World], late: str) -> None:
-    world = worlds(run={"steps": 9}, late=late, max_staleness=0, size=10)
-    replica, orders = await begin(world)
-    for number in range(1, 5):
-        for order in orders:
-            for index in order.indices:
-                await finish(world, order, index, number - 1)
-        assert not await world.orders(replica), "a batch is there"
-        await step(world, replica, number)
-        orders = await world.orders(replica)
-    assert world.core.counters["sequences_expired"] == world.core.counters["slots_cancelled"] == 0
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

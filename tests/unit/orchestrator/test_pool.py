@@ -32,19 +32,6 @@ def report(pool: ReplicaPool, name: str = "a", incarnation: str = "1") -> None:
     pool.report(name, incarnation, held={"model0": Held(0, "d0")}, num_tokens=0, gauges={})
 
 
-def test_a_reconnect_within_the_lease_keeps_its_work() -> None:
-    pool, clock, orphans = pool_with_orphans()
-    replica = pool.join(hello())
-    pool.assign(replica, "g", [0, 1], {})
-    assert replica.mailbox is not None
-    pool.stream_ended(replica, replica.mailbox)
-    clock.now = 29.0
-    assert pool.expire() == []
-    assert pool.join(hello()) is replica
-    assert replica.assignments["g"].open_slots == {0, 1}
-    assert orphans == []
-
-
 def test_what_a_replica_played_whose_stream_broke_is_given_away_once_it_has_been_silent() -> None:
     pool, clock, orphans = pool_with_orphans()
     replica = pool.join(hello())
@@ -155,16 +142,6 @@ def test_free_slots_follow_what_is_resolved_whoever_played_it() -> None:
     assert replica.num_free == 8
     assert pool.owner("g") is None
     assert replica.fits(9)  # a group larger than the replica plays alone
-
-
-def test_a_drained_replica_leaves_when_its_stream_ends() -> None:
-    pool, _, _ = pool_with_orphans()
-    replica = pool.join(hello())
-    pool.drain_all("test")
-    assert not replica.takes_work
-    assert replica.mailbox is not None
-    pool.stream_ended(replica, replica.mailbox)
-    assert pool.get("a") is None
 
 
 def test_a_drained_replica_that_left_early_is_gone_once_its_last_slot_is_resolved() -> None:

@@ -83,16 +83,6 @@ async def test_what_a_replay_from_the_oldest_kept_checkpoint_needs_stays(open_jo
     assert not collect(journal, {"model0": 2}, live_groups={"buffered"})
 
 
-async def test_a_trajectory_stays_for_the_policy_that_needs_it_longest(open_journal: Open, tmp_path: Path) -> None:
-    journal = open_journal(segment_bytes=1)
-    await store(journal, "a", "b", "last")
-    for step, name in ((1, "a"), (2, "b")):
-        await train(journal, step, name)
-        await train(journal, step, name, policy="model1")
-    collect(journal, {"model0": 2, "model1": 1}, ())
-    assert left(tmp_path) == ["b", "last"]
-
-
 async def filled(journal: Journal) -> None:
     """Ten trajectories in one closed segment."""
     await store(journal, *(f"g{number}" for number in range(10)))

@@ -42,11 +42,6 @@ def test_the_interval_of_a_share_holds_it_and_stays_a_share(items: list[float]) 
     assert found.high > found.low, "no number of items proves a share exactly"
 
 
-def test_wilson_interval_of_independent_items() -> None:
-    found = estimate([1.0] * 8 + [0.0] * 2)
-    assert (found.low, found.high) == (pytest.approx(0.490, abs=0.02), pytest.approx(0.943, abs=0.02))
-
-
 def test_samples_of_one_item_are_no_observations_of_their_own() -> None:
     """Four equal samples per item say no more than one."""
     once = score("d", ["x"] * 4, [[1.0], [0.0], [1.0], [1.0]], [False] * 4, 1.0).mean_reward
@@ -95,14 +90,6 @@ def test_a_difference_is_that_of_the_means_with_the_t_interval_of_the_items_diff
     assert found.value == pytest.approx(other.mean_reward.value - base.mean_reward.value) == pytest.approx(0.2)
     half = 2.26216 * math.sqrt(3.6 / 9 / 10)
     assert (found.low, found.high) == (pytest.approx(0.2 - half, abs=1e-4), pytest.approx(0.2 + half, abs=1e-4))
-
-
-def test_pairing_narrows_the_interval_where_items_are_easy_or_hard_for_both() -> None:
-    base = [0.0] * 20 + [1.0] * 20
-    found = difference(of_items(base), of_items([0.0] * 16 + [1.0] * 24))
-    assert found is not None and found.low > 0.0
-    apart = [estimate(base), estimate([0.0] * 16 + [1.0] * 24)]
-    assert apart[0].high > apart[1].low, "the intervals of the two means overlap: unpaired, nothing could be said"
 
 
 def test_the_interval_holds_the_true_difference_as_often_as_it_says() -> None:
