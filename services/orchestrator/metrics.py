@@ -14,9 +14,10 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import linear_regression
 from typing import TYPE_CHECKING, Any, cast
 
 import orjson
@@ -25,7 +26,6 @@ import structlog
 from services.common import run_files
 from services.common.records import TRANSFER_STAGES, Interval, WeightTransfer
 from services.common.telemetry.metrics import (
-    EstimateSummary,
     EvaluationSummary,
     MetricsWriter,
     RowKind,
@@ -46,8 +46,8 @@ def evaluation_values(result: EvaluationResult, items: bool = False) -> Evaluati
     """An evaluation as plain JSON without its name; with ``items`` also the reward of each item."""
     values = cast(EvaluationSummary, {name: value for name, value in asdict(result).items() if name != "name"})
     for found in values["datasets"]:
-        pairs = cast(list[tuple[int, EstimateSummary]], found["pass_at"])
-        found["pass_at"] = {str(k): share for k, share in pairs}
+        shares = cast(list[dict[str, Any]], found["pass_at"])
+        found["pass_at"] = {str(passed["k"]): passed["share"] for passed in shares}
         if not items:
             del found["item_rewards"]
     return values
@@ -473,22 +473,9 @@ class DiskForecast:
         left = max(0, free_bytes - self._reserve_bytes)
         if now - times[0] < LEAST_SAMPLES_S or (self._awaited and left > max(LITTLE_BYTES, run_bytes)):
             return DiskOutlook(free_bytes=free_bytes, run_bytes=run_bytes)
-        rate = max(slope(times, [used for _, used in self._samples]), 0.0)
+        rate = max(linear_regression(times, [used for _, used in self._samples]).slope, 0.0)
         full_in_s = left / rate if rate > 0 else None if left else 0.0
         return DiskOutlook(free_bytes=free_bytes, run_bytes=run_bytes, bytes_per_s=rate, full_in_s=full_in_s)
-
-
-def slope(times: Sequence[float], values: Sequence[float]) -> float:
-    """Slope of the least-squares line through the points; 0 for points of one time.
-
-    >>> slope([0.0, 1.0, 2.0], [5.0, 7.0, 9.0])
-    2.0
-    """
-    middle = sum(times) / len(times)
-    spread = sum((time - middle) ** 2 for time in times)
-    level = sum(values) / len(values)
-    rise = sum((time - middle) * (value - level) for time, value in zip(times, values, strict=True))
-    return rise / spread if spread else 0.0
 
 
 def bytes_below(directory: Path) -> int:

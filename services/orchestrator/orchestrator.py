@@ -4,8 +4,8 @@
        ^                                                                               |
        '------------------ Dispatcher <----- VersionLedger <---------version-----------'
 
-No part imports the core: the core passes each part its inputs and handles its callbacks. Progress and periodic checks read
-its parts; ``wiring`` gives servicers, recovery and lifecycle those that they need. Independent of grpc.
+No part imports the core: the core makes each part with its inputs, and handles what the parts report. Servicers, recovery,
+lifecycle, progress and periodic checks take the core. Independent of grpc.
 """
 
 from __future__ import annotations

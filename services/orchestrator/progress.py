@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import cast
 
+from services.common import codec
 from services.common.checkpoints import CheckpointGauge
 from services.common.config.data import is_training
 from services.common.pb import account_pb2, run_pb2
@@ -17,12 +18,13 @@ from services.common.records import FAILURES_PREFIX, RunCount, by_name
 from services.common.telemetry.metrics import RunSummary, StepKey, ThresholdSummary
 from services.common.wire import timestamp_to_proto, write
 from services.orchestrator.groups import RunState
-from services.orchestrator.journal.entries import Estimate, EvaluationResult
+from services.orchestrator.journal.entries import DatasetScore, EvaluationResult
 from services.orchestrator.metrics import DiskOutlook, evaluation_values
 from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.tasks.datasets import TaskSource
 
-_AS_RECORDED = set(EvaluationResult.__slots__) - {"datasets", "difference", "elapsed_s"}
+codec.RENAMED[EvaluationResult] = {"elapsed_s": ""}
+codec.RENAMED[DatasetScore] = {"items": "", "item_rewards": ""}
 
 
 def progress(core: OrchestratorCore) -> run_pb2.RunProgress:
@@ -92,26 +94,7 @@ def _policy(core: OrchestratorCore, policy: str) -> run_pb2.PolicyProgress:
 
 
 def evaluation_to_proto(result: EvaluationResult) -> run_pb2.EvaluationResult:
-    return run_pb2.EvaluationResult(
-        **{name: getattr(result, name) for name in _AS_RECORDED},
-        datasets=[
-            run_pb2.DatasetScore(
-                name=found.name,
-                num_items=found.num_items,
-                samples_per_item=found.samples_per_item,
-                mean_reward=_estimate_to_proto(found.mean_reward),
-                pass_at=[run_pb2.PassAt(k=k, share=_estimate_to_proto(share)) for k, share in found.pass_at],
-                failed=found.failed,
-                difference=_estimate_to_proto(found.difference),
-            )
-            for found in result.datasets
-        ],
-        difference=_estimate_to_proto(result.difference),
-    )
-
-
-def _estimate_to_proto(found: Estimate | None) -> run_pb2.Estimate | None:
-    return None if found is None else run_pb2.Estimate(**by_name(found))
+    return write(result, run_pb2.EvaluationResult())
 
 
 def summary(core: OrchestratorCore) -> RunSummary:

@@ -36,7 +36,7 @@ from services.common.errors import (
 )
 from services.common.records import StepFact, Trajectory
 from services.common.telemetry.metrics import StepKey
-from services.orchestrator.admission import Admission, Limits, Mixture
+from services.orchestrator.admission import Account, Admission, Mixture
 from services.orchestrator.buffer.assembly import (
     MOST_AT_ONCE,
     Batch,
@@ -107,7 +107,7 @@ class ExperiencePipeline:
         }  # fmt: skip
         self.admission = Admission(
             {
-                name: Limits(
+                name: Account(
                     batch_size=batch.fresh_size,
                     max_staleness=batch.max_staleness,
                     num_steps=num_steps,

@@ -59,6 +59,14 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PassAt:
+    """Chance that k samples of an item hold a right one."""
+
+    k: int
+    share: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetScore:
     """One dataset of an evaluation pass. Rewards are means in their own unit; pass@k are shares in [0, 1]."""
 
@@ -66,7 +74,7 @@ class DatasetScore:
     num_items: int
     samples_per_item: int
     mean_reward: Estimate | None  # None where every sample failed: a failure is no reward
-    pass_at: tuple[tuple[int, Estimate], ...]  # (k, pass@k), k = 1, 2, 4, ... up to the samples
+    pass_at: tuple[PassAt, ...]  # k = 1, 2, 4, ... up to the samples
     failed: tuple[str, ...]  # task ids with a failed sample, in order
     items: str = ""  # digest of the tasks: scores with the same one are of the same items
     item_rewards: tuple[float, ...] = ()  # mean over the samples of each item, in order
@@ -96,7 +104,9 @@ def score(
         num_items=len(rewards),
         samples_per_item=num_samples,
         mean_reward=estimate(means) if played else None,
-        pass_at=tuple((k, estimate([pass_at_k(num_samples, count, k) for count in passed])) for k in ks if played),
+        pass_at=tuple(
+            PassAt(k=k, share=estimate([pass_at_k(num_samples, count, k) for count in passed])) for k in ks if played
+        ),
         failed=tuple(task_id for task_id, num_failed in zip(task_ids, failed, strict=True) if num_failed),
         items=items,
         item_rewards=means,
@@ -141,7 +151,7 @@ def overall(scores: Sequence[DatasetScore]) -> float | None:
 
 def overall_pass_at(scores: Sequence[DatasetScore], k: int) -> float | None:
     """pass@k over datasets, each counted once; None as in ``overall``, and where k is none of theirs."""
-    return _overall([dict(found.pass_at).get(k) for found in scores])
+    return _overall([next((passed.share for passed in found.pass_at if passed.k == k), None) for found in scores])
 
 
 def _overall(found: Sequence[Estimate | None]) -> float | None:
@@ -598,8 +608,6 @@ def _converters(hint: Any) -> tuple[_Convert | None, _Convert | None]:
     if origin in (Union, UnionType):
         write, read = _converters(args[0])
         return write and partial(_if_any, write), read and partial(_if_any, read)
-    if hint == tuple[int, Estimate]:
-        return (lambda found: {"k": found[0], **to_json(found[1])}), _pass_at_from_json
     if origin is tuple:
         write, read = _converters(args[0])
         return write and partial(_each, list, write), partial(_each, tuple, read) if read else tuple
@@ -618,10 +626,6 @@ def _if_any(convert: _Convert, value: Any) -> Any:
 
 def _each(make: _Convert, convert: _Convert, values: Iterable[Any]) -> Any:
     return make(map(convert, values))
-
-
-def _pass_at_from_json(found: Json) -> tuple[int, Estimate]:
-    return found["k"], Estimate(found["value"], found["low"], found["high"])
 
 
 def _versions_to_json(versions: Mapping[str, int]) -> list[Json]:

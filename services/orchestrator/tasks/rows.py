@@ -72,7 +72,6 @@ class KnownDataset:
     hub: str | None = None
     subset: str | None = None
     split: str = "train"
-    tried: bool = False
     fetch: str = ""
 
 
@@ -170,8 +169,7 @@ def how_to_get(name: str, setting: str = "data.train.name") -> str:
             if entry.subset
             else f"{entry.hub}, split {entry.split}"
         )
-        doubt = "" if entry.tried else "; this id has not been tried from here"
-        parts.append(f"or on the hub as {where}{doubt}; a local file at that path replaces it")
+        parts.append(f"or on the hub as {where}; a local file at that path replaces it")
     return "; ".join(parts)
 
 

@@ -352,7 +352,8 @@ async def test_a_failed_sample_never_passes(worlds: Worlds) -> None:
     world = worlds(evaluation={"pass_reward": -20.0})
     assert await evaluated(world, scored(-2.0), timed_out, broken) == -2.0
     (result,) = world.core.evaluations.results.values()
-    ((k, share),) = result.datasets[0].pass_at
+    (passed,) = result.datasets[0].pass_at
+    k, share = passed.k, passed.share
     assert (k, share.value, result.num_failed) == (1, pytest.approx(1 / 3), 2)
 
 

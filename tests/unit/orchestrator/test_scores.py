@@ -53,17 +53,17 @@ def test_failed_items_are_named_and_count_as_wrong() -> None:
     found = score("d", ["one", "two"], [[1.0, 1.0], [1.0, 0.0]], [0, 1], 1.0)
     assert found.failed == ("two",)
     assert found.mean_reward.value == 0.75
-    assert [(k, share.value) for k, share in found.pass_at] == [(1, 0.75), (2, 1.0)]
+    assert [(passed.k, passed.share.value) for passed in found.pass_at] == [(1, 0.75), (2, 1.0)]
 
 
 def test_failed_samples_never_pass_whatever_they_are_worth() -> None:
     found = score("d", ["one"], [[-3.0, -9.0, -9.0, -9.0]], [3], -9.0)
-    assert (found.mean_reward.value, found.pass_at[0][1].value) == (-7.5, 0.25)
+    assert (found.mean_reward.value, found.pass_at[0].share.value) == (-7.5, 0.25)
 
 
 def test_a_part_of_a_reward_is_no_pass() -> None:
     found = score("d", ["one"], [[0.5, 0.9]], [False], 1.0)
-    assert (found.mean_reward.value, found.pass_at[0][1].value) == (0.7, 0.0)
+    assert (found.mean_reward.value, found.pass_at[0].share.value) == (0.7, 0.0)
 
 
 def test_overall_counts_each_dataset_once() -> None:
