@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-
 from benchmarks._chaos_schedule import Fault, Kind
 from benchmarks._chaos_world import LEASE_S, POLICY, World
 from services.common.rpc.client import is_serving

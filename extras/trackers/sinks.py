@@ -15,7 +15,7 @@ from services.common.config.processes import Tracker
 from services.common.records import TRANSFER_STAGES
 from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, TrainerKey
 from services.common.telemetry.weight_transfers import ReportedTransfer
-from services.orchestrator.metrics import Row, Scalars, scalars_of, unit_of
+from services.orchestrator.metrics import Row, Scalars, scalars_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricsData
@@ -26,6 +26,34 @@ INIT_TIMEOUT_S = 30  # of W&B
 SEND_TIMEOUT_S = 5  # of OpenTelemetry
 PREFIX = "rollmill."  # of its names
 _NS = 1_000_000_000
+
+
+UNITS: tuple[tuple[str, str], ...] = (
+    (r".*(tokens_per_s|tokens_per_second)", "{token}/s"),
+    (r".*(_s|seconds)", "s"),
+    (r".*_bytes", "By"),
+    (r".*_gib", "GiBy"),
+    (r".*bits_per_change", "bit"),
+    (r".*tflops", "TFLOP/s"),
+    (r".*(entropy|mismatch\w*_abs|_kl|kl_reference)", "nat"),
+    (r".*(share|_min|mfu|pass@\d+|explained_variance)", "1"),
+    (r".*(response_tokens_mean|num_\w*tokens|tokens_masked|tokens_expired)", "{token}"),
+    (r".*(num_sequences|num_replayed|sequences_\w+)", "{sequence}"),
+    (r"(source/.*/)?(rollouts_finished|failures|timeouts|slots_cancelled|running)", "{rollout}"),
+    (r".*staleness\w*", "{version}"),
+)
+
+"""Pattern of a name without its group, and its unit in UCUM as OpenTelemetry writes it; the first that matches. Any other
+is a number without a unit (``1``): rewards, losses, gradient norms, counts."""
+
+
+def unit_of(name: str) -> str:
+    """The unit of a scalar by its name without the group.
+
+    >>> unit_of("compute_s"), unit_of("trainer/tokens_per_second"), unit_of("rollout_reward_mean")
+    ('s', '{token}/s', '1')
+    """
+    return next((unit for pattern, unit in UNITS if re.fullmatch(pattern, name)), "1")
 
 
 class TrackerDown(Exception):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import socket
 import struct
 import time
@@ -125,24 +124,6 @@ Row = Mapping[str, Any]
 
 EVALUATION_GROUP, THROUGHPUT_GROUP, WEIGHTS_GROUP = "evaluation", "throughput", "weights"
 
-UNITS: tuple[tuple[str, str], ...] = (
-    (r".*(tokens_per_s|tokens_per_second)", "{token}/s"),
-    (r".*(_s|seconds)", "s"),
-    (r".*_bytes", "By"),
-    (r".*_gib", "GiBy"),
-    (r".*bits_per_change", "bit"),
-    (r".*tflops", "TFLOP/s"),
-    (r".*(entropy|mismatch\w*_abs|_kl|kl_reference)", "nat"),
-    (r".*(share|_min|mfu|pass@\d+|explained_variance)", "1"),
-    (r".*(response_tokens_mean|num_\w*tokens|tokens_masked|tokens_expired)", "{token}"),
-    (r".*(num_sequences|num_replayed|sequences_\w+)", "{sequence}"),
-    (r"(source/.*/)?(rollouts_finished|failures|timeouts|slots_cancelled|running)", "{rollout}"),
-    (r".*staleness\w*", "{version}"),
-)
-
-"""Pattern of a name without its group, and its unit in UCUM as OpenTelemetry writes it; the first that matches. Any other
-is a number without a unit (``1``): rewards, losses, gradient norms, counts."""
-
 _MOST = 3.4028234663852886e38  # of a float32
 _POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), reflected
 
@@ -166,15 +147,6 @@ class Scalars:
     def tagged(self) -> dict[str, float]:
         """By whole name."""
         return {f"{self.group}/{name}": value for name, value in self.values.items()}
-
-
-def unit_of(name: str) -> str:
-    """The unit of a scalar by its name without the group.
-
-    >>> unit_of("compute_s"), unit_of("trainer/tokens_per_second"), unit_of("rollout_reward_mean")
-    ('s', '{token}/s', '1')
-    """
-    return next((unit for pattern, unit in UNITS if re.fullmatch(pattern, name)), "1")
 
 
 def scalars_of(row: Row) -> Scalars | None:

@@ -137,11 +137,6 @@ def checksum_of(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(data) - (1 << 63)
 
 
-def header_bytes(key: str) -> int:
-    """Length of the header of a record with this key."""
-    return MIN_HEADER_BYTES + len(key.encode())
-
-
 def write_header(number: int, written_at: float, key: str, payload: bytes) -> bytes:
     """The bytes that stand before a payload; ``ValueError`` for a key of more than 65,535 bytes."""
     name = key.encode()
