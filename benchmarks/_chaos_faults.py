@@ -15,7 +15,6 @@ from benchmarks._chaos_schedule import Fault, Kind
 from benchmarks._chaos_world import LEASE_S, POLICY, World
 from services.common.rpc.client import is_serving
 from services.orchestrator.journal import entries
-from services.orchestrator.journal.index import INDEX_FILE
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import Row, segment_path
 
@@ -52,7 +51,6 @@ class Faults:
             Kind.CLOCK_FORWARD: lambda draw: self._jump(draw, JUMP_S),
             Kind.CLOCK_BACK: lambda draw: self._jump(draw, -JUMP_S),
             Kind.CHURN: self._churn,
-            Kind.FLIP_INDEX: self._flip_index,
             Kind.FLIP_SEGMENT: self._flip_segment,
             Kind.FLIP_CHECKPOINT: self._flip_checkpoint,
             Kind.FLIP_WEIGHTS: self._flip_weights,
@@ -132,12 +130,6 @@ class Faults:
             self._world.dismiss(name)
 
     # -- flipped bytes ----------------------------------------------------------------------------------------------------
-
-    def _flip_index(self, draw: float) -> None:
-        """Anywhere: the index is a cache."""
-        world = self._world
-        world.send("orchestrator", signal.SIGKILL)
-        flip(world.run_dir / "journal" / INDEX_FILE, draw)
 
     def _flip_segment(self, draw: float) -> None:
         """In a trajectory that a run can do without: of a slot that can be played again, or trained before the oldest

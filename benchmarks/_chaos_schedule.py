@@ -30,7 +30,6 @@ class Kind(enum.StrEnum):
     CLOCK_FORWARD = "clock jumps forward"
     CLOCK_BACK = "clock jumps back"
     CHURN = "replicas come and go"
-    FLIP_INDEX = "flip a byte of the journal's index"
     FLIP_SEGMENT = "flip a byte of the journal"
     FLIP_CHECKPOINT = "flip a byte of a checkpoint"
     FLIP_WEIGHTS = "flip a byte of weights in shared memory"

@@ -132,7 +132,7 @@ def _check_batches(journal: _Journal, found: Findings) -> None:
     steps: dict[str, list[int]] = defaultdict(list)
     trained: dict[str, int] = {}  # sequence -> step
     for _, record in journal.load(entries.BATCH):
-        batch = entries.batch_from_json(record)
+        batch = entries.from_json(entries.BatchRecord, record)
         found.num_batches += 1
         steps[batch.policy].append(batch.training_step)
         for entry in batch.entries:
@@ -189,12 +189,15 @@ def _check_groups(journal: _Journal, finished: bool, found: Findings) -> None:
     trained = {
         split_sequence_id(entry.sequence_id)[0]
         for _, record in journal.load(entries.BATCH)
-        for entry in entries.batch_from_json(record).entries
+        for entry in entries.from_json(entries.BatchRecord, record).entries
     }
     kept = {
         row.key
         for row, record in journal.load(entries.VERDICT)
-        if any(verdict.outcome is fates.GroupFate.KEPT for verdict in entries.verdicts_from_json(record))
+        if any(
+            verdict.outcome is fates.GroupFate.KEPT
+            for verdict in entries.from_json(entries.Verdicts, record).advantage_groups
+        )
     }
     for row, record in journal.load(entries.GROUP):
         if record["evaluation"] or row.key in void:

@@ -57,7 +57,7 @@ _NAME = b"@GROUP@"
 
 
 class FastWriter:
-    """Records into segments, without queue, acknowledgement or index."""
+    """Records into segments, without queue or acknowledgement."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True)
@@ -122,10 +122,10 @@ class _Run:
         name = _NAME.decode()
         # [index][template]
         self._trajectories = [
-            [_dump(rollouts.trajectory_to_json(_trajectory(name, index, random))) for _ in range(NUM_TEMPLATES)]
+            [_dump(rollouts.to_json(_trajectory(name, index, random))) for _ in range(NUM_TEMPLATES)]
             for index in range(GROUP_SIZE)
         ]
-        self._verdict = _dump(records.verdicts_to_json(name, [_verdict()]))
+        self._verdict = _dump(records.to_json(records.Verdicts(task_group_id=name, advantage_groups=(_verdict(),))))
 
     def begin(self) -> None:
         self._writer.record(records.RUN, "", {"run_id": RUN_ID, "mark": MARK, "started_at": time.time()})
@@ -142,7 +142,7 @@ class _Run:
         issued = GroupRecord(
             order=order, position=number - 1, evaluation="", replica_id="a", incarnation="1", born={POLICY: self._step}
         )
-        self._writer.record(records.GROUP, name, records.group_to_json(issued))
+        self._writer.record(records.GROUP, name, records.to_json(issued))
         for index in range(num_done):
             line = self._trajectories[index][number % NUM_TEMPLATES].replace(_NAME, name.encode())
             line = line.replace(b'"weight_version":0', b'"weight_version":%d' % self._step)
@@ -156,7 +156,7 @@ class _Run:
         """A batch of these task groups, and its version."""
         self._step += 1
         batch = _batch([f"{_name(number)}/{index}/0" for number in numbers for index in range(GROUP_SIZE)], self._step)
-        self._writer.record(records.BATCH, records.batch_key(POLICY, self._step), records.batch_to_json(batch))
+        self._writer.record(records.BATCH, records.batch_key(POLICY, self._step), records.to_json(batch))
         for number in numbers:
             closed = {"task_group_id": _name(number), "reason": ClosedReason.TRAINED.value}
             self._writer.record(records.CLOSED, _name(number), closed)

@@ -41,7 +41,6 @@ from services.common.weights.snapshot import Encoding
 from services.orchestrator.journal import entries as records
 from services.orchestrator.journal import entries as rollouts
 from services.orchestrator.journal.entries import BatchEntry, BatchRecord, GroupRecord, GroupVerdict, MemberFate
-from services.orchestrator.journal.index import INDEX_FILE, Index
 
 POLICY = "model0"
 GROUP_SIZE = 8
@@ -85,9 +84,6 @@ class RunWriter:
         self._events()
         self._journal.close()
         self._metrics.close()
-        index = Index(self._directory / INDEX_FILE, timeout_s=1.0)  # as the run's own writer leaves it
-        index.catch_up(self._directory)
-        index.close()
 
     def _make_templates(self, tokenizer: Path, count: int) -> list[tuple[float, bytes]]:
         from transformers import AutoTokenizer
@@ -133,9 +129,7 @@ class RunWriter:
                 task_group_id=_NAME.decode(), index=0, sequences=(sequence,), reward=reward, replica_id="a",
                 started_at=time.time() - 100, finished_at=time.time() - 99, metrics={"tool_calls": 1.0},
             )  # fmt: skip
-            made.append(
-                (reward, orjson.dumps(rollouts.trajectory_to_json(trajectory), option=orjson.OPT_APPEND_NEWLINE))
-            )
+            made.append((reward, orjson.dumps(rollouts.to_json(trajectory), option=orjson.OPT_APPEND_NEWLINE)))
         return made
 
     def _play(self, name: str, number: int) -> None:
@@ -148,7 +142,7 @@ class RunWriter:
         issued = GroupRecord(
             order=order, position=number - 1, evaluation="", replica_id="a", incarnation="1", born={POLICY: self._step}
         )
-        self._journal.record(records.GROUP, name, records.group_to_json(issued))
+        self._journal.record(records.GROUP, name, records.to_json(issued))
         rewards: list[float | None] = []
         for index in range(GROUP_SIZE):
             key = rollouts.trajectory_key(name, index)
@@ -156,7 +150,7 @@ class RunWriter:
                 failure = RolloutFailure(
                     task_group_id=name, index=index, reason="TIMEOUT", detail=f"60 s were over {self._hostile}"
                 )
-                self._journal.record(records.FAILURE, key, rollouts.failure_to_json(failure))
+                self._journal.record(records.FAILURE, key, rollouts.to_json(failure))
                 rewards.append(None)
                 continue
             reward, line = self._templates[int(self._random.integers(len(self._templates))) if number % 8 else 0]
@@ -176,9 +170,11 @@ class RunWriter:
             policy=POLICY, role="agent", attempt=0, num_sequences=len(there), mean=0.5, std=0.5, outcome=fate,
             num_kept=len(there) if fate is GroupFate.KEPT else 0, members=members,
         )  # fmt: skip
-        self._journal.record(records.VERDICT, name, records.verdicts_to_json(name, [verdict]))
+        self._journal.record(
+            records.VERDICT, name, records.to_json(records.Verdicts(task_group_id=name, advantage_groups=(verdict,)))
+        )
         if fate is not GroupFate.KEPT:
-            closed = records.closed_to_json(name, ClosedReason.NOTHING_TO_TRAIN)
+            closed = {"task_group_id": name, "reason": ClosedReason.NOTHING_TO_TRAIN.value}
             self._journal.record(records.CLOSED, name, closed)
 
     def _train(self, names: list[str]) -> None:
@@ -197,9 +193,9 @@ class RunWriter:
             ]  # fmt: skip
         totals = (MinibatchTotals(num_sequences=len(entries), num_trained_tokens=40 * len(entries)),)
         batch = BatchRecord(policy=POLICY, training_step=self._step, entries=tuple(entries), minibatches=totals)
-        self._journal.record(records.BATCH, records.batch_key(POLICY, self._step), records.batch_to_json(batch))
+        self._journal.record(records.BATCH, records.batch_key(POLICY, self._step), records.to_json(batch))
         for name in names:
-            self._journal.record(records.CLOSED, name, records.closed_to_json(name, ClosedReason.TRAINED))
+            self._journal.record(records.CLOSED, name, {"task_group_id": name, "reason": ClosedReason.TRAINED.value})
         self._publish(self._step)
         self._step_row(len(entries))
 

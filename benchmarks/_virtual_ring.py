@@ -93,9 +93,8 @@ class VirtualRing:
         self._judge = world.player(NUM_EVALUATED)
         self._counters: Counter[str] = Counter()
         self._experience = ExperiencePipeline({POLICY: world.batch}, world.recipe.run.steps, self._counters)
-        self._late = LateGroups(
-            POLICY, world.batch, self._experience, self._cancel, clock=lambda: float(self._player.now)
-        )
+        self._late = LateGroups(POLICY, world.batch, self._experience, clock=lambda: float(self._player.now))
+        self._late.cancel = self._cancel
         self._groups: dict[str, TaskGroup] = {}  # with open slots
         self._position = 0
         self._version = 0

@@ -1,14 +1,12 @@
-"""Measures the losses of a journal with a damaged index or segments, its recovery time and its size.
+"""Measures the losses of a journal with damaged segments, its recovery time and its size.
 
-* index: removed, truncated, emptied, of an earlier time (alone and beside a later -wal file), without its -wal file,
-  random bytes, of another directory; after each the journal is opened as a start does, and every record must be there.
-* segments: each is cut, and one of its bits flipped, at 200 places (with --quick 60), with the index and without it.
+* segments: each is cut, and one of its bits flipped, at 200 places (with --quick 60).
   Records that hold the changed bytes are damaged; ``lost_records`` counts those beyond, ``starts_refused`` starts that
   failed.
 * restart: the orchestrator itself, in a process of its own, on the journal of a million trajectories (with --quick
-  100,000, and their time beyond an empty run's is scaled): until the first answer, with its index and without one.
+  100,000, and their time beyond an empty run's is scaled): until the first answer.
   Other load of the machine is in the seconds; ``cpu_s`` are those of the process alone.
-* size: bytes per token on disk, index included, of trajectories of 1,000 and 16,384 tokens (Zipf-like ids of a
+* size: bytes per token on disk, of trajectories of 1,000 and 16,384 tokens (Zipf-like ids of a
   vocabulary of 150,000, float32 log-probabilities), and processor time per token to write and read one, against plain
   JSON lists.
 
@@ -42,7 +40,6 @@ from benchmarks._report import report_facts
 from services.common.errors import RollmillError
 from services.common.records import Segment, StopReason, TokenSequence, Trajectory
 from services.orchestrator.journal import entries
-from services.orchestrator.journal.index import INDEX_FILE, IndexKeeper
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import (
@@ -77,7 +74,6 @@ def main() -> None:
         left_out["200 places"] = f"--quick: {num_places} per segment"
     with tempfile.TemporaryDirectory(prefix="rollmill-bench-") as scratch:
         trial = Trial()
-        asyncio.run(spoil_index(Path(scratch) / "index", trial, options.seed))
         asyncio.run(damage_segments(Path(scratch) / "segments", trial, num_places, options.seed))
         sizes = {
             f"{length}": asyncio.run(measure_size(Path(scratch) / f"size-{length}", length, count, options.seed))
@@ -91,16 +87,15 @@ def main() -> None:
     }
     print(
         f"{trial.starts} starts, {trial.refused} refused, {trial.lost} records lost beyond the {trial.damaged} damaged; "
-        f"restart with {num_restarted} trajectories: {restart['s']:.1f} s, without index {restart['without_index_s']:.1f} s"
+        f"restart with {num_restarted} trajectories: {restart['s']:.1f} s"
     )
     report_facts(
         "journal_recovery",
         lost_records=trial.lost, starts_refused=trial.refused, untold_records=trial.untold, starts=trial.starts,
         damaged_records=trial.damaged, places=num_places,
         restart_s_million=max(scaled["s"], scaled["cpu_s"]), restart_cpu_s_million=scaled["cpu_s"],
-        restart_without_index_s_million=max(scaled["without_index_s"], scaled["without_index_cpu_s"]),
-        restart_without_index_cpu_s_million=scaled["without_index_cpu_s"], restart_s_empty=empty["s"],
-        restart_trajectories=num_restarted, rss_mb=restart["rss_mb"], rss_without_index_mb=restart["without_index_rss_mb"],
+        restart_s_empty=empty["s"],
+        restart_trajectories=num_restarted, rss_mb=restart["rss_mb"],
         bytes_per_token=max(size["bytes"] for size in sizes.values()), sizes=sizes, seed=options.seed, left_out=left_out,
     )  # fmt: skip
 
@@ -116,12 +111,11 @@ class Trial:
         self.starts += 1
         self.damaged += len(damaged)
         try:
-            keeper = IndexKeeper(directory)
+            journal = Journal(directory)
         except (RollmillError, OSError, ValueError):
             self.refused += 1
             return
-        keeper.close()
-        with closing(JournalReader(directory)) as reader:
+        with closing(journal.reader) as reader:
             found = [row.key for row in reader.rows() if reader.load(row) is not None]
             told = len(reader.damage()) + len(reader.gaps())
         gone = expected - set(found)
@@ -129,72 +123,15 @@ class Trial:
         self.untold += bool(gone) and not told
 
 
-# --- the index -------------------------------------------------------------------------------------------------------
-
-
-async def spoil_index(directory: Path, trial: Trial, seed: int) -> None:
-    """Records of two lives; the second is still open when the directory is copied, so that its -wal file is full."""
-    await write(directory / "run", 0, NUM_RECORDS)
-    old = directory / "old.sqlite"
-    shutil.copy(directory / "run" / INDEX_FILE, old)
-    await write(directory / "other", 1000, 2 * NUM_RECORDS)
-    journal = Journal(directory / "run")
-    journal.start()
-    await put(journal, range(NUM_RECORDS, 2 * NUM_RECORDS))
-    whole = directory / "whole"
-    shutil.copytree(directory / "run", whole)
-    await journal.close()
-    draw = random.Random(seed)
-    wal = f"{INDEX_FILE}-wal"
-    closed = directory / "run" / INDEX_FILE  # with everything in it
-    ways: dict[str, Callable[[Path], object]] = {
-        "untouched": lambda run: None,
-        "removed": lambda run: [(run / name).unlink() for name in (INDEX_FILE, wal)],
-        "removed but its wal": lambda run: (run / INDEX_FILE).unlink(),
-        "wal removed": lambda run: (run / wal).unlink(),
-        "old": lambda run: [shutil.copy(old, run / INDEX_FILE), (run / wal).unlink()],
-        "old beside a later wal": lambda run: shutil.copy(old, run / INDEX_FILE),
-        "emptied": lambda run: change(run / INDEX_FILE, lambda data: b""),
-        "of another directory": lambda run: shutil.copy(directory / "other" / INDEX_FILE, run / INDEX_FILE),
-        "random": lambda run: change(run / INDEX_FILE, lambda data: draw.randbytes(len(data))),
-        "wal random": lambda run: change(run / wal, lambda data: draw.randbytes(len(data))),
-    }
-    for _ in range(20):
-        cut, spots = draw.random(), [(draw.random(), draw.randrange(256)) for _ in range(20)]
-        name = f"truncated at {cut:.3f}"
-        ways[name] = lambda run, cut=cut: [
-            shutil.copy(closed, run / INDEX_FILE), (run / wal).unlink(),
-            change(run / INDEX_FILE, lambda data: data[: int(cut * len(data))]),
-        ]  # fmt: skip
-        ways[f"bytes of {name}"] = lambda run, spots=spots: [
-            shutil.copy(closed, run / INDEX_FILE), (run / wal).unlink(),
-            change(run / INDEX_FILE, lambda data: scribbled(data, spots)),
-        ]  # fmt: skip
-    expected = {f"k{n}" for n in range(2 * NUM_RECORDS)}
-    for number, spoil in enumerate(ways.values()):
-        run = directory / str(number)
-        shutil.copytree(whole, run)
-        spoil(run)
-        trial.start(run, expected, set())
-        shutil.rmtree(run)
-
-
 def change(path: Path, how: Callable[[bytes], bytes]) -> None:
     path.write_bytes(how(path.read_bytes()))
-
-
-def scribbled(data: bytes, spots: list[tuple[float, int]]) -> bytes:
-    changed = bytearray(data)
-    for at, value in spots:
-        changed[int(at * len(changed))] = value
-    return bytes(changed)
 
 
 # --- the segments ----------------------------------------------------------------------------------------------------
 
 
 async def damage_segments(directory: Path, trial: Trial, num_places: int, seed: int) -> None:
-    """Each segment cut, and flipped, at places over its whole length; every other time without the index."""
+    """Each segment cut, and flipped, at places over its whole length."""
     run = directory / "run"
     await write(run, 0, NUM_RECORDS)
     draw = random.Random(seed)
@@ -218,8 +155,6 @@ async def damage_segments(directory: Path, trial: Trial, num_places: int, seed: 
                 copy = directory / "copy"
                 shutil.copytree(run, copy)
                 change(segment_path(copy, kind, segment), how)
-                if number % 2:
-                    (copy / INDEX_FILE).unlink()
                 trial.start(copy, expected, damaged)
                 shutil.rmtree(copy)
 
@@ -233,10 +168,7 @@ async def write(directory: Path, first: int, count: int) -> None:
 
 async def put(journal: Journal, numbers: range) -> None:
     await asyncio.gather(
-        *(
-            journal.append(KINDS[n % len(KINDS)], f"k{n}", lambda n=n: {"n": n, "text": "word " * (n % 40)})
-            for n in numbers
-        )
+        *(journal.append(KINDS[n % len(KINDS)], f"k{n}", {"n": n, "text": "word " * (n % 40)}) for n in numbers)
     )
 
 
@@ -250,15 +182,13 @@ async def measure_size(directory: Path, num_tokens: int, count: int, seed: int) 
     tokens = num_tokens * count
     journal = Journal(directory)
     journal.start()
-    await asyncio.gather(
-        *(journal.append(entries.TRAJECTORY, f"g/{t.index}", lambda t=t: entries.trajectory_to_json(t)) for t in made)
-    )
+    await asyncio.gather(*(journal.append(entries.TRAJECTORY, f"g/{t.index}", t) for t in made))
     await journal.close()
     size = bytes_in(directory)
     packer, unpacker = Packer(), Unpacker()
 
     def write_ours(t: Trajectory) -> bytes:
-        payload = packer.pack(orjson.dumps(entries.trajectory_to_json(t)) + b"\n")
+        payload = packer.pack(orjson.dumps(entries.to_json(t)) + b"\n")
         checksum_of(payload)
         return write_header(1, 1.0, "g/1", payload) + payload
 
@@ -273,7 +203,7 @@ async def measure_size(directory: Path, num_tokens: int, count: int, seed: int) 
         "write_ns": lambda: [write_ours(t) for t in made],
         "plain_write_ns": lambda: [write_plain(t) for t in made],
         "read_ns": lambda: [
-            entries.trajectory_from_json(orjson.loads(unpacker.unpack(data[skip:])))
+            entries.from_json(Trajectory, orjson.loads(unpacker.unpack(data[skip:])))
             for data in ours
             if checksum_of(data[skip:])
         ],
@@ -320,7 +250,7 @@ def zipf(draw: np.random.Generator, count: int) -> Any:
 
 def plain(t: Trajectory) -> Mapping[str, Any]:
     """The line with lists of numbers."""
-    line = entries.trajectory_to_json(t)
+    line = entries.to_json(t)
     for sequence, kept in zip(t.sequences, line["sequences"], strict=True):
         for segment, written in zip(sequence.segments, kept["segments"], strict=True):
             written |= {
@@ -347,12 +277,8 @@ def measure_restart(run_dir: Path, num_trajectories: int, seed: int) -> dict[str
     began = time.perf_counter()
     num_records = write_million(run_dir, num_trajectories, port, seed)
     print(f"{num_records} records written in {time.perf_counter() - began:.0f} s", flush=True)
-    without, without_cpu, without_rss = restart(run_dir, port)
-    with_index, cpu, rss = restart(run_dir, port)
-    return {
-        "s": with_index, "cpu_s": cpu, "rss_mb": rss, "without_index_s": without, "without_index_cpu_s": without_cpu,
-        "without_index_rss_mb": without_rss,
-    }  # fmt: skip
+    seconds, cpu, rss = restart(run_dir, port)
+    return {"s": seconds, "cpu_s": cpu, "rss_mb": rss}
 
 
 def restart(run_dir: Path, port: int) -> tuple[float, float, float]:

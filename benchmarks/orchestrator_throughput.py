@@ -12,8 +12,7 @@ Three workloads over sequences of 1,000 policy tokens, task groups of 8, all pro
   of the batch.
 
 ``orchestrator_cpu_ms`` are those of the orchestrator's process per trained sequence when saturated; ``all_cpu_ms`` are
-those of all three, which share the cores. ``journal_bytes_per_token`` counts segments and index, without the index's
--wal and -shm files, which do not grow with the journal.
+those of all three, which share the cores. ``journal_bytes_per_token`` counts the segments.
 
 Ours: orchestrator, scripted replica and scripted trainer as processes, over gRPC, every record journaled before it is
 acknowledged. Theirs (``_polling.py``): a hub polled over HTTP that moves pickled arrays and keeps them in memory only.
@@ -184,9 +183,8 @@ def _cpu_s(run: _Ours) -> list[float]:
 
 
 def _bytes_per_token(journal: Path) -> float:
-    """Of the present files, while the orchestrator goes on writing: the index is read last, and covers all that is
-    counted."""
-    num_bytes = sum(path.stat().st_size for path in journal.iterdir() if not path.name.endswith(("-wal", "-shm")))
+    """Of the present files, while the orchestrator goes on writing."""
+    num_bytes = sum(path.stat().st_size for path in journal.iterdir())
     with closing(JournalReader(journal)) as reader:
         num_records = sum(1 for _ in reader.rows_of(entries.TRAJECTORY))
     return num_bytes / (num_records * (NUM_TOKENS + NUM_PROMPT_TOKENS))

@@ -122,7 +122,7 @@ WALKS = {
             Point(f"{TORCH}/engine.py:TorchEngine.generate", returns=True),
             Point("services/inference/records_out.py:TrajectorySender.send"),
             Point("services/inference/records_out.py:TrajectorySender._message"),
-            Point("services/orchestrator/journal/entries.py:trajectory_to_json"),
+            Point("services/orchestrator/journal/entries.py:_segment_to_json"),
             Point(f"{JOURNAL}._write", returns=True),
         ),
         stages=(

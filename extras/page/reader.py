@@ -51,6 +51,7 @@ from services.common.records import (
     GroupFate,
     Logprobs,
     Purpose,
+    RolloutFailure,
     Segment,
     StopReason,
     TokenSource,
@@ -322,14 +323,14 @@ class RunReader:
             )
         whole = {**row, "siblings": self._index.siblings(name), "texts_loading": False}
         if found.kind == entries.FAILURE:
-            failure = entries.failure_from_json(record)
+            failure = entries.from_json(RolloutFailure, record)
             return {**whole, "failure": {"reason": failure.reason, "detail": failure.detail}}
-        trajectory = entries.trajectory_from_json(record)
+        trajectory = entries.from_json(Trajectory, record)
         whole["texts_loading"] = not self._text_ready.wait(TEXT_S)
         without = Pieces(None), Marks({}, ())
         texts = {sequence.policy: self._texts.get(sequence.policy, without) for sequence in trajectory.sequences}
         algorithms = {} if self._recipe is None else {n: p.algorithm for n, p in self._recipe.policies.items()}
-        used = uses(trajectory, map(entries.batch_from_json, batches), algorithms)
+        used = uses(trajectory, (entries.from_json(BatchRecord, batch) for batch in batches), algorithms)
         return {**whole, **conversation(trajectory, issue, texts, used)}
 
     # --- the thread --------------------------------------------------------------------------------------------------

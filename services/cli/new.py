@@ -174,14 +174,14 @@ def _num_rows(wanted: Wanted) -> int | None:
 @functools.cache
 def _rows_of(path: str, columns: tuple[tuple[str, str], ...]) -> int:
     from services.orchestrator.tasks.datasets import open_source
-    from services.orchestrator.tasks.rows import ListRows, RenamedRows
+    from services.orchestrator.tasks.rows import ListRows, renamed_rows
 
     try:
         rows = open_source(DatasetConfig(path=path), seed=0)
     except DatasetError as error:
         raise ConfigError(f"--data: {error.message}") from None
     try:
-        prompt_in(RenamedRows(ListRows([rows[0].data], path), dict(columns))[0], None, "row 1")
+        prompt_in(renamed_rows(ListRows([rows[0].data], path), dict(columns))[0], None, "row 1")
     except DatasetError as error:
         raise ConfigError(f"--data: {error.message}: name the columns with --prompt and --answer") from None
     return len(rows)

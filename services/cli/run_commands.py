@@ -209,13 +209,16 @@ def track(run: RunArgument = None) -> None:
     """
     from services.cli.inspect.run_state import check_run_directory
     from services.common.errors import ConfigError, InfrastructureError
-    from services.orchestrator.trackers import read_position, send_rows
+    from services.common.extras import load_extra, provided
+    from services.orchestrator.trackers import read_position
 
     run = chosen_run(run)
     check_run_directory(run)
     now = threading.Event()
     now.set()
-    sent = send_rows(run, now)
+    sent: dict[str, bool] = {}
+    for tracker in {path: tracker for tracker, path in provided("trackers").items()}.values():  # one of each extra
+        sent |= load_extra("trackers", tracker)(run, now)
     if not sent:
         raise ConfigError(
             f"{run} has no tracker to send to: its run.trackers names none but tensorboard, whose files it has"

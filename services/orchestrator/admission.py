@@ -15,7 +15,7 @@ of the quota: less than 1 + UNFINISHED_SHARE quotas are ever outstanding when a 
 the buffer has a batch, so a slow trainer does not increase staleness. Where late tokens are not trained (``mask``,
 ``drop``) they always count: groups beyond the quota would lose their oldest tokens.
 
-With ``Limits.exact`` the dispatcher issues a group only if the batch would lack that group even if all running ones are
+With ``Account.exact`` the dispatcher issues a group only if the batch would lack that group even if all running ones are
 kept:
 
     no batch in training,  and  buffered + slots of groups that are not complete  <  batch
@@ -55,22 +55,15 @@ ONLY: Mapping[str, float] = {"": 1.0}  # weights of a run with one dataset
 UNFINISHED_SHARE = 0.5  # of the quota: accepted sequences without a complete group that need not count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Quota settings of one policy."""
+@dataclass(slots=True, kw_only=True)
+class Account:
+    """Quota of one policy, and its use."""
 
     batch_size: int
     max_staleness: int
     num_steps: int
     counts_unfinished: bool = False  # always: accepted sequences that wait for a running sibling
     exact: bool = False  # issue only groups that the next batch may need
-
-
-@dataclass(slots=True)
-class Account:
-    """Use of one policy's quota."""
-
-    limits: Limits
     version: int = -1
     accepted: int = 0  # and not yet trained
     unfinished: int = 0  # of these, those that wait for a running sibling
@@ -82,16 +75,12 @@ class Account:
 
     @property
     def steps_left(self) -> int:
-        return self.limits.num_steps - max(self.version, 0)
-
-    @property
-    def sequences_per_trajectory(self) -> float:
-        return self.num_sequences / self.num_trajectories if self.num_trajectories else 1.0
+        return self.num_steps - max(self.version, 0)
 
     @property
     def expected(self) -> float:
         """Expected sequences of the running rollouts, from the mean of earlier ones."""
-        return self.running_slots * self.sequences_per_trajectory
+        return self.running_slots * (self.num_sequences / self.num_trajectories if self.num_trajectories else 1.0)
 
     @property
     def buffered(self) -> int:
@@ -102,7 +91,7 @@ class Account:
     def counted(self) -> float:
         """Sequences that count against the quota."""
         outstanding = self.accepted + self.expected
-        if self.limits.counts_unfinished or self.buffered >= self.limits.batch_size:
+        if self.counts_unfinished or self.buffered >= self.batch_size:
             return outstanding
         return outstanding - min(self.unfinished, UNFINISHED_SHARE * self.quota)
 
@@ -112,14 +101,19 @@ class Account:
 
     def quota_at(self, lag: int) -> int:
         """Sequences that may be outstanding at a replica with this lag; excludes those that the last steps cannot use."""
-        return max(0, min(self.limits.max_staleness + 1 - lag, self.steps_left)) * self.limits.batch_size
+        return max(0, min(self.max_staleness + 1 - lag, self.steps_left)) * self.batch_size
 
     def has_room(self, lag: int = 0) -> bool:
         """Apply the rule of this module."""
-        if self.limits.exact:
-            started = self.buffered + self.group_slots < self.limits.batch_size
+        if self.exact:
+            started = self.buffered + self.group_slots < self.batch_size
             return started and not self.in_training and not lag and self.steps_left > 0
         return self.counted < self.quota_at(lag)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the staleness bound stops new task groups."""
+        return self.steps_left > 0 and not self.has_room()
 
     @property
     def fullness(self) -> float:
@@ -130,8 +124,8 @@ class Account:
 class Admission:
     """Accounts of all policies; decides whether the dispatcher may issue a task group."""
 
-    def __init__(self, limits: Mapping[str, Limits], admit: Literal["all", "any"] = "all") -> None:
-        self.accounts = {policy: Account(limit) for policy, limit in limits.items()}
+    def __init__(self, accounts: dict[str, Account], admit: Literal["all", "any"] = "all") -> None:
+        self.accounts = accounts
         self._admit = admit
         # Policies without a trainer: the other policies do not wait for them, and excess sequences are surplus.
         self.absent: set[str] = set()

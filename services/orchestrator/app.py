@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from services.common import run_files
 from services.common.aio import TaskOwner
 from services.common.config.data import EVALUATION, is_training, name_of
 from services.common.config.loading import load_resolved
@@ -101,12 +102,11 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
 
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: _stop_on_bug(context, fail))
     journal = Journal(
-        settings.journal_dir,
+        run_files.journal(settings.run_dir),
         segment_bytes=recipe.orchestrator.segment_bytes,
         durability=recipe.orchestrator.durability,
         on_failure=fail,
     )
-    reader = JournalReader(settings.journal_dir)
     sources = {
         where: open_source(
             config,
@@ -119,8 +119,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     for where, source in sources.items():
         log_opened(where, source)
     sources = short_prompts(sources, recipe, settings.run_dir)
-    core = recovered(lambda aside: _core(settings.run_dir, recipe, journal, reader, sources, aside), reader)
-    reader.close()
+    core = recovered(lambda aside: _core(settings.run_dir, recipe, journal, sources, aside), journal.reader)
     server = _server(core, recipe, settings, sources)
     await server.start()
     await serve_metrics(server, recipe.metrics, METRICS, name="orchestrator", run_dir=settings.run_dir)
@@ -131,7 +130,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     async with TaskOwner() as tasks:
         try:
             tasks.start(Watch(core).run(), "watch")
-            tasks.start(GarbageSweeper(lambda: not core.has_work).run(), "collect garbage")
+            tasks.start(GarbageSweeper(lambda: not core.pool.num_running).run(), "collect garbage")
             server.set_ready()
             ending = tasks.start(_live_and_part(core), "lifecycle")
             stopping = tasks.start(server.wait_for_stop(), "signals")
@@ -210,16 +209,14 @@ def _core(
     run_dir: Path,
     recipe: Recipe,
     journal: Journal,
-    reader: JournalReader,
     sources: Mapping[str, TaskSource],
     aside: Quarantine,
 ) -> OrchestratorCore:
-    begun = _begun(reader)
+    begun = _begun(journal.reader)
     if begun is None:
-        mark, started_at = first_facts(reader)
+        mark, started_at = first_facts(journal.reader)
         begun = {"run_id": recipe.run.id, "mark": mark or secrets.token_hex(3), "started_at": started_at or time.time()}
-        record = begun
-        journal.submit(entries.RUN, "", lambda: record)
+        journal.submit(entries.RUN, "", begun)
     elif begun["run_id"] != recipe.run.id:
         raise ConfigError(
             f"the journal in {run_dir} belongs to run {begun['run_id']!r}, its recipe.json to {recipe.run.id!r}: "

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from services.common import run_files
 from services.common.errors import ConfigError
 
 DESCRIPTION = """\
@@ -30,10 +29,6 @@ kill -9, the run goes on with everything that was acknowledged. Exit codes: 0 th
 class Settings:
     run_dir: Path
     port: int | None = None  # instead of the recipe's
-
-    @property
-    def journal_dir(self) -> Path:
-        return run_files.journal(self.run_dir)
 
     @property
     def lock_file(self) -> Path:

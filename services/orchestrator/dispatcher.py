@@ -14,7 +14,6 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 
 import structlog
 
@@ -22,7 +21,6 @@ from services.common.config.data import EvaluationConfig
 from services.common.kept_tokens import REPLICAS_LOST
 from services.common.records import TOO_OLD, VERSION_GONE, ClosedReason, RunCount, TaskGroupOrder
 from services.common.telemetry.logs import LogEvent
-from services.orchestrator.admission import Admission
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.evaluation import Evaluations, Evaluators
 from services.orchestrator.groups import OrphanedGroups, TaskGroup
@@ -30,12 +28,13 @@ from services.orchestrator.ingest import Ingest
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import GroupRecord
 from services.orchestrator.journal.journal import Journal
-from services.orchestrator.members import CancelGroup, Held, PlayGroup, Replica, ReplicaPool, Shelf
+from services.orchestrator.members import CancelGroup, Held, PlayGroup, Replica, ReplicaPool
 from services.orchestrator.stalls import Hold
 from services.orchestrator.tasks.orders import TrainingOrders
 from services.orchestrator.versions import Announcer, FanOut, VersionLedger
 
 log = structlog.get_logger()
+MAX_LOST = 5  # replicas that may be lost under a task group before its open slots are given up
 MOST_CANCELLED = (
     512  # task groups of an earlier run or process, at once: half of the commands that a stream has room for
 )
@@ -57,11 +56,13 @@ class Dispatcher:
         journal: Journal,
         counters: Counter[str],
         fanout: FanOut,
+        ingest: Ingest,
         clock: Callable[[], float],
     ) -> None:
         self._pool = pool
         self._groups = groups
         self._experience = experience
+        self._admission = experience.admission
         self._ledgers = ledgers
         self._max_staleness = max_staleness
         self._teachers = teachers
@@ -72,35 +73,28 @@ class Dispatcher:
         )
         self._journal = journal
         self._counters = counters
+        self._ingest = ingest
+        self._cancelled: set[str] = set()  # task groups whose cancellation is on its way to the journal
         self.announcer = Announcer(pool, ledgers, self.evaluators, fanout, counters, clock)
         self._orphans = OrphanedGroups()
         self._scheduled = False
         self.train = False  # training groups may be issued
-        self._holds: dict[Hold, str] = {}  # reasons that block all issues
+        self.holds: dict[Hold, str] = {}  # reasons that block all issues
         self.waits_for = ""
-
-    @property
-    def _admission(self) -> Admission:
-        return self._experience.admission
-
-    @property
-    def holds(self) -> Mapping[Hold, str]:
-        """The reasons that block all issues, by name."""
-        return self._holds
 
     @property
     def held_back(self) -> str:
         """The reason that blocks all issues; empty without one."""
-        return next(iter(self._holds.values()), "")
+        return next(iter(self.holds.values()), "")
 
     def hold(self, name: Hold, reason: str) -> None:
         """Block all issues while ``reason`` is not empty; several holds may be active."""
-        if self._holds.get(name, "") == reason:
+        if self.holds.get(name, "") == reason:
             return
         if reason:
-            self._holds[name] = reason
+            self.holds[name] = reason
         else:
-            del self._holds[name]
+            del self.holds[name]
         log.info("dispatch.hold", hold=name.value, reason=reason or "released")
         self.schedule()
 
@@ -108,18 +102,15 @@ class Dispatcher:
         """Pump once, soon, for any number of changes."""
         if not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._scheduled_pump)
-
-    def _scheduled_pump(self) -> None:
-        self._scheduled = False
-        self.pump()
+            asyncio.get_running_loop().call_soon(self.pump)
 
     def pump(self) -> None:
         """Issue all task groups that are possible now."""
+        self._scheduled = False
         self.waits_for = self.held_back or self._issue()
 
     def _issue(self) -> str:
-        if not len(self._pool.free):
+        if not any(self._pool.workers()):
             return "no replica has joined" if not len(self._pool) else "no replica takes work"
         wait = self._issue_orphans()
         wait = self._issue_evaluations() or wait
@@ -140,9 +131,9 @@ class Dispatcher:
 
     def _issue_orphans(self) -> str:
         wait = ""
-        for name in self._orphans.in_turn():
-            group = self._groups.get(name)
-            if group is None or group.complete:
+        for group in self._orphans.in_turn():
+            name = group.id
+            if name not in self._groups or group.complete:
                 self._orphans.discard(name)
                 continue
             replica = self._freest(group.order, len(group.unresolved))
@@ -156,7 +147,7 @@ class Dispatcher:
             if group.is_training:
                 self._experience.reissued(group, born)
             record = entries.assignment_to_json(name, replica.replica_id, replica.incarnation, born)
-            self._journal.submit(entries.ASSIGNMENT, name, record.copy, partial(self._issue_durable, name))
+            self._journal.submit(entries.ASSIGNMENT, name, record, self._issue_durable, name)
         return wait
 
     def _issue_training(self) -> str:
@@ -181,14 +172,16 @@ class Dispatcher:
         size = self._training.group_size
         trained = self._all(policies)
 
-        def serves(shelf: Shelf) -> bool:
-            return self.may_play(shelf.held, {}, policies) and self._admission.open(
-                trained, self._lags(shelf.held, trained)
-            )
+        def plays(replica: Replica) -> bool:
+            return replica.replica_id not in reserved and self.may_play(replica.held, {}, policies)
 
-        replica = self._pool.freest(size, serves, reserved)
+        replica = self._pool.freest(
+            size, lambda replica: plays(replica) and self._admission.open(trained, self._lags(replica.held, trained))
+        )
         if replica is None:
-            return False, self._why_no_replica(size, policies, reserved)
+            if self._pool.freest(size, plays) is not None:
+                return False, "the quota has room only for replicas that hold newer versions"
+            return False, self._why_no_replica(size, policies)
         group = self._training.next_group(policies, self._experience.next_source(trained))
         group.born = self._born(replica, policies)
         self._experience.issued(group)
@@ -216,7 +209,7 @@ class Dispatcher:
         full = [
             f"{policy}: {round(account.counted)} of {account.quota}"
             for policy, account in self._admission.accounts.items()
-            if account.steps_left > 0 and not account.has_room()
+            if account.is_full
         ]
         return f"staleness quota full ({', '.join(full)})" if full else ""
 
@@ -225,8 +218,7 @@ class Dispatcher:
         self._assign(replica, group)
         self._counters[RunCount.TASK_GROUPS_ISSUED.value] += 1
         record = _record(group, replica.replica_id, replica.incarnation)
-        durable = partial(self._issue_durable, group.id)
-        self._journal.submit(entries.GROUP, group.id, lambda: entries.group_to_json(record), durable)
+        self._journal.submit(entries.GROUP, group.id, record, self._issue_durable, group.id)
 
     def _assign(self, replica: Replica, group: TaskGroup) -> None:
         order = group.order
@@ -246,17 +238,11 @@ class Dispatcher:
             order = dataclasses.replace(group.order, indices=group.unresolved)
             self._pool.send(replica, PlayGroup(order))
 
-    def issue_unplayed(self, group: TaskGroup) -> None:
-        """Journal a task group that gets no replica."""
-        self._groups[group.id] = group
-        record = _record(group, replica_id="", incarnation="")
-        self._journal.submit(entries.GROUP, group.id, lambda: entries.group_to_json(record))
-
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def _freest(self, order: TaskGroupOrder, num_slots: int) -> Replica | None:
         required, policies = order.required_versions, order.policies
-        return self._pool.freest(num_slots, lambda shelf: self.may_play(shelf.held, required, policies))
+        return self._pool.freest(num_slots, lambda replica: self.may_play(replica.held, required, policies))
 
     def _born(self, replica: Replica, policies: tuple[str, ...]) -> dict[str, int]:
         """The versions on which rollouts begin at this replica, per policy."""
@@ -281,12 +267,10 @@ class Dispatcher:
                 return False
         return True
 
-    def _why_no_replica(self, num_slots: int, policies: tuple[str, ...], reserved: frozenset[str]) -> str:
-        if not any(self.may_play(shelf.held, {}, policies) for shelf in self._pool.free.shelves()):
+    def _why_no_replica(self, num_slots: int, policies: tuple[str, ...]) -> str:
+        if not any(self.may_play(replica.held, {}, policies) for replica in self._pool.workers()):
             named = f" of {', '.join(policies)}" if policies else ""
             return f"no replica holds a version{named} that the ledger knows and that is new enough"
-        if self._pool.freest(num_slots, lambda shelf: self.may_play(shelf.held, {}, policies), reserved) is not None:
-            return "the quota has room only for replicas that hold newer versions"
         return f"no replica has {num_slots} free slots"
 
     # --- replicas that return ----------------------------------------------------------------------------------------
@@ -318,18 +302,57 @@ class Dispatcher:
     # --- results -----------------------------------------------------------------------------------------------------
 
     def orphaned(self, task_group_ids: Iterable[str]) -> None:
-        """Queue task groups without a replica; the dispatcher issues their open slots again."""
+        """Queue task groups without a replica: their open slots are issued again, or fail after too many lost replicas."""
         for name in task_group_ids:
             group = self._groups.get(name)
-            if group is not None and not group.complete:
-                group.num_lost += 1
-                self._orphans.add(group)
-                log.info(LogEvent.TASK_GROUP_ORPHANED, task_group=name, open_slots=len(group.unresolved))
+            if group is None or group.complete:
+                continue
+            group.num_lost += 1
+            self._orphans.add(group)
+            log.info(LogEvent.TASK_GROUP_ORPHANED, task_group=name, open_slots=len(group.unresolved))
+            if group.num_lost > MAX_LOST:
+                self.give_up(group, REPLICAS_LOST, f"{group.num_lost} replicas were lost while they ran the task group")
         self.schedule()
+
+    def take_back(self, task_group_id: str, reason: str) -> None:
+        """Cancel a task group on its replica, then issue its open slots again as ``orphaned`` does."""
+        self.cancel(task_group_id, reason)
+        self.orphaned([task_group_id])
+
+    def give_up(self, group: TaskGroup, reason: str, detail: str) -> None:
+        """Fail the open slots of a task group."""
+        log.warning(LogEvent.TASK_GROUP_GIVEN_UP, task_group=group.id, reason=reason, open_slots=len(group.unresolved))
+        for index in group.unresolved:
+            self._ingest.fail(group, index, reason, detail)
+
+    def cancel_too_old(self, groups: list[TaskGroup]) -> None:
+        """Cancel training groups whose results could only be dropped, and fail their open slots; repetition has no
+        effect."""
+        self._cancelled = {name for name in self._cancelled if name in self._groups}
+        for group in groups:
+            if group.id in self._cancelled:
+                continue
+            self._cancelled.add(group.id)
+            log.info("task_group.too_old", task_group=group.id, open_slots=len(group.unresolved))
+            self.cancel(group.id, "its open slots are too old to be trained")
+            for index in group.unresolved:
+                self._ingest.fail(group, index, TOO_OLD, "a rollout that began then could only have been dropped")
+
+    def abandon_evaluations(self, gone: Callable[[Mapping[str, int]], bool]) -> None:
+        """Fail the open slots of evaluations on versions that no replica holds any more."""
+        running = [g for g in self._groups.values() if g.evaluation and gone(g.order.required_versions)]
+        unissued = self._evaluations.unissued(gone)
+        for group in unissued:
+            self._groups[group.id] = group
+            self._journal.submit(entries.GROUP, group.id, _record(group, replica_id="", incarnation=""))
+        for group in [*running, *unissued]:
+            self.cancel(group.id, ClosedReason.VERSION_GONE)
+            self.give_up(group, VERSION_GONE, ClosedReason.VERSION_GONE)
 
     def resolved(self, group: TaskGroup) -> None:
         """Handle the outcome of a slot, from any replica."""
-        self._orphans.resolved(group)
+        if group.complete:
+            self._orphans.discard(group.id)
         self.schedule()
 
     def cancel(self, name: str, reason: str) -> None:
@@ -354,62 +377,3 @@ def _record(group: TaskGroup, replica_id: str, incarnation: str) -> GroupRecord:
 
 def _versions(required: Mapping[str, int]) -> str:
     return ", ".join(f"{policy} version {number}" for policy, number in required.items())
-
-
-# --- Re-issues lost task groups; fails them after the sixth loss; ends evaluations whose version is gone.
-
-
-MAX_LOST = 5  # replicas that may be lost under a task group before its open slots are given up
-
-
-class RetryLimit:
-    def __init__(
-        self, groups: Mapping[str, TaskGroup], dispatcher: Dispatcher, evaluations: Evaluations, ingest: Ingest
-    ) -> None:
-        self._groups = groups
-        self._dispatcher = dispatcher
-        self._evaluations = evaluations
-        self._ingest = ingest
-        self._cancelled: set[str] = set()  # task groups whose cancellation is on its way to the journal
-
-    def orphaned(self, task_group_ids: list[str]) -> None:
-        """Issue the open slots of these task groups again, or fail them after too many lost replicas."""
-        self._dispatcher.orphaned(task_group_ids)
-        for name in task_group_ids:
-            group = self._groups.get(name)
-            if group is not None and group.num_lost > MAX_LOST:
-                self.give_up(group, REPLICAS_LOST, f"{group.num_lost} replicas were lost while they ran the task group")
-
-    def take_back(self, task_group_id: str, reason: str) -> None:
-        """Cancel a task group on its replica, then issue its open slots again as ``orphaned`` does."""
-        self._dispatcher.cancel(task_group_id, reason)
-        self.orphaned([task_group_id])
-
-    def give_up(self, group: TaskGroup, reason: str, detail: str) -> None:
-        """Fail the open slots of a task group."""
-        log.warning(LogEvent.TASK_GROUP_GIVEN_UP, task_group=group.id, reason=reason, open_slots=len(group.unresolved))
-        for index in group.unresolved:
-            self._ingest.fail(group, index, reason, detail)
-
-    def cancel_too_old(self, groups: list[TaskGroup]) -> None:
-        """Cancel training groups whose results could only be dropped, and fail their open slots; repetition has no
-        effect."""
-        self._cancelled = {name for name in self._cancelled if name in self._groups}
-        for group in groups:
-            if group.id in self._cancelled:
-                continue
-            self._cancelled.add(group.id)
-            log.info("task_group.too_old", task_group=group.id, open_slots=len(group.unresolved))
-            self._dispatcher.cancel(group.id, "its open slots are too old to be trained")
-            for index in group.unresolved:
-                self._ingest.fail(group, index, TOO_OLD, "a rollout that began then could only have been dropped")
-
-    def abandon_evaluations(self, gone: Callable[[Mapping[str, int]], bool]) -> None:
-        """Fail the open slots of evaluations on versions that no replica holds any more."""
-        running = [g for g in self._groups.values() if g.evaluation and gone(g.order.required_versions)]
-        unissued = self._evaluations.unissued(gone)
-        for group in unissued:
-            self._dispatcher.issue_unplayed(group)
-        for group in [*running, *unissued]:
-            self._dispatcher.cancel(group.id, ClosedReason.VERSION_GONE)
-            self.give_up(group, VERSION_GONE, ClosedReason.VERSION_GONE)

@@ -45,7 +45,7 @@ from services.orchestrator.journal.entries import (
     overall_difference,
     score,
 )
-from services.orchestrator.members import Held, Replica, ReplicaPool, Shelf, ShelfKey
+from services.orchestrator.members import Held, Replica, ReplicaPool
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, sampling_of
 
@@ -271,11 +271,6 @@ class EvaluationPass:
         """Samples of the next row."""
         return self.samples[self.next_row]
 
-    @property
-    def num_in_flight(self) -> int:
-        """Issued trajectories without an outcome."""
-        return self.num_issued - self.num_resolved
-
     def required(self) -> Mapping[str, int]:
         return self.versions if self.pinned else {}
 
@@ -405,15 +400,13 @@ class Evaluations:
     def _kinds(self, evaluation_id: str) -> list[tuple[str, str, tuple[str, ...]]]:
         """(name of the pass, name of its sampling, its policies) of all passes."""
         apart = len(self._compositions) > 1
+        during = self._config.during_samplings if step_of(evaluation_id) else []
         return [
             (f"{evaluation_id}/{sampling}" + (f"/{policies[0]}" if apart else ""), sampling, policies)
             for policies in self._compositions
-            for sampling in self._samplings(evaluation_id)
+            for sampling in self._config.samplings
+            if not during or sampling in during
         ]
-
-    def _samplings(self, evaluation_id: str) -> list[str]:
-        during = self._config.during_samplings if step_of(evaluation_id) else []
-        return [name for name in self._config.samplings if not during or name in during]
 
     def _samples_of(self, evaluation_id: str) -> tuple[int, ...]:
         """Samples by row; 0 for a row that the evaluation of a training step leaves out."""
@@ -460,7 +453,7 @@ class Evaluations:
     def has_room(self, current: EvaluationPass) -> bool:
         """Whether ``evaluation.max_in_flight`` admits the next task group of a pass."""
         limit = self._config.max_in_flight
-        in_flight = sum(other.num_in_flight for other in self._passes.values())
+        in_flight = sum(other.num_issued - other.num_resolved for other in self._passes.values())
         return limit is None or in_flight + current.next_samples <= limit
 
     def draw(self, current: EvaluationPass) -> TaskGroup:
@@ -540,20 +533,12 @@ class Evaluations:
         self._passes.pop(result.name, None)
         self.results[result.name] = result
 
-    def progress(self) -> list[str]:
-        """How far the unfinished passes are, in words."""
-        return [current.standing() for current in self._passes.values()]
-
     def is_running(self, name: str) -> bool:
         """Whether a pass of this name is queued or running."""
         return name in self._passes
 
     def known(self, evaluation_id: str) -> bool:
         return any(name in self._passes or name in self.results for name in self.names_of(evaluation_id))
-
-    def pinned_versions(self) -> list[Mapping[str, int]]:
-        """Pinned versions of the unfinished passes."""
-        return [current.versions for current in self._passes.values() if current.pinned]
 
     def group_ids(self) -> set[str]:
         """Task groups of unfinished passes: the pass needs their rewards until its result."""
@@ -607,8 +592,8 @@ class Evaluators:
         if self._is_newest(current) and not training:
             current.evaluators = frozenset()
         elif not any(self._pool.get(name) is not None for name in current.evaluators):
-            holders = self._workers(current, lambda shelf: self._holds(shelf.held, current, current.versions))
-            current.evaluators = frozenset(holders[: self._config.engines])
+            holders = self._workers(current, lambda replica: self._holds(replica, current, current.versions))
+            current.evaluators = self._first(holders)
         return ""
 
     def repeats_the_end(self, current: EvaluationPass) -> bool:
@@ -620,25 +605,23 @@ class Evaluators:
 
     def may_come(self, current: EvaluationPass) -> bool:
         """Whether a replica holds the requested versions or older ones, so that they may still be evaluated."""
-        helds = (shelf.held for shelf in self._pool.free.shelves() if _serves(shelf.held, current))
-        return any(all(held[p].number <= number for p, number in current.wanted.items()) for held in helds)
+        return any(
+            all(replica.held[policy].number <= number for policy, number in current.wanted.items())
+            for replica in self._workers(current)
+        )
 
     def freest(self, current: EvaluationPass, num_slots: int) -> Replica | None:
         """The replica for the next task group of this pass, with the most free slots of those that can."""
         required = current.required()
-        if current.evaluators:
-            chosen = (self._pool.get(name) for name in current.evaluators if name in self._pool.free)
-            usable = [
-                r for r in chosen if r is not None and r.fits(num_slots) and self._holds(r.held, current, required)
-            ]
-            return max(usable, key=lambda r: (r.num_free, r.replica_id), default=None)
-        if current.pinned:
-            return self._pool.freest(num_slots, lambda shelf: self._holds(shelf.held, current, required))
-        name = self._pool.free_of_evaluations.freest(
-            num_slots,
-            lambda shelf: self._within_share(shelf.alike, num_slots) and self._holds(shelf.held, current, required),
-        )
-        return None if name is None else self._pool.get(name)
+
+        def serves(replica: Replica) -> bool:
+            if current.evaluators:
+                chosen = replica.replica_id in current.evaluators
+            else:
+                chosen = bool(current.pinned) or self._within_share(replica, num_slots)
+            return chosen and self._holds(replica, current, required)
+
+        return self._pool.freest(num_slots, serves)
 
     def reserved(self) -> frozenset[str]:
         """Replicas without training groups, because an evaluation has tasks for them that may begin."""
@@ -660,37 +643,35 @@ class Evaluators:
         return None
 
     def _choose(self, current: EvaluationPass, training: bool) -> str:
-        able = [shelf for shelf in self._pool.free.shelves() if _serves(shelf.held, current)]
-        is_few = sum(len(shelf.places) for shelf in able) <= self._config.engines
+        able = self._workers(current)
         share = self._config.share if training else None
-        if is_few and share and not any(self._fits(name, current, share) for shelf in able for _, name in shelf.places):
+        fits = any(current.num_trajectories <= (share or 1.0) * replica.num_slots for replica in able)
+        if len(able) <= self._config.engines and share and not fits:
             current.pinned, current.versions, current.awaited = False, current.wanted, frozenset()
             return ""
         policies = tuple(current.wanted)
-        ready = self._workers(
-            current,
-            lambda shelf: (
-                self._may_play(shelf.held, {}, policies)
-                and all(shelf.held[p].number >= n for p, n in current.wanted.items())
-                and not any(policy in shelf.alike.moving for policy in policies)
-            ),  # the replica would leave its held version
-        )
+        ready = [
+            replica
+            for replica in able
+            if self._may_play(replica.held, {}, policies)
+            and all(replica.held[policy].number >= number for policy, number in current.wanted.items())
+            and not any(policy in replica.moving for policy in policies)  # it would leave its held version
+        ]
         if not ready:
             # With versions that follow each other faster than they are fetched, no replica would ever stand still.
-            if not any(self._is_worker(name, current) for name in current.awaited):
-                current.awaited = frozenset(self._workers(current)[: self._config.engines])
+            if current.awaited.isdisjoint(replica.replica_id for replica in able):
+                current.awaited = self._first(able)
             return "no replica holds the version to evaluate yet"
         current.awaited = frozenset()
-        holders = [replica for name in ready if (replica := self._pool.get(name)) is not None]
-        nearest = min(holders, key=lambda replica: sum(replica.held[policy].number for policy in policies))
+        nearest = min(ready, key=lambda replica: sum(replica.held[policy].number for policy in policies))
         current.versions = {policy: nearest.held[policy].number for policy in policies}
-        alike = [name for name in ready if self._holds_now(name, current.versions, policies)]
-        current.pinned, current.evaluators = True, frozenset(alike[: self._config.engines])
+        alike = [replica for replica in ready if self._may_play(replica.held, current.versions, policies)]
+        current.pinned, current.evaluators = True, self._first(alike)
         return ""
 
-    def _holds_now(self, name: str, versions: Mapping[str, int], policies: tuple[str, ...]) -> bool:
-        replica = self._pool.get(name)
-        return replica is not None and self._may_play(replica.held, versions, policies)
+    def _first(self, replicas: list[Replica]) -> frozenset[str]:
+        """As many of these as evaluate at once."""
+        return frozenset(replica.replica_id for replica in replicas[: self._config.engines])
 
     def _adopt_sibling(self, current: EvaluationPass) -> bool:
         """Adopt versions and replicas of another pass of the same evaluation and policies; False without a decided one."""
@@ -701,28 +682,17 @@ class Evaluators:
                 return True
         return False
 
-    def _workers(self, current: EvaluationPass, serves: Callable[[Shelf], bool] = lambda shelf: True) -> list[str]:
-        """Replicas that take work, hold all policies of the pass and belong to shelves that ``serves``: freest first,
-        then by id. Scans every replica, so the caller asks once per decision, not per task group."""
-        able = [shelf for shelf in self._pool.free.shelves() if _serves(shelf.held, current) and serves(shelf)]
-        places = sorted((-free, name) for shelf in able for free, name in shelf.places)
-        return [name for _, name in places]
+    def _workers(
+        self, current: EvaluationPass, serves: Callable[[Replica], bool] = lambda replica: True
+    ) -> list[Replica]:
+        """Replicas that take work, hold all policies of the pass and ``serves``: freest first, then by id."""
+        able = [r for r in self._pool.workers() if all(policy in r.held for policy in current.wanted) and serves(r)]
+        return sorted(able, key=lambda replica: (-replica.num_free, replica.replica_id))
 
-    def _is_worker(self, name: str, current: EvaluationPass) -> bool:
-        replica = self._pool.get(name)
-        return replica is not None and replica.takes_work and _serves(replica.held, current)
+    def _holds(self, replica: Replica, current: EvaluationPass, versions: Mapping[str, int]) -> bool:
+        held = replica.held
+        return all(policy in held for policy in current.wanted) and self._may_play(held, versions, current.policies)
 
-    def _holds(self, held: Mapping[str, Held], current: EvaluationPass, versions: Mapping[str, int]) -> bool:
-        return _serves(held, current) and self._may_play(held, versions, current.policies)
-
-    def _within_share(self, alike: ShelfKey, num_slots: int) -> bool:
+    def _within_share(self, replica: Replica, num_slots: int) -> bool:
         share = self._config.share or 1.0  # of a pass that began in a process with a share
-        return alike.num_evaluating + num_slots <= max(num_slots, share * alike.num_slots)
-
-    def _fits(self, name: str, current: EvaluationPass, share: float) -> bool:
-        replica = self._pool.get(name)
-        return replica is not None and current.num_trajectories <= share * replica.num_slots
-
-
-def _serves(held: Mapping[str, Held], current: EvaluationPass) -> bool:
-    return all(policy in held for policy in current.wanted)
+        return replica.num_evaluating + num_slots <= max(num_slots, share * replica.num_slots)

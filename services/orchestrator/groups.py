@@ -1,6 +1,6 @@
 """Task groups: slots, outcomes and owners, and the names of their sequences.
 
-``UnfinishedGroups`` finds groups by the versions on which they began, ``OrphanedGroups`` those without a replica.
+``OrphanedGroups`` are those without a replica.
 
 Invariants: the first outcome of a slot wins. A group is complete when every slot has an outcome, trajectory or final
 failure. Independent of replicas, buffers and the journal.
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import heapq
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,8 +19,6 @@ from services.common.records import Purpose, RolloutFailure, TaskGroupOrder, Tok
 Outcome = Trajectory | RolloutFailure
 Incarnation = tuple[str, str]  # replica id and incarnation: one process of a replica
 GroupBy = Literal["attempt", "rollout", "policy"]
-MOST_STALE = 64  # entries of orphaned task groups that left, in a queue
-_Need = tuple[tuple[tuple[str, int], ...], tuple[str, ...], int]
 
 
 @dataclass(slots=True)
@@ -95,40 +91,11 @@ def group_key(sequence: TokenSequence, group_by: GroupBy) -> tuple[str, str, int
     return sequence.policy, "", 0
 
 
-class UnfinishedGroups:
-    def __init__(self) -> None:
-        self._by_version: dict[str, dict[int, dict[str, TaskGroup]]] = {}  # policy -> version -> by name, in order
-
-    def add(self, group: TaskGroup) -> None:
-        """``group.born`` must not change before the group's removal."""
-        for policy, version in group.born.items():
-            self._by_version.setdefault(policy, {}).setdefault(version, {})[group.id] = group
-
-    def remove(self, group: TaskGroup) -> None:
-        """Removing one that is not there is harmless."""
-        for policy, version in group.born.items():
-            groups = self._by_version.get(policy, {}).get(version, {})
-            groups.pop(group.id, None)
-            if not groups:
-                self._by_version.get(policy, {}).pop(version, None)
-
-    def begun_before(self, policy: str, version: int) -> list[TaskGroup]:
-        """Groups whose open slots began on an older version of the policy, oldest first."""
-        found = self._by_version.get(policy, {})
-        return [group for born in sorted(found) if born < version for group in found[born].values()]
-
-
 class OrphanedGroups:
-    """Task groups with open slots and without a replica, in the order of their loss.
-
-    They wait in one queue for each need: versions, policies and number of slots. When no replica fits the first of a
-    queue, none fits the others, so a search costs one step per need, for any number of waiting groups.
-    """
+    """Task groups with open slots and without a replica, in the order of their loss."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._waiting: dict[str, tuple[_Need, int]] = {}  # by name: its queue, and its place in the order of all
-        self._queues: dict[_Need, list[tuple[int, str]]] = {}  # heaps; those that left are skipped when they are first
+        self._waiting: dict[str, TaskGroup] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._waiting
@@ -138,51 +105,23 @@ class OrphanedGroups:
 
     def add(self, group: TaskGroup) -> None:
         """Append a group; a waiting group keeps its place."""
-        if group.id not in self._waiting:
-            self._put(group, next(self._numbers))
+        self._waiting.setdefault(group.id, group)
 
     def discard(self, name: str) -> None:
         """Remove a group that runs again or is not wanted; ignores others."""
         self._waiting.pop(name, None)
 
-    def resolved(self, group: TaskGroup) -> None:
-        """Update a group after an outcome: the group needs fewer slots, or is complete."""
-        found = self._waiting.pop(group.id, None)
-        if found is not None and not group.complete:
-            self._put(group, found[1])
-
-    def in_turn(self) -> Iterator[str]:
-        """The names in order. If a group still waits when the caller asks for the next, no replica fits: groups with
-        the same need are skipped."""
-        heads = [(head[0], head[1], need) for need in list(self._queues) if (head := self._head(need)) is not None]
-        heapq.heapify(heads)
-        while heads:
-            _, name, need = heapq.heappop(heads)
-            yield name
-            if name not in self._waiting and (head := self._head(need)) is not None:
-                heapq.heappush(heads, (head[0], head[1], need))
-
-    def _put(self, group: TaskGroup, number: int) -> None:
-        order = group.order
-        need = tuple(sorted(order.required_versions.items())), order.policies, len(group.unresolved)
-        self._waiting[group.id] = need, number
-        queue = self._queues.setdefault(need, [])
-        if len(queue) > MOST_STALE + 2 * len(
-            self._waiting
-        ):  # else those that left behind a first one that stays would pile up
-            queue[:] = [(number, name) for number, name in queue if self._waiting.get(name) == (need, number)]
-            heapq.heapify(queue)
-        heapq.heappush(queue, (number, group.id))
-
-    def _head(self, need: _Need) -> tuple[int, str] | None:
-        queue = self._queues.get(need)
-        while queue:
-            number, name = queue[0]
-            if self._waiting.get(name) == (need, number):
-                return queue[0]
-            heapq.heappop(queue)
-        self._queues.pop(need, None)
-        return None
+    def in_turn(self) -> Iterator[TaskGroup]:
+        """The groups in order. If a group still waits when the caller asks for the next, no replica fits: groups that need
+        the same versions, policies and number of slots are skipped."""
+        tried = set()
+        for name, group in list(self._waiting.items()):
+            order = group.order
+            need = tuple(sorted(order.required_versions.items())), order.policies, len(group.unresolved)
+            if need not in tried:
+                yield group
+                if name in self._waiting:
+                    tried.add(need)
 
 
 # --- State of the run, pause and stop. Independent of the parts that act on them.

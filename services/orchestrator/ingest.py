@@ -27,7 +27,7 @@ import math
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -38,11 +38,13 @@ import structlog
 from services.common import kept_tokens
 from services.common import records as fates
 from services.common.config.recipe import Recipe
+from services.common.errors import InvalidRequestError
 from services.common.kept_tokens import MaskedCause, MaskedCount, cause_of
 from services.common.records import (
     LEAST_TRAINED_TEMPERATURE,
     NO_TIMING,
     TOO_OLD,
+    Interval,
     Logprobs,
     PhaseKind,
     Purpose,
@@ -55,6 +57,7 @@ from services.common.records import (
     TokenSequence,
     TokenSource,
     Trajectory,
+    WeightVersion,
     counter_of,
 )
 from services.common.rpc.interceptors import REQUEST_BYTES
@@ -62,6 +65,7 @@ from services.common.telemetry.logs import LogEvent, Repeats
 from services.orchestrator.groups import GroupBy, Incarnation, Outcome, TaskGroup, group_key
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.journal import Journal
+from services.orchestrator.members import Held
 from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
@@ -259,38 +263,33 @@ class Ingest:
     def _store(
         self, group: TaskGroup, record: Outcome, answer: Callable[[Answer], None], fault: Refusal | None
     ) -> None:
-        answered = Answer(RecordOutcome.ACCEPTED if fault is None else RecordOutcome.INVALID, fault)
-        slot = (record.task_group_id, record.index)
+        kind, slot = entries.FAILURE, (record.task_group_id, record.index)
         self._pending[slot] = []
-
-        def durable() -> None:
-            waiting = self._pending.pop(slot)
-            self.num_durable += 1
-            # A cancelled task group needs no outcome.
-            if group.id in self._groups and group.resolve(record):
-                self._on_resolved(group, record)
-            answer(answered)
-            for repeat in waiting:
-                repeat(Answer(RecordOutcome.DUPLICATE))
-
-        key = entries.trajectory_key(*slot)
         if isinstance(record, Trajectory):
+            kind = entries.TRAJECTORY
             self.failures_in_a_row = 0
-            trajectory = record
-            self._counters[fates.RunCount.TOKENS_RECORDED.value] += sum(
-                s.num_trained_tokens for s in trajectory.sequences
-            )
-            self._journal.submit(entries.TRAJECTORY, key, lambda: entries.trajectory_to_json(trajectory), durable)
+            self._counters[fates.RunCount.TOKENS_RECORDED.value] += sum(s.num_trained_tokens for s in record.sequences)
+        elif record.reason == fates.TOO_OLD:  # no failure: the slot was cancelled
+            self._counters[fates.StepFact.SLOTS_CANCELLED.value] += 1
         else:
-            failure = record
-            if failure.reason == fates.TOO_OLD:  # no failure: the slot was cancelled
-                self._counters[fates.StepFact.SLOTS_CANCELLED.value] += 1
-            else:
-                self._counters[self.counter_of(failure.reason)] += 1
-                if failure.reason != fates.VERSION_GONE:  # which tells nothing about other rollouts
-                    self.failures_in_a_row += 1
-                    self.last_failure = f"{failure.reason}: {failure.detail}"
-            self._journal.submit(entries.FAILURE, key, lambda: entries.failure_to_json(failure), durable)
+            self._counters[self.counter_of(record.reason)] += 1
+            if record.reason != fates.VERSION_GONE:  # which tells nothing about other rollouts
+                self.failures_in_a_row += 1
+                self.last_failure = f"{record.reason}: {record.detail}"
+        self._journal.submit(kind, entries.trajectory_key(*slot), record, self._stored, group, record, answer, fault)
+
+    def _stored(
+        self, group: TaskGroup, record: Outcome, answer: Callable[[Answer], None], fault: Refusal | None
+    ) -> None:
+        """Resolve the slot of a durable record, and answer its sender and those that repeated it meanwhile."""
+        waiting = self._pending.pop((record.task_group_id, record.index))
+        self.num_durable += 1
+        # A cancelled task group needs no outcome.
+        if group.id in self._groups and group.resolve(record):
+            self._on_resolved(group, record)
+        answer(Answer(RecordOutcome.ACCEPTED if fault is None else RecordOutcome.INVALID, fault))
+        for repeat in waiting:
+            repeat(Answer(RecordOutcome.DUPLICATE))
 
     def counter_of(self, reason: str) -> str:
         """The counter of a reason. Replicas send reasons: invalid names and names beyond the limit share one counter."""
@@ -542,7 +541,11 @@ class RecordBounds:
             )
         num_tokens = 0
         for position, sequence in enumerate(trajectory.sequences):
-            _check_parent(sequence, position)
+            if sequence.parent is not None and not 0 <= sequence.parent < position:  # none comes from itself
+                refuse(
+                    RefusalReason.NUMBER,
+                    f"sequence {position} has the parent {sequence.parent}; a parent comes before its children",
+                )
             bounds = self.policies.get(sequence.policy)
             if bounds is None:
                 refuse(RefusalReason.POLICY, f"unknown policy {shown(sequence.policy)}")
@@ -578,15 +581,6 @@ class RecordBounds:
 def _check_reward(what: str, reward: float) -> None:
     if not -MOST_REWARD <= reward <= MOST_REWARD:  # NaN too
         refuse(RefusalReason.REWARD, f"{what} is {reward:g}; rewards are from {-MOST_REWARD:g} to {MOST_REWARD:g}")
-
-
-def _check_parent(sequence: TokenSequence, position: int) -> None:
-    """A sequence comes from an earlier one, so no sequence comes from itself."""
-    if sequence.parent is not None and not 0 <= sequence.parent < position:
-        refuse(
-            RefusalReason.NUMBER,
-            f"sequence {position} has the parent {sequence.parent}; a parent comes before its children",
-        )
 
 
 def _check_sequence(sequence: TokenSequence, bounds: PolicyBounds, order: TaskGroupOrder, newest: int) -> int:
@@ -729,3 +723,64 @@ def _check_trained(segment: Segment, name: str, bounds: PolicyBounds, order: Tas
             RefusalReason.TEACHER,
             f"a segment of {name} has log-probabilities of a teacher, and this policy has no teacher",
         )
+
+
+# --- Reports of peers: identities, versions and counts affect decisions, so that an impossible value is refused with a
+# reason. The size of a message bounds what is for display.
+
+
+MOST_TEXT = 1024  # characters of an address
+MOST_SOURCES = 256  # of a version
+MOST_SLOTS = 1 << 20
+MOST_NUMBER = 1 << 53  # of a version or a step
+MOST_SAMPLED = 10**15  # tokens of a process
+MOST_ROWS = (1 << 31) - 1
+MOST_RANKS = 1 << 16
+FUTURE_S = 3600.0  # by which a peer's clock may be ahead
+
+
+def check_id(what: str, text: str) -> str:
+    """Raises InvalidRequestError for an id that is empty, too long or not printable."""
+    if not text or len(text) > MOST_NAME or not text.isprintable():
+        raise InvalidRequestError(f"{what} is {text[:MOST_NAME]!r}: it must have 1 to {MOST_NAME} printable characters")
+    return text
+
+
+def check_number(what: str, value: int, least: int, most: int = MOST_NUMBER) -> int:
+    """Raises InvalidRequestError for a number outside its range."""
+    if not least <= value <= most:
+        raise InvalidRequestError(f"{what} is {value}; it must be {least} to {most}")
+    return value
+
+
+def check_held(held: Mapping[str, Held], policies: Collection[str]) -> dict[str, Held]:
+    """Raises InvalidRequestError for an unknown policy, or an impossible version."""
+    for policy, version in held.items():
+        if policy not in policies:
+            raise InvalidRequestError(
+                f"held_versions names the policy {policy[:MOST_NAME]!r}; this run has {', '.join(sorted(policies))}"
+            )
+        check_number(f"the held version of {policy}", version.number, -1)
+        if len(version.digest) > MOST_NAME:
+            raise InvalidRequestError(f"the digest of {policy} has {len(version.digest)} characters")
+    return dict(held)
+
+
+def check_version(version: WeightVersion) -> WeightVersion:
+    """Raises InvalidRequestError for an impossible number, digest or address."""
+    check_number(f"the version of {version.policy[:MOST_NAME]}", version.number, 0)
+    check_id("its digest", version.digest)
+    if len(version.sources) > MOST_SOURCES or any(len(source) > MOST_TEXT for source in version.sources):
+        raise InvalidRequestError(f"a version has {len(version.sources)} sources, or one with a very long address")
+    return version
+
+
+def finite_gauges(values: Mapping[str, float]) -> dict[str, float]:
+    """Gauges without NaN and infinity."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def possible_intervals(found: Iterable[Interval], now: float | None = None) -> list[Interval]:
+    """Those that are ordered, not before 1970 and not in the future of any clock."""
+    latest = (time.time() if now is None else now) + FUTURE_S
+    return [(begin, end) for begin, end in found if 0.0 <= begin <= end <= latest]

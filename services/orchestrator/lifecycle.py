@@ -35,12 +35,13 @@ async def live(core: OrchestratorCore) -> None:
         finally:
             phases.cancel()
             stop.cancel()
-        core.end_training(records.ClosedReason.RUN_ENDED)
+        core.dispatcher.train = False
+        core.cancel_training_groups(records.ClosedReason.RUN_ENDED)
         core.control.enter(RunState.STOPPED if core.control.stop_requested.is_set() else RunState.FINISHED)
         core.metrics.summary(summary(core))
     elif not run_files.summary(core.run_dir).is_file():  # an earlier process died between the two
         core.metrics.summary(summary(core))
-    done = "the threshold is reached" if core.versions.reached_threshold else records.ClosedReason.STEPS_DONE.value
+    done = "the threshold is reached" if core.reached_threshold else records.ClosedReason.STEPS_DONE.value
     reason = core.control.stop_reason or done
     log.info(LogEvent.RUN_ENDED, state=core.control.phase.value, reason=reason)
     core.dismiss(reason)
@@ -53,13 +54,13 @@ async def _phases(core: OrchestratorCore) -> None:
         core.control.enter(RunState.EVALUATING_START)
         await core.begin_evaluation(START)
         await core.until(lambda: core.evaluations.finished(START))
-    if not core.versions.all_trained:
+    if not core.all_trained:
         core.control.enter(RunState.TRAINING)
         core.begin_training()
         await _train(core)
         await _finish_begun_steps(core)
     core.cancel_training_groups(records.ClosedReason.STEPS_DONE)
-    if core.versions.ended_early:
+    if core.ended_early:
         core.save_checkpoints()  # beside the last evaluation, and not when all must leave soon
     if evaluation.at_end:
         core.skip_evaluations()
@@ -76,7 +77,7 @@ async def _train(core: OrchestratorCore) -> None:
     parallel."""
 
     def over() -> bool:
-        return core.versions.reached_threshold or core.versions.all_trained
+        return core.reached_threshold or core.all_trained
 
     while not over():
         due = _due_evaluation(core)
@@ -87,21 +88,21 @@ async def _train(core: OrchestratorCore) -> None:
 
 async def _finish_begun_steps(core: OrchestratorCore) -> None:
     """Begin no further step, and cancel the work for one; trainers still train the batches that they hold."""
-    core.stop_issuing()
-    if core.versions.reached_threshold:
+    core.dispatcher.train = False
+    if core.reached_threshold:
         assert core.threshold is not None
         log.info("run.threshold_reached", **asdict(core.threshold.state()))
         core.metrics.threshold(core.threshold.state())
         core.cancel_training_groups(records.ClosedReason.STEPS_DONE)
-        await core.until(lambda: core.versions.all_trained)
+        await core.until(lambda: core.all_trained)
 
 
 def _due_evaluation(core: OrchestratorCore) -> str | None:
     """The evaluation to begin, named after the step that it evaluates. One at a time: when a slow one covered the next
     multiple, the following one is of the step reached by then."""
     every = core.recipe.evaluation.every
-    reached = min(ledger.newest_number for ledger in core.versions.trained_ledgers.values())
-    if not every or core.evaluations.running or reached >= core.versions.num_steps:
+    reached = min(ledger.newest_number for ledger in core.trained_ledgers.values())
+    if not every or core.evaluations.running or reached >= core.num_steps:
         return None
     step = reached // every * every
     return evaluation_of(reached) if step > core.evaluations.newest_step() else None

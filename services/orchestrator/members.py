@@ -1,28 +1,17 @@
-"""State of one replica, and the index of all replicas that take work by their free slots.
+"""Replicas: the state of each, and the pool with its leases and the slots that each replica runs.
 
 A replica is its own report and the ledger of the slots that the orchestrator gave to the replica. The ledger keeps
-counters, so a query for each trajectory does not sum over task groups. The orchestrator compares the reported number of
-free slots with its ledger and logs a difference; only the ledger decides about new orders.
-
-The index goes by held versions and number of free slots:
-
-    shelf (replicas with the same key)  ->  [(free slots, replica id), ...] in ascending order
-
-Shelves are few for any number of replicas: replicas hold one of a few versions. The freest replica that fits is the
-last of a shelf, so a choice costs one step per shelf, and a change of a replica a binary search. The index places a
-changed replica at the next choice, once for any number of changes: a commit of the journal resolves many slots of one
-replica. Independent of task groups.
+counters, so a choice among replicas does not sum over task groups. Independent of task groups.
 """
 
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from services.common.errors import CapacityError, LeaseLostError, RollmillError, SupersededError
 from services.common.records import DeviceTurn, FetchPlan, TaskGroupOrder, WeightVersion
@@ -140,10 +129,6 @@ class Mailbox(Generic[T]):
             await self._changed.wait()
 
 
-Holdings = tuple[tuple[str, int, str], ...]  # (policy, version, digest), by policy
-_Place = tuple[int, str]  # free slots, replica id: the greatest is chosen
-
-
 @dataclass(frozen=True, slots=True)
 class Held:
     """A policy's weights in a replica; -1 before the first load."""
@@ -174,6 +159,7 @@ class Assignment:
     pinned: Mapping[str, int]  # versions that must not change meanwhile (evaluation)
     evaluates: bool = False
     issued: bool = False  # durable: the order may be sent
+    seen: bool = False  # the replica has confirmed it
     num_unseen: int = 0  # reports since the issue without this task group
 
 
@@ -195,7 +181,6 @@ class Replica:
     num_running: int = 0  # open slots of all assignments
     num_evaluating: int = 0  # of these, of evaluations
     announced: dict[str, tuple[int, float]] = field(default_factory=dict)  # policy -> (version, when)
-    holdings: Holdings = ()  # ``held``, to compare replicas by
     moving: tuple[str, ...] = ()  # policies with an announced version newer than the held one
     num_tokens: int = 0
     new_tokens: int = 0  # between the newest report and the one before
@@ -207,8 +192,6 @@ class Replica:
     accounts: tuple[AccountState, ...] = ()
     peers: tuple[PeerState, ...] = ()  # state of its dependencies, as the replica reports them
     component: Component = field(init=False)  # its name in accounts and stalls
-    _pinning: dict[str, None] = field(default_factory=dict)  # assignments with pinned versions, in order
-    _unseen: dict[str, None] = field(default_factory=dict)  # assignments that the replica has never confirmed
 
     def __post_init__(self) -> None:
         self.component = replica_component(self.replica_id)
@@ -237,17 +220,11 @@ class Replica:
         """Record the versions that the replica reports as held."""
         if held != self.held:
             self.held = dict(held)
-            self.holdings = tuple(sorted((policy, found.number, found.digest) for policy, found in held.items()))
             self._note_moving()
 
     def tell(self, policy: str, number: int, now: float) -> None:
         """Record an announced version."""
         self.announced[policy] = (number, now)
-        self._note_moving()
-
-    def untell(self) -> None:
-        """Forget announced versions: the announcement may have been lost."""
-        self.announced.clear()
         self._note_moving()
 
     def _note_moving(self) -> None:
@@ -258,16 +235,12 @@ class Replica:
 
     def pinned_version(self, policy: str) -> int | None:
         """The version that an evaluation pins."""
-        pinned = (self.assignments[name].pinned for name in self._pinning)
-        return next((versions[policy] for versions in pinned if policy in versions), None)
+        return next((a.pinned[policy] for a in self.assignments.values() if policy in a.pinned), None)
 
     # --- the ledger --------------------------------------------------------------------------------------------------
 
     def take(self, name: str, assignment: Assignment) -> None:
         self.assignments[name] = assignment
-        self._unseen[name] = None
-        if assignment.pinned:
-            self._pinning[name] = None
         self._count(assignment, len(assignment.open_slots))
 
     def resolve(self, name: str, slot: int) -> bool:
@@ -281,16 +254,7 @@ class Replica:
     def drop(self, name: str) -> None:
         """Remove a task group from this replica."""
         assignment = self.assignments.pop(name)
-        self._unseen.pop(name, None)
-        self._pinning.pop(name, None)
         self._count(assignment, -len(assignment.open_slots))
-
-    def drop_all(self) -> list[str]:
-        """Remove all task groups from this replica; returns them."""
-        names = list(self.assignments)
-        for name in names:
-            self.drop(name)
-        return names
 
     def given_before(self, moment: float) -> list[str]:
         """The task groups that the replica was given before this moment, in the order of their issue."""
@@ -311,136 +275,17 @@ class Replica:
 
     def note_running(self, task_group_ids: Iterable[str] | None) -> None:
         """Compare the reported task groups with the assigned ones; None for a replica that does not report them."""
-        if task_group_ids is None or not self._unseen:
+        if task_group_ids is None:
             return
         said = frozenset(task_group_ids)
-        for name in list(self._unseen):
-            assignment = self.assignments[name]
-            if not assignment.issued:
-                continue
-            if name in said:
-                del self._unseen[name]
-            else:
-                assignment.num_unseen += 1
+        for name, assignment in self.assignments.items():
+            if assignment.issued and not assignment.seen:
+                assignment.seen = name in said
+                assignment.num_unseen += not assignment.seen
 
     def unseen(self, num_reports: int) -> list[Assignment]:
         """Task groups that this many reports or more did not contain."""
-        if not self._unseen:
-            return []
-        return [found for name in self._unseen if (found := self.assignments[name]).num_unseen >= num_reports]
-
-
-class ShelfKey(NamedTuple):
-    """Common properties of the replicas on a shelf."""
-
-    holdings: Holdings
-    moving: tuple[str, ...]  # policies of which they were told a newer version than they hold
-    idle: bool  # no slot is assigned
-    num_slots: int  # this and the next are 0 where shelves do not go by them
-    num_evaluating: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Shelf:
-    alike: ShelfKey
-    held: Mapping[str, Held]
-    places: list[_Place] = field(default_factory=list)
-
-
-class FreeSlots:
-    def __init__(self, *, by_evaluating: bool = False) -> None:
-        """``by_evaluating``: the number of slots, and of slots in evaluations, are part of the shelf's key."""
-        self._by_evaluating = by_evaluating
-        self._shelves: dict[ShelfKey, Shelf] = {}
-        self._places: dict[str, tuple[Shelf, _Place]] = {}
-        self._changed: dict[str, Replica] = {}  # not in their places yet
-        self.num_placed = 0  # how often a replica was put into a place
-
-    def __len__(self) -> int:
-        self._settle()
-        return len(self._places)
-
-    def __contains__(self, replica_id: str) -> bool:
-        self._settle()
-        return replica_id in self._places
-
-    def shelves(self) -> Iterator[Shelf]:
-        """The shelves that are not empty."""
-        self._settle()
-        return iter(self._shelves.values())
-
-    def place(self, replica: Replica) -> None:
-        """Mark a replica for its new place, found at the next choice; a replica that takes no work has none."""
-        if replica.takes_work:
-            self._changed[replica.replica_id] = replica
-        else:
-            self.remove(replica.replica_id)
-
-    def _settle(self) -> None:
-        if self._changed:
-            changed, self._changed = self._changed, {}
-            for replica in changed.values():
-                self._put(replica)
-
-    def _put(self, replica: Replica) -> None:
-        known = self._places.get(replica.replica_id)
-        alike = self._alike(replica)
-        place = (replica.num_free, replica.replica_id)
-        if known is not None:
-            if known[1] == place and known[0].alike == alike:
-                return
-            self._take_out(replica.replica_id)
-        self.num_placed += 1
-        shelf = self._shelves.get(alike)
-        if shelf is None:
-            shelf = self._shelves[alike] = Shelf(alike=alike, held=replica.held)
-        insort(shelf.places, place)
-        self._places[replica.replica_id] = shelf, place
-
-    def remove(self, replica_id: str) -> None:
-        """Take a replica out; ignores a replica without a place."""
-        self._changed.pop(replica_id, None)
-        self._take_out(replica_id)
-
-    def _take_out(self, replica_id: str) -> None:
-        found = self._places.pop(replica_id, None)
-        if found is None:
-            return
-        shelf, place = found
-        del shelf.places[bisect_left(shelf.places, place)]
-        if not shelf.places:
-            del self._shelves[shelf.alike]
-
-    def freest(self, num_slots: int, serves: Callable[[Shelf], bool], without: Collection[str] = ()) -> str | None:
-        """The replica with the most free slots, of several the one with the greatest id, that has ``num_slots`` free or
-        is idle, on a shelf that ``serves``."""
-        self._settle()
-        best: _Place | None = None
-        for shelf in self._shelves.values():
-            if (best is not None and shelf.places[-1] <= best) or not serves(shelf):
-                continue
-            found = _last(shelf, num_slots, without)
-            if found is not None and (best is None or found > best):
-                best = found
-        return None if best is None else best[1]
-
-    def _alike(self, replica: Replica) -> ShelfKey:
-        return ShelfKey(
-            replica.holdings,
-            replica.moving,
-            not replica.assignments,
-            replica.num_slots if self._by_evaluating else 0,
-            replica.num_evaluating if self._by_evaluating else 0,
-        )
-
-
-def _last(shelf: Shelf, num_slots: int, without: Collection[str]) -> _Place | None:
-    for place in reversed(shelf.places):
-        if place[0] < num_slots and not shelf.alike.idle:
-            return None
-        if place[1] not in without:
-            return place
-    return None
+        return [found for found in self.assignments.values() if not found.seen and found.num_unseen >= num_reports]
 
 
 # --- The replica pool: leases, held versions, and the slots of task groups that each replica runs.
@@ -456,21 +301,16 @@ SPARE_COMMANDS = 1024  # on their way to a replica, beside the orders for its sl
 
 
 class ReplicaPool:
-    def __init__(
-        self, lease_s: float, clock: Callable[[], float], on_orphaned: Callable[[list[str]], None] = lambda groups: None
-    ) -> None:
-        """``on_orphaned`` receives task groups with open slots that no replica runs."""
+    def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
         self.lease_s = lease_s
         self._clock = clock
-        self._on_orphaned = on_orphaned
+        self.on_orphaned: Callable[[list[str]], None] = lambda groups: None
+        """Receives task groups with open slots that no replica runs."""
         self.resumed = False  # an earlier process may have counted the samples before the first report here
         self._sampled: dict[tuple[str, str], int] = {}  # tokens, by replica and incarnation; outlives leases
         self._replicas: dict[str, Replica] = {}
         self._owners: dict[str, str] = {}  # task group -> replica id
         self._met: dict[Incarnation, None] = {}  # incarnations that ever joined, newest last; outlives leases
-        # Of the replicas that take work; ``_changed`` keeps them right.
-        self.free = FreeSlots()
-        self.free_of_evaluations = FreeSlots(by_evaluating=True)
         self.num_running = 0  # slots of all replicas
         self.takers = 0  # changes when other replicas take work, or they hold other versions or serve elsewhere
 
@@ -489,19 +329,28 @@ class ReplicaPool:
     def get(self, replica_id: str) -> Replica | None:
         return self._replicas.get(replica_id)
 
-    def freest(self, num_slots: int, serves: Callable[[Shelf], bool], without: Collection[str] = ()) -> Replica | None:
-        """The replica with the most free slots on a shelf that ``serves``, of the replicas that take work and have this
-        many free slots or no running slots."""
-        name = self.free.freest(num_slots, serves, without)
-        return None if name is None else self._replicas[name]
+    def workers(self) -> Iterator[Replica]:
+        """The replicas that take work."""
+        return (replica for replica in self._replicas.values() if replica.takes_work)
+
+    def freest(self, num_slots: int, serves: Callable[[Replica], bool]) -> Replica | None:
+        """The replica that ``serves`` with the most free slots, of several the one with the greatest id, of those that take
+        work and have room for a task group of this many slots."""
+        best: Replica | None = None
+        for replica in self.workers():
+            if best is not None and (replica.num_free, replica.replica_id) <= (best.num_free, best.replica_id):
+                continue
+            if replica.fits(num_slots) and serves(replica):
+                best = replica
+        return best
 
     def owner(self, task_group_id: str) -> Replica | None:
         name = self._owners.get(task_group_id)
         return None if name is None else self._replicas.get(name)
 
-    def has_met(self, replica_id: str, incarnation: str) -> bool:
+    def has_met(self, member: Incarnation) -> bool:
         """Whether this incarnation of a replica has ever joined, as far as this process knows."""
-        return (replica_id, incarnation) in self._met
+        return member in self._met
 
     # --- leases ------------------------------------------------------------------------------------------------------
 
@@ -522,9 +371,10 @@ class ReplicaPool:
         replica.labels = hello.labels
         replica.weights_address = hello.weights_address
         replica.hold(hello.held)
-        replica.untell()
+        replica.announced.clear()  # an announcement may have been lost
+        replica.moving = ()
         self._renew(replica)
-        self._takes_other_work(replica)
+        self.takers += 1
         return replica
 
     def expect(self, replica_id: str, incarnation: str) -> Replica:
@@ -569,7 +419,7 @@ class ReplicaPool:
         replica.silent_since = None
         if held != replica.held:
             replica.hold(held)
-            self._takes_other_work(replica)
+            self.takers += 1
         replica.gauges = gauges
         replica.num_reports += 1
         replica.device_turn = device_turn
@@ -596,7 +446,7 @@ class ReplicaPool:
             return
         replica.mailbox = None
         replica.silent_since = self._clock()
-        self._takes_other_work(replica)
+        self.takers += 1
         self._end_if_drained(replica)
 
     def give_away(self) -> list[Replica]:
@@ -621,7 +471,7 @@ class ReplicaPool:
         """Stop all work: no replica gets orders, and every replica may leave."""
         for replica in self:
             replica.draining = True
-            self._takes_other_work(replica)
+            self.takers += 1
             self.send(replica, LeavePool(reason))
 
     def close(self) -> None:
@@ -646,18 +496,18 @@ class ReplicaPool:
         if replica.mailbox is not None:
             replica.mailbox.close(error)
             replica.mailbox = None
-        self._takes_other_work(replica)
+        self.takers += 1
         self._orphan(replica)
 
     def _orphan(self, replica: Replica) -> None:
         """Mark the task groups of this replica as orphaned."""
         self.num_running -= replica.num_running
-        orphans = replica.drop_all()
+        orphans = list(replica.assignments)
         for task_group_id in orphans:
+            replica.drop(task_group_id)
             del self._owners[task_group_id]
-        self._changed(replica)
         if orphans:
-            self._on_orphaned(orphans)
+            self.on_orphaned(orphans)
 
     # --- work --------------------------------------------------------------------------------------------------------
 
@@ -675,7 +525,6 @@ class ReplicaPool:
         replica.take(task_group_id, assignment)
         self._owners[task_group_id] = replica.replica_id
         self.num_running += len(assignment.open_slots)
-        self._changed(replica)
 
     def resolved(self, task_group_id: str, index: int) -> Replica | None:
         """Record the outcome of a slot from any replica; returns the replica that had the slot."""
@@ -687,8 +536,6 @@ class ReplicaPool:
         self.num_running -= before - replica.num_running
         if is_over:
             self.release(task_group_id)
-        else:
-            self._changed(replica)
         return replica
 
     def release(self, task_group_id: str) -> Replica | None:
@@ -699,7 +546,6 @@ class ReplicaPool:
             before = replica.num_running
             replica.drop(task_group_id)
             self.num_running -= before - replica.num_running
-            self._changed(replica)
             self._end_if_drained(replica)
         return replica
 
@@ -717,28 +563,13 @@ class ReplicaPool:
             return True
         replica.mailbox.close(CapacityError("commands pile up unread: join again", retry_after_s=1.0))
         replica.mailbox = None
-        self._takes_other_work(replica)
+        self.takers += 1
         return False
 
     def tell(self, replica: Replica, version: AnnounceVersion) -> None:
         """Queue the announcement of a version."""
         replica.tell(version.version.policy, version.version.number, self._clock())
-        self._changed(replica)
         self.send(replica, version)
-
-    # --- consequences of a change -------------------------------------------------------------------------------------
-
-    def _changed(self, replica: Replica) -> None:
-        """Update the indexes of free replicas after a change of this replica."""
-        if self._replicas.get(replica.replica_id, replica) is not replica:
-            return  # an older incarnation: the place is of the newer one
-        self.free.place(replica)
-        self.free_of_evaluations.place(replica)
-
-    def _takes_other_work(self, replica: Replica) -> None:
-        """Note a change of a replica's availability or held versions."""
-        self.takers += 1
-        self._changed(replica)
 
     @property
     def tokens_per_s(self) -> float:

@@ -9,39 +9,34 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import linear_regression
 from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 import structlog
 
 from services.common import run_files
-from services.common.records import TRANSFER_STAGES, Interval, WeightTransfer, WeightVersion
+from services.common.records import TRANSFER_STAGES, Interval, WeightTransfer
 from services.common.telemetry.metrics import (
-    EstimateSummary,
     EvaluationSummary,
     MetricsWriter,
     RowKind,
     StallMoment,
-    StepKey,
     ThroughputKey,
-    trainer_key,
 )
 from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.evaluation import kind_of
 
 if TYPE_CHECKING:
-    from services.orchestrator.buffer.batches import Batches
     from services.orchestrator.evaluation import ThresholdState
     from services.orchestrator.journal.entries import EvaluationResult
-    from services.orchestrator.tasks.orders import TrainingOrders
 
 log = structlog.get_logger()
 
@@ -50,8 +45,8 @@ def evaluation_values(result: EvaluationResult, items: bool = False) -> Evaluati
     """An evaluation as plain JSON without its name; with ``items`` also the reward of each item."""
     values = cast(EvaluationSummary, {name: value for name, value in asdict(result).items() if name != "name"})
     for found in values["datasets"]:
-        pairs = cast(list[tuple[int, EstimateSummary]], found["pass_at"])
-        found["pass_at"] = {str(k): share for k, share in pairs}
+        shares = cast(list[dict[str, Any]], found["pass_at"])
+        found["pass_at"] = {str(passed["k"]): passed["share"] for passed in shares}
         if not items:
             del found["item_rewards"]
     return values
@@ -120,43 +115,6 @@ class RunMetrics:
             self._board.close()
 
 
-class StepRows:
-    """Writes the row of a training step: statistics of its batch, metrics of its trainer, gauges of the curation."""
-
-    def __init__(
-        self,
-        *,
-        batches: Mapping[str, Batches],
-        curation: TrainingOrders,
-        last_metrics: dict[str, dict[str, float]],
-        metrics: RunMetrics,
-        started_at: float,
-        write_state: Callable[[], None],
-    ) -> None:
-        """``last_metrics`` gets the values of every row, by policy; ``started_at`` in seconds since the epoch."""
-        self._batches = batches
-        self._curation = curation
-        self._last_metrics = last_metrics
-        self._metrics = metrics
-        self._started_at = started_at
-        self._write_state = write_state
-
-    def write(self, version: WeightVersion, metrics: Mapping[str, float], compute_s: float) -> None:
-        """Write the row of the training step that brought this version."""
-        policy, step = version.policy, version.number
-        statistics = self._batches[policy].statistics.pop(step, {})
-        values = {
-            **statistics,
-            **{trainer_key(name): value for name, value in metrics.items()},
-            **self._curation.gauges(),
-            StepKey.COMPUTE_S.value: compute_s,
-            StepKey.ELAPSED_S.value: time.time() - self._started_at,
-        }
-        self._last_metrics[policy] = values
-        self._metrics.training_step(policy, step, values)
-        self._write_state()
-
-
 # --- scalars -----------------------------------------------------------------------------------------------------------
 
 # A scalar belongs to a group: a policy (metrics of its training steps), ``evaluation``, ``throughput``, or
@@ -165,24 +123,6 @@ class StepRows:
 Row = Mapping[str, Any]
 
 EVALUATION_GROUP, THROUGHPUT_GROUP, WEIGHTS_GROUP = "evaluation", "throughput", "weights"
-
-UNITS: tuple[tuple[str, str], ...] = (
-    (r".*(tokens_per_s|tokens_per_second)", "{token}/s"),
-    (r".*(_s|seconds)", "s"),
-    (r".*_bytes", "By"),
-    (r".*_gib", "GiBy"),
-    (r".*bits_per_change", "bit"),
-    (r".*tflops", "TFLOP/s"),
-    (r".*(entropy|mismatch\w*_abs|_kl|kl_reference)", "nat"),
-    (r".*(share|_min|mfu|pass@\d+|explained_variance)", "1"),
-    (r".*(response_tokens_mean|num_\w*tokens|tokens_masked|tokens_expired)", "{token}"),
-    (r".*(num_sequences|num_replayed|sequences_\w+)", "{sequence}"),
-    (r"(source/.*/)?(rollouts_finished|failures|timeouts|slots_cancelled|running)", "{rollout}"),
-    (r".*staleness\w*", "{version}"),
-)
-
-"""Pattern of a name without its group, and its unit in UCUM as OpenTelemetry writes it; the first that matches. Any other
-is a number without a unit (``1``): rewards, losses, gradient norms, counts."""
 
 _MOST = 3.4028234663852886e38  # of a float32
 _POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), reflected
@@ -207,15 +147,6 @@ class Scalars:
     def tagged(self) -> dict[str, float]:
         """By whole name."""
         return {f"{self.group}/{name}": value for name, value in self.values.items()}
-
-
-def unit_of(name: str) -> str:
-    """The unit of a scalar by its name without the group.
-
-    >>> unit_of("compute_s"), unit_of("trainer/tokens_per_second"), unit_of("rollout_reward_mean")
-    ('s', '{token}/s', '1')
-    """
-    return next((unit for pattern, unit in UNITS if re.fullmatch(pattern, name)), "1")
 
 
 def scalars_of(row: Row) -> Scalars | None:
@@ -514,22 +445,9 @@ class DiskForecast:
         left = max(0, free_bytes - self._reserve_bytes)
         if now - times[0] < LEAST_SAMPLES_S or (self._awaited and left > max(LITTLE_BYTES, run_bytes)):
             return DiskOutlook(free_bytes=free_bytes, run_bytes=run_bytes)
-        rate = max(slope(times, [used for _, used in self._samples]), 0.0)
+        rate = max(linear_regression(times, [used for _, used in self._samples]).slope, 0.0)
         full_in_s = left / rate if rate > 0 else None if left else 0.0
         return DiskOutlook(free_bytes=free_bytes, run_bytes=run_bytes, bytes_per_s=rate, full_in_s=full_in_s)
-
-
-def slope(times: Sequence[float], values: Sequence[float]) -> float:
-    """Slope of the least-squares line through the points; 0 for points of one time.
-
-    >>> slope([0.0, 1.0, 2.0], [5.0, 7.0, 9.0])
-    2.0
-    """
-    middle = sum(times) / len(times)
-    spread = sum((time - middle) ** 2 for time in times)
-    level = sum(values) / len(values)
-    rise = sum((time - middle) * (value - level) for time, value in zip(times, values, strict=True))
-    return rise / spread if spread else 0.0
 
 
 def bytes_below(directory: Path) -> int:

@@ -4,8 +4,8 @@
        ^                                                                               |
        '------------------ Dispatcher <----- VersionLedger <---------version-----------'
 
-No part imports the core: the core passes each part its inputs and handles its callbacks. Progress and periodic checks read
-its parts; ``wiring`` gives servicers, recovery and lifecycle those that they need. Independent of grpc.
+No part imports the core: the core makes each part with its inputs, and handles what the parts report. Servicers, recovery,
+lifecycle, progress and periodic checks take the core. Independent of grpc.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ from services.common import records as fates
 from services.common.config.processes import Placement, Tracker
 from services.common.config.recipe import Recipe
 from services.common.errors import StateError
+from services.common.records import WeightVersion
+from services.common.telemetry.accounts import trainer_component
+from services.common.telemetry.logs import LogEvent
+from services.common.telemetry.metrics import StepKey, trainer_key
 from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
 from services.orchestrator.buffer.buffer import RewardRules
-from services.orchestrator.dispatcher import Dispatcher, RetryLimit
+from services.orchestrator.dispatcher import Dispatcher
 from services.orchestrator.evaluation import EvaluationPass, Evaluations, Threshold
 from services.orchestrator.groups import Outcome, RunControl, TaskGroup
 from services.orchestrator.ingest import Ingest, MaskedSamples, RecordBounds, Refusals
 from services.orchestrator.journal import entries
-from services.orchestrator.journal.entries import EvaluationResult, GroupVerdict
+from services.orchestrator.journal.entries import EvaluationResult, GroupVerdict, Verdicts
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import Quarantine
 from services.orchestrator.members import PauseTraining, ReplicaPool, ResumeTraining, SaveCheckpoint, StopTraining
 from services.orchestrator.metrics import DiskForecast, RunMetrics, Timeline
-from services.orchestrator.policy_view import PolicyView
 from services.orchestrator.stalls import PAUSED_ITSELF, Hold, StallState
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, TrainingOrders
-from services.orchestrator.trainers import Absences, DeviceTurns, TrainerLeases
-from services.orchestrator.versions import FanOut, PublishedVersions, VersionLedger
+from services.orchestrator.trainers import DeviceTurns, TrainerLeases
+from services.orchestrator.versions import FanOut, VersionLedger
 
 log = structlog.get_logger()
 
@@ -84,9 +87,7 @@ class OrchestratorCore:
         self.judged_before: set[str] = set()  # task groups with journaled verdicts of an earlier process
         self._changed = asyncio.Event()
         self.ledgers = {policy: VersionLedger(policy) for policy in recipe.policies}
-        self.pool = ReplicaPool(
-            recipe.orchestrator.lease_s, clock, on_orphaned=lambda names: self.retry_limit.orphaned(names)
-        )
+        self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock)
         self.trainers = TrainerLeases(recipe.trained_policies, recipe.orchestrator.lease_s, clock)
         self.turns = DeviceTurns(
             shared=recipe.placement is Placement.SHARED,
@@ -103,9 +104,10 @@ class OrchestratorCore:
             recipe, evaluation_sources, self.names, self.rewards, self._evaluated, started_at
         )
         self.threshold = Threshold.of(recipe, self.evaluations.results)
-        self.dispatcher = self._make_dispatcher()
+        self.trained_ledgers = {policy: self.ledgers[policy] for policy in self.batches}
+        self.last_metrics: dict[str, dict[str, float]] = {policy: {} for policy in self.ledgers}  # of the newest steps
         self._make_ingest()
-        self._make_versions()
+        self._make_dispatcher()
 
     def _make_experience(self, vocab_sizes: Mapping[str, int | None]) -> None:
         recipe = self.recipe
@@ -118,8 +120,7 @@ class OrchestratorCore:
             admit=recipe.rollout.admit,
             deterministic=recipe.run.deterministic,
             exhausted_after=recipe.data.exhausted_after,
-            issuable=lambda policy: self.dispatcher.may_issue(policy),
-            on_closed=partial(entries.close_group, self.journal),
+            on_closed=self.close_group,
             on_judged=self._judged,
             rules=self.rewards,
             seed=recipe.run.seed,
@@ -127,49 +128,17 @@ class OrchestratorCore:
         )
         self.bounds = RecordBounds.of(recipe, vocab_sizes)
         shared = recipe.placement is Placement.SHARED
-        limited = recipe.run.lockstep or recipe.run.until is not None
         self.batches = {
             name: Batches(
                 name,
                 config,
                 self.experience,
                 self.journal,
-                cancel=lambda groups: self.retry_limit.cancel_too_old(groups),
                 clock=self.clock,
-                may_begin=(lambda step: self.versions.may_begin(step)) if limited else None,
                 may_compute=partial(self.turns.may_compute, name) if shared else None,
             )
             for name, config in self._batch_configs.items()
         }
-        self.policies = {
-            name: PolicyView(
-                name=name,
-                config=config,
-                ledger=self.ledgers[name],
-                batches=self.batches[name],
-                experience=self.experience,
-                trainers=self.trainers,
-            )
-            for name, config in self._batch_configs.items()
-        }
-
-    def _make_dispatcher(self) -> Dispatcher:
-        recipe = self.recipe
-        return Dispatcher(
-            pool=self.pool,
-            groups=self.groups,
-            experience=self.experience,
-            ledgers=self.ledgers,
-            max_staleness={name: config.max_staleness for name, config in self._batch_configs.items()},
-            teachers=recipe.teachers,
-            training=self.training_orders,
-            evaluations=self.evaluations,
-            evaluation=recipe.evaluation,
-            journal=self.journal,
-            counters=self.counters,
-            fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
-            clock=self.clock,
-        )
 
     def _make_ingest(self) -> None:
         rollout = self.recipe.rollout
@@ -182,35 +151,33 @@ class OrchestratorCore:
             self._resolved,
             bounds=self.bounds,
             refusals=Refusals(self.counters, self.clock),
-            is_member=lambda sender: self.pool.has_met(*sender),
+            is_member=self.pool.has_met,
         )
-        self.retry_limit = RetryLimit(self.groups, self.dispatcher, self.evaluations, self.ingest)
         self.masked = MaskedSamples(self.counters, rollout.max_masked_share, rollout.masked_window)
 
-    def _make_versions(self) -> None:
-        self.versions = PublishedVersions(
-            ledgers=self.ledgers,
-            batches=self.batches,
+    def _make_dispatcher(self) -> None:
+        recipe = self.recipe
+        self.dispatcher = Dispatcher(
+            pool=self.pool,
+            groups=self.groups,
             experience=self.experience,
-            curation=self.training_orders,
-            threshold=self.threshold,
-            announcer=self.dispatcher.announcer,
-            schedule=self.dispatcher.schedule,
+            ledgers=self.ledgers,
+            max_staleness={name: config.max_staleness for name, config in self._batch_configs.items()},
+            teachers=recipe.teachers,
+            training=self.training_orders,
+            evaluations=self.evaluations,
+            evaluation=recipe.evaluation,
             journal=self.journal,
-            num_steps=self.num_steps,
-            lockstep=self.recipe.run.lockstep,
-            on_change=self._changed.set,
-        )
-        self.absences = Absences(
-            self.pool,
-            self.trainers,
-            lost=self.stall_state.lost,
-            untrained=self.experience.admission.absent,
             counters=self.counters,
+            fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
+            ingest=self.ingest,
             clock=self.clock,
-            on_lost=self.dispatcher.schedule,
-            on_checked=self.turns.settle,
         )
+        self.pool.on_orphaned = self.dispatcher.orphaned
+        self.experience.issuable = self.dispatcher.may_issue
+        for batches in self.batches.values():
+            batches.may_begin = self.may_begin
+            batches.late.cancel = self.dispatcher.cancel_too_old
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition on versions, evaluations or run control.
@@ -244,7 +211,7 @@ class OrchestratorCore:
         row, rewards = orders.row_of(group), self.rewards.outcome_rewards(group.outcomes.values())
         orders.observe(source, row, rewards)
         record = {"task_group_id": group.id, "source": source, "row": row, "rewards": rewards}
-        self.journal.submit(entries.OBSERVATION, group.id, lambda: record)
+        self.journal.submit(entries.OBSERVATION, group.id, record)
 
     def apply_resolved(self, group: TaskGroup, outcome: Outcome) -> None:
         """Apply a resolved slot, live or during recovery. The last slot of a training group brings verdicts."""
@@ -263,8 +230,8 @@ class OrchestratorCore:
     def _judged(self, task_group_id: str, verdicts: list[GroupVerdict]) -> None:
         """Journal verdicts before their consequences, so that no closed task group lacks its verdicts after a crash."""
         if task_group_id not in self.judged_before:
-            encode = partial(entries.verdicts_to_json, task_group_id, verdicts)
-            self.journal.submit(entries.VERDICT, task_group_id, encode)
+            found = Verdicts(task_group_id=task_group_id, advantage_groups=tuple(verdicts))
+            self.journal.submit(entries.VERDICT, task_group_id, found)
 
     def last_batch_taken(self) -> None:
         """Handle the last batch of a policy, which its trainer received: the policy's running task groups have no use."""
@@ -285,7 +252,12 @@ class OrchestratorCore:
         del self.groups[group.id]
         self.counters[fates.RunCount.TASK_GROUPS_CANCELLED.value] += 1
         self.dispatcher.cancel(group.id, reason)
-        entries.close_group(self.journal, group.id, reason)
+        self.close_group(group.id, reason)
+
+    def close_group(self, task_group_id: str, reason: fates.ClosedReason) -> None:
+        """Journal the end of a task group."""
+        record = {"task_group_id": task_group_id, "reason": reason.value}
+        self.journal.submit(entries.CLOSED, task_group_id, record)
 
     def skip_evaluations(self) -> None:
         """After training: skip evaluations of steps that would play the versions of the last evaluation, which comes next."""
@@ -296,7 +268,7 @@ class OrchestratorCore:
         step reached is evaluated; requested ones get their result, in which open slots are failures."""
         lost = {p.evaluation_id for p in self.evaluations if p.pinned and gone(p.versions)}
         self._forget_evaluations(lambda p: p.evaluation_id in lost, fates.ClosedReason.VERSION_GONE)
-        self.retry_limit.abandon_evaluations(gone)
+        self.dispatcher.abandon_evaluations(gone)
 
     def _forget_evaluations(self, which: Callable[[EvaluationPass], bool], reason: fates.ClosedReason) -> None:
         """Forget unfinished passes of training steps, and cancel their task groups."""
@@ -311,21 +283,119 @@ class OrchestratorCore:
         """Task groups whose records a batch, a running slot or an evaluation still needs."""
         return set(self.groups) | self.experience.buffered_groups() | self.evaluations.group_ids()
 
+    # --- versions ----------------------------------------------------------------------------------------------------
+
+    def apply_version(self, version: WeightVersion, metrics: Mapping[str, float]) -> None:
+        """Apply a durable version, live or during recovery."""
+        policy = version.policy
+        if self.ledgers[policy].record(version) and policy in self.batches:
+            self._advanced(policy, version.number)
+            self.last_metrics[policy] = dict(metrics)
+
+    def lose_version(self, policy: str, number: int) -> None:
+        """Handle a published version with a lost record: advance the staleness; the trainer offers the version again."""
+        self.ledgers[policy].lose(number)
+        if policy in self.batches:
+            self._advanced(policy, number)
+
+    def _advanced(self, policy: str, number: int) -> None:
+        if number <= self.batches[policy].newest_version:  # a lost one that was offered again
+            return
+        self.experience.advanced(policy, number)
+        self.batches[policy].published(number)
+        if policy == next(iter(self.batches)):  # a step of the run, regardless of other policies
+            self.training_orders.advanced()
+
+    def adopt_version(self, version: WeightVersion) -> None:
+        """Record version 0 of a policy without a trainer as the newest."""
+        self.journal.submit(entries.VERSION, f"{version.policy}/0", entries.version_to_json(version, 0, {}))
+        self.apply_version(version, {})
+        self._changed.set()
+
+    def announce_version(self, policy: str, is_new: bool) -> None:
+        """Announce a policy's newest version to the replicas, or (not ``is_new``) its changed sources."""
+        if is_new:
+            self.dispatcher.announcer.plan_fetches(policy)
+        self.dispatcher.announcer.sync_all(again=not is_new)
+        self._wake_ranks()
+        self.dispatcher.schedule()
+        self._changed.set()
+
+    def write_step(self, version: WeightVersion, metrics: Mapping[str, float], compute_s: float) -> None:
+        """Write the row of the training step that brought this version: statistics of its batch, metrics of its trainer,
+        gauges of the curation."""
+        policy, step = version.policy, version.number
+        values = {
+            **self.batches[policy].statistics.pop(step, {}),
+            **{trainer_key(name): value for name, value in metrics.items()},
+            **self.training_orders.gauges(),
+            StepKey.COMPUTE_S.value: compute_s,
+            StepKey.ELAPSED_S.value: time.time() - self.started_at,
+        }
+        self.last_metrics[policy] = values
+        self.metrics.training_step(policy, step, values)
+        self.write_state()
+
+    def may_begin(self, training_step: int) -> bool:
+        """Whether the recipe lets any policy begin this step by now."""
+        if self.reached_threshold:
+            return False
+        behind = training_step - 1
+        trained = self.trained_ledgers.values()
+        return not self.recipe.run.lockstep or all(ledger.newest_number >= behind for ledger in trained)
+
+    @property
+    def reached_threshold(self) -> bool:
+        """Whether training ends before its last step because ``run.until`` holds: no further batch begins."""
+        return self.threshold is not None and self.threshold.reached
+
+    def last_step(self, policy: str) -> int:
+        """The last training step of a policy, as far as known."""
+        return self.batches[policy].newest_step if self.reached_threshold else self.num_steps
+
+    @property
+    def all_trained(self) -> bool:
+        """Whether every policy has taken its last step, with its version published."""
+        if self.reached_threshold:
+            return all(batches.settled for batches in self.batches.values())
+        return all(ledger.newest_number >= self.num_steps for ledger in self.trained_ledgers.values())
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether training is over before its last step: a trainer does not know that its newest step is the last."""
+        return self.reached_threshold and self.all_trained
+
+    # --- leases ------------------------------------------------------------------------------------------------------
+
+    def check_leases(self) -> None:
+        """Give away the work of silent replicas, and end the leases that ran out. The other policies continue after the
+        loss of a trainer."""
+        for replica in self.pool.give_away():
+            log.warning("replica.work_given_away", replica=replica.replica_id, incarnation=replica.incarnation)
+        for replica in self.pool.expire():
+            log.warning(LogEvent.LEASE_LOST, replica=replica.replica_id, incarnation=replica.incarnation)
+            self.counters[fates.RunCount.REPLICA_LEASES_LOST.value] += 1
+            self.stall_state.lost[replica.component] = self.clock()
+            self.dispatcher.schedule()
+        for trainer in self.trainers.expire():
+            log.warning("trainer.lease_lost", policy=trainer.policy, incarnation=trainer.incarnation)
+            self.counters[fates.RunCount.TRAINER_LEASES_LOST.value] += 1
+            self.stall_state.lost[trainer_component(trainer.policy)] = self.clock()
+            self.experience.admission.absent.add(trainer.policy)
+            self.dispatcher.schedule()
+        self.turns.settle()
+
+    def trainer_found(self, policy: str) -> None:
+        """Forget the absence of a policy's trainer."""
+        self.stall_state.lost.pop(trainer_component(policy), None)
+        self.experience.admission.absent.discard(policy)
+
     # --- phases ------------------------------------------------------------------------------------------------------
 
     def begin_training(self) -> None:
         """Issue training groups, unless the threshold is reached."""
-        self.dispatcher.train = not self.versions.reached_threshold
+        self.dispatcher.train = not self.reached_threshold
         self.dispatcher.schedule()
-
-    def stop_issuing(self) -> None:
-        """Issue no more training groups."""
-        self.dispatcher.train = False
-
-    def end_training(self, reason: fates.ClosedReason) -> None:
-        """Issue no more training groups, and cancel the running ones."""
-        self.stop_issuing()
-        self.cancel_training_groups(reason)
 
     def save_checkpoints(self) -> None:
         self.trainers.send_all(SaveCheckpoint())
@@ -352,7 +422,7 @@ class OrchestratorCore:
             "evaluation_id": evaluation_id,
             "versions": [{"policy": policy, "number": number} for policy, number in versions.items()],
         }
-        await self.journal.append(entries.EVALUATION_START, evaluation_id, lambda: started)
+        await self.journal.append(entries.EVALUATION_START, evaluation_id, started)
         self.evaluations.begin(evaluation_id, versions)
         log.info("evaluation.started", evaluation=evaluation_id, versions=versions)
         self.dispatcher.schedule()
@@ -361,7 +431,7 @@ class OrchestratorCore:
         log.info(
             "evaluation.finished", evaluation=result.name, mean_reward=result.mean_reward, failed=result.num_failed
         )
-        self.journal.submit(entries.EVALUATION, result.name, lambda: entries.evaluation_to_json(result))
+        self.journal.submit(entries.EVALUATION, result.name, result)
         self.metrics.evaluation(result)
         self._changed.set()
 
@@ -399,12 +469,7 @@ class OrchestratorCore:
             "counters": entries.pairs(self.counters),
             "timeline": entries.pairs(self.timeline.totals()),
         }
-        self.journal.submit(entries.STATE, "", lambda: state)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a replica runs a slot."""
-        return bool(self.pool.num_running)
+        self.journal.submit(entries.STATE, "", state)
 
     @property
     def all_left(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import cast
 
+from services.common import codec
 from services.common.checkpoints import CheckpointGauge
 from services.common.config.data import is_training
 from services.common.pb import account_pb2, run_pb2
@@ -17,14 +18,13 @@ from services.common.records import FAILURES_PREFIX, RunCount, by_name
 from services.common.telemetry.metrics import RunSummary, StepKey, ThresholdSummary
 from services.common.wire import timestamp_to_proto, write
 from services.orchestrator.groups import RunState
-from services.orchestrator.journal.entries import Estimate, EvaluationResult
+from services.orchestrator.journal.entries import DatasetScore, EvaluationResult
 from services.orchestrator.metrics import DiskOutlook, evaluation_values
 from services.orchestrator.orchestrator import OrchestratorCore
-from services.orchestrator.policy_view import PolicyView
 from services.orchestrator.tasks.datasets import TaskSource
-from services.orchestrator.tasks.prompts import ShortPrompts
 
-_AS_RECORDED = set(EvaluationResult.__slots__) - {"datasets", "difference", "elapsed_s"}
+codec.RENAMED[EvaluationResult] = {"elapsed_s": ""}
+codec.RENAMED[DatasetScore] = {"items": "", "item_rewards": ""}
 
 
 def progress(core: OrchestratorCore) -> run_pb2.RunProgress:
@@ -34,7 +34,7 @@ def progress(core: OrchestratorCore) -> run_pb2.RunProgress:
     return run_pb2.RunProgress(
         at=timestamp_to_proto(time.time()),
         state=_state(core.control.state),
-        policies=[_policy(core, policy) for policy in core.policies.values()],
+        policies=[_policy(core, policy) for policy in core.batches],
         replicas=[
             run_pb2.ReplicaProgress(
                 replica_id=replica.replica_id,
@@ -76,49 +76,30 @@ def _state(state: RunState) -> run_pb2.RunState.ValueType:
     return run_pb2.RunState.Value(f"RUN_STATE_{state.name}")
 
 
-def _policy(core: OrchestratorCore, policy: PolicyView) -> run_pb2.PolicyProgress:
-    trainer = policy.trainer
-    metrics = core.versions.last_metrics[policy.name]
+def _policy(core: OrchestratorCore, policy: str) -> run_pb2.PolicyProgress:
+    trainer, account = core.trainers.get(policy), core.experience.admission.accounts[policy]
+    metrics = core.last_metrics[policy]
     return run_pb2.PolicyProgress(
-        policy=policy.name,
-        version=policy.ledger.newest_number,
-        num_steps=core.versions.last_step(policy.name),
-        num_buffered=policy.num_buffered,
-        num_expected=round(policy.account.expected),
+        policy=policy,
+        version=core.ledgers[policy].newest_number,
+        num_steps=core.last_step(policy),
+        num_buffered=core.experience.buffers[policy].num_sequences,
+        num_expected=round(account.expected),
         reward_mean=metrics.get(StepKey.ROLLOUT_REWARD_MEAN, 0.0),
         staleness_max=int(metrics.get(StepKey.STALENESS_MAX, 0)),
         trainer_state=trainer.state if trainer is not None else "absent",
         metrics=metrics,
-        quota=policy.account.quota,
+        quota=account.quota,
     )
 
 
 def evaluation_to_proto(result: EvaluationResult) -> run_pb2.EvaluationResult:
-    return run_pb2.EvaluationResult(
-        **{name: getattr(result, name) for name in _AS_RECORDED},
-        datasets=[
-            run_pb2.DatasetScore(
-                name=found.name,
-                num_items=found.num_items,
-                samples_per_item=found.samples_per_item,
-                mean_reward=_estimate_to_proto(found.mean_reward),
-                pass_at=[run_pb2.PassAt(k=k, share=_estimate_to_proto(share)) for k, share in found.pass_at],
-                failed=found.failed,
-                difference=_estimate_to_proto(found.difference),
-            )
-            for found in result.datasets
-        ],
-        difference=_estimate_to_proto(result.difference),
-    )
-
-
-def _estimate_to_proto(found: Estimate | None) -> run_pb2.Estimate | None:
-    return None if found is None else run_pb2.Estimate(**by_name(found))
+    return write(result, run_pb2.EvaluationResult())
 
 
 def summary(core: OrchestratorCore) -> RunSummary:
     """The contents of ``summary.json``."""
-    ledgers, until = core.versions.trained_ledgers, core.threshold
+    ledgers, until = core.trained_ledgers, core.threshold
     return {
         "run_id": core.run_id,
         "state": core.control.phase.value,
@@ -140,15 +121,15 @@ def waits(core: OrchestratorCore) -> list[str]:
     if core.journal.blocked:
         found.append(f"journal waits for free disk: {core.journal.blocked}")
     for policy, ledger in core.ledgers.items():
-        trained = core.policies.get(policy)
-        if trained is None:
+        batches = core.batches.get(policy)
+        if batches is None:
             if ledger.newest is None:
                 found.append(f"run waits for a replica that serves {policy}")
             continue
         if (
-            trained.trainer is None
+            core.trainers.get(policy) is None
             and not core.control.ended
-            and ledger.newest_number < core.versions.last_step(policy)
+            and ledger.newest_number < core.last_step(policy)
         ):
             found.append(f"run waits: no trainer of {policy} has joined")
         elif ledger.lacks_newest:
@@ -157,20 +138,21 @@ def waits(core: OrchestratorCore) -> list[str]:
             found.append(f"run waits for the first version of {policy}")
         if ledger.offered_otherwise and not core.control.ended:
             found.append(_not_served(core, policy, ledger.newest_number))
-        if core.versions.reached_threshold:
+        if core.reached_threshold:
             continue
-        if trained.batches.num_waiting and (num_due := trained.batches.late.num_waited_for):
+        buffer = core.experience.buffers[policy]
+        if batches.num_waiting and (num_due := batches.late.num_waited_for):
             found.append(f"trainer {policy} waits for task groups that are due: {num_due}")
-        elif trained.batches.num_waiting:
-            have, need = trained.num_buffered, trained.config.fresh_size
-            lacks = trained.lacks
+        elif batches.num_waiting:
+            have, need = buffer.num_sequences, buffer.batch_size
+            lacks = buffer.lacks
             wanted = f"task groups of source {lacks}" if lacks else f"sequences: {have} of {need}"
             found.append(f"trainer {policy} waits for {wanted}")
-        for source, count in trained.exhausted.items():
+        for source, count in core.experience.mixtures[policy].exhausted.items():
             found.append(
                 f"batches of {policy} do without source {source}: its last {count} task groups gave nothing to train"
             )
-    found += core.evaluations.progress()
+    found += [current.standing() for current in core.evaluations]
     if core.dispatcher.waits_for:
         found.append(f"dispatcher waits: {core.dispatcher.waits_for}")
     return found
@@ -257,9 +239,9 @@ def gauges(
     now = core.clock()
     return {
         "tasks": float(sum(len(source) for where, source in sources.items() if is_training(where))),
-        **{f"tasks_too_long/{where}": float(_too_long(source)) for where, source in sources.items()},
+        **{f"tasks_too_long/{where}": float(getattr(source, "num_too_long", 0)) for where, source in sources.items()},
         **{f"rows_left_out/{where}": float(source.left_out.count) for where, source in sources.items()},
-        "steps": float(core.versions.num_steps),
+        "steps": float(core.num_steps),
         "replicas": float(len(core.pool)),
         "running": float(core.pool.num_running),
         "tokens_per_s": core.pool.tokens_per_s,
@@ -289,26 +271,22 @@ def _disk(disk: DiskOutlook | None) -> dict[str, float]:
     return known if disk.full_in_s is None else {**known, "disk_full_in_s": disk.full_in_s}
 
 
-def _too_long(source: TaskSource) -> int:
-    return source.num_too_long if isinstance(source, ShortPrompts) else 0
-
-
 def _policy_gauges(core: OrchestratorCore) -> dict[str, float]:
     found: dict[str, float] = {}
-    for policy, trained in core.policies.items():
-        account = trained.account
+    for policy, batches in core.batches.items():
+        account = core.experience.admission.accounts[policy]
         found |= {
-            f"version/{policy}": float(trained.ledger.newest_number),
-            f"buffered/{policy}": float(trained.num_buffered),
+            f"version/{policy}": float(core.ledgers[policy].newest_number),
+            f"buffered/{policy}": float(core.experience.buffers[policy].num_sequences),
             f"expected/{policy}": float(account.expected),
             f"accepted/{policy}": float(account.accepted),
             f"unfinished/{policy}": float(account.unfinished),
             f"quota/{policy}": float(account.quota),
-            f"staleness_max/{policy}": float(trained.batches.staleness_max),
-            f"waiting_ranks/{policy}": float(trained.batches.num_waiting),
+            f"staleness_max/{policy}": float(batches.staleness_max),
+            f"waiting_ranks/{policy}": float(batches.num_waiting),
             f"masked_share/{policy}": core.masked.share(policy),
         }
-        metrics = core.versions.last_metrics[policy].items()
+        metrics = core.last_metrics[policy].items()
         found |= {f"step/{policy}/{name}": float(value) for name, value in metrics if math.isfinite(value)}
     return found
 

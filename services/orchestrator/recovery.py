@@ -29,7 +29,15 @@ import structlog
 
 from services.common import records as fates
 from services.common.errors import ConfigError, CorruptDataError, RollmillError, UnknownPolicyError
-from services.common.records import ClosedReason, GroupFate, RunCount, SetAsideReason, StepFact, WeightVersion
+from services.common.records import (
+    ClosedReason,
+    GroupFate,
+    RunCount,
+    SetAsideReason,
+    StepFact,
+    Trajectory,
+    WeightVersion,
+)
 from services.common.telemetry.logs import LogEvent
 from services.orchestrator.buffer.assembly import read_fresh_groups, read_what_is_left
 from services.orchestrator.buffer.buffer import AdvantageGroup
@@ -129,7 +137,7 @@ def recount(row: Row, record: dict[str, Any], counter_of_failure: Callable[[str]
     if row.kind == entries.GROUP:
         return Counter({RunCount.TASK_GROUPS_ISSUED.value: int(bool(record["replica_id"]))})
     if row.kind == entries.TRAJECTORY:
-        sequences = entries.trajectory_from_json(record).sequences
+        sequences = entries.from_json(Trajectory, record).sequences
         return Counter({RunCount.TOKENS_RECORDED.value: sum(sequence.num_trained_tokens for sequence in sequences)})
     reason = str(record["reason"])
     too_old = reason == fates.TOO_OLD
@@ -172,10 +180,10 @@ class Recovery:
         evaluated = {
             row.key
             for row in reader.rows_of(entries.EVALUATION)
-            if self._decode(row, entries.evaluation_from_json) is not None
+            if self._decode(row, partial(entries.from_json, entries.EvaluationResult)) is not None
         }
         for row in open_groups(reader):
-            group = self._decode(row, entries.group_from_json)
+            group = self._decode(row, partial(entries.from_json, entries.GroupRecord))
             if group is None:
                 self.lost_groups.add(row.key)
             elif group.evaluation in evaluated:
@@ -192,15 +200,15 @@ class Recovery:
         for row in reader.rows_of(entries.BATCH):
             policy, step = numbered(row)
             self.newest_batch[policy] = max(self.newest_batch.get(policy, 0), step or 0)
-        for row in reader.find_all_rows(entries.VERDICT, self.groups):
-            verdicts = self._decode(row, entries.verdicts_from_json)
+        for row in reader.find_rows(entries.VERDICT, self.groups):
+            verdicts = self._decode(row, partial(entries.from_json, entries.Verdicts))
             if verdicts is not None:  # the last record counts: its slots may have been played again
                 self.judged.add(row.key)
                 self.surplus[row.key] = {
-                    (v.policy, v.role, v.attempt) for v in verdicts if v.outcome is GroupFate.SURPLUS
+                    (v.policy, v.role, v.attempt) for v in verdicts.advantage_groups if v.outcome is GroupFate.SURPLUS
                 }
         if core.training_orders.observes:
-            self.observed = {row.key for row in reader.find_all_rows(entries.OBSERVATION, self.groups)}
+            self.observed = {row.key for row in reader.find_rows(entries.OBSERVATION, self.groups)}
         core.judged_before.update(self.judged)
         core.experience.surplus_before = self.surplus
 
@@ -208,7 +216,7 @@ class Recovery:
         """The rows to apply, in the order in which they were submitted."""
         reader = self.reader
         live = [row for name, row in self.group_rows.items() if name in self.groups or name in self.lost_groups]
-        live += reader.find_all_rows(entries.ASSIGNMENT, self.groups)
+        live += reader.find_rows(entries.ASSIGNMENT, self.groups)
         for name in (*self.groups, *self.lost_groups):
             live += [row for kind in OUTCOMES for row in reader.rows_below(kind, f"{name}/")]
         live += self.lost_rows
@@ -240,7 +248,7 @@ class Recovery:
             else:
                 self.unknown[span.kind] = self.unknown.get(span.kind, False) or self.core.aside.is_new(row)
         lost = {row.key for row in self.lost_rows if row.kind == entries.GROUP}
-        self.lost_groups |= lost - {row.key for row in self.reader.find_all_rows(entries.CLOSED, lost)}
+        self.lost_groups |= lost - {row.key for row in self.reader.find_rows(entries.CLOSED, lost)}
 
     def _look_at_names(self) -> None:
         """Let names and curricula go on behind the last task group that any record speaks of."""
@@ -257,7 +265,7 @@ class Recovery:
         num_lost = 0
         positions: dict[str, int] = {}
         for row in self.reader.last_rows(entries.GROUP):
-            group = self._decode(row, entries.group_from_json)
+            group = self._decode(row, partial(entries.from_json, entries.GroupRecord))
             if group is None:
                 num_lost += 1  # each took a position of some source at least
             elif not group.evaluation:
@@ -324,7 +332,8 @@ class Recovery:
         elif row.kind == entries.OBSERVATION:
             core.training_orders.observe(*value)
         elif row.kind == entries.VERSION:
-            self._apply_version(row, *value)
+            version, _, metrics = value
+            self._apply_version(row, version, metrics)
         elif row.kind == entries.BATCH:
             policy, step = numbered(row)
             if step is not None and (policy, step) not in self.version_rows:
@@ -362,16 +371,16 @@ class Recovery:
     def _apply_version(self, row: Row, version: WeightVersion, metrics: Mapping[str, float]) -> None:
         core, ledger = self.core, self.core.ledgers[version.policy]
         for missing in range(ledger.newest_number + 1, version.number):
-            core.versions.lose(version.policy, missing)
+            core.lose_version(version.policy, missing)
         batches = core.batches.get(version.policy)
         if batches is not None and batches.newest_step < version.number and entries.BATCH in self.unknown:
             self._lose_batch(version.policy, version.number, row)
-        core.versions.apply(version, metrics)
+        core.apply_version(version, metrics)
 
     def _apply_batch(self, row: Row, batch: BatchRecord) -> None:
         core, batches, ledger = self.core, self.core.batches[batch.policy], self.core.ledgers[batch.policy]
         for missing in range(ledger.newest_number + 1, batch.training_step):  # a step begins from the previous version
-            core.versions.lose(batch.policy, missing)
+            core.lose_version(batch.policy, missing)
         for missing in range(batches.newest_step + 1, batch.training_step):
             self._lose_batch(batch.policy, missing, row)
         if not self.is_settled(row):
@@ -395,7 +404,7 @@ class Recovery:
             if row.key in core.groups:
                 core.groups[row.key].lacks_owner = True
         elif row.kind == entries.VERSION and policy in core.ledgers and number is not None:
-            core.versions.lose(policy, number)
+            core.lose_version(policy, number)
         elif row.kind == entries.BATCH and policy in core.batches and number is not None:
             self._lose_batch(policy, number, row)
 
@@ -405,7 +414,7 @@ class Recovery:
         named: set[str] = set()  # sequences of later batches
         for other in self.reader.rows_of(entries.BATCH):
             if other.number >= row.number and numbered(other)[0] == policy:
-                batch = self._decode(other, entries.batch_from_json)
+                batch = self._decode(other, partial(entries.from_json, entries.BatchRecord))
                 named.update(entry.sequence_id for entry in (batch.entries if batch is not None else ()))
         self.core.experience.lose_batch(policy, named)
         if (policy, training_step) in self.version_rows or self.newest_batch.get(policy, 0) > training_step:
@@ -428,14 +437,15 @@ class Recovery:
         closed_unknown = self.judged if entries.CLOSED in self.unknown else set()
         for name in [name for name in core.groups if name in self.in_batches or name in closed_unknown]:
             core.experience.cancelled(core.groups.pop(name))
-            entries.close_group(core.journal, name, ClosedReason.SET_ASIDE)
+            core.close_group(name, ClosedReason.SET_ASIDE)
         for name in self.lost_groups:
-            entries.close_group(core.journal, name, ClosedReason.SET_ASIDE)
+            core.close_group(name, ClosedReason.SET_ASIDE)
         for batches in core.batches.values():
             batches.forget_statistics()
         self._refill_replay()
         self._give_back()
-        core.aside.write(core.journal)
+        for noted in core.aside.take_new():
+            core.journal.submit(entries.SET_ASIDE, f"{noted.kind}/{noted.segment}/{noted.offset}", noted)
 
     def _restore_state(self) -> None:
         """Apply the newest usable state, and count the records after that, so that a kill loses no counts."""
@@ -454,9 +464,7 @@ class Recovery:
             core.apply_control()
             break
         is_counted = f"r.number > ? AND r.kind IN ({', '.join('?' * len(KINDS))})"
-        for row in self.reader.select(
-            is_counted, (since, *KINDS), lambda row: row.number > since and row.kind in KINDS
-        ):
+        for row in self.reader.select(is_counted, (since, *KINDS)):
             counted = partial(recount, row, counter_of_failure=core.ingest.counter_of)
             core.counters.update(self._decode(row, counted) or {})
 
@@ -464,7 +472,7 @@ class Recovery:
         """Trained groups that are young enough for a replay; recovery did not parse their closed task groups."""
         core = self.core
         for name, batches in core.batches.items():
-            batch, store = core.policies[name].config, core.experience.replay[name]
+            batch, store = core.recipe.policies[name].batch, core.experience.replay[name]
             if store.enabled:
                 # Step s trained samples of version s - 1 or older.
                 first = max(1, store.version - batch.replay.max_staleness + 1)

@@ -1,10 +1,8 @@
-"""Published versions: applied to the run, then announced to the replicas with the peers that serve them.
+"""Weight versions: the ledger of each policy, and their announcements to the replicas with the peers that serve them.
 
-    durable version -> ledger -> staleness of the experience, batches, curation -> announcement to the replicas
-
-``PublishedVersions`` applies a version and answers how far training is. ``Announcer`` chooses the version to announce to
-each replica: the newest of a policy that the replica lacks, unless an evaluation pins the current one. A replica that stays
-behind hears of the version again. ``FanOut`` plans the sources, so that the publisher sends little more than one copy.
+``Announcer`` chooses the version to announce to each replica: the newest of a policy that the replica lacks, unless an
+evaluation pins the current one. A replica that stays behind hears of the version again. ``FanOut`` plans the sources, so that
+the publisher sends little more than one copy.
 
 None of them decides about work. Independent of grpc and of the trainers' leases.
 """
@@ -20,12 +18,8 @@ from itertools import islice
 
 from services.common.errors import InvalidRequestError, VersionConflictError
 from services.common.records import FetchPlan, RunCount, WeightVersion
-from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
-from services.orchestrator.evaluation import Evaluators, Threshold
-from services.orchestrator.journal import entries
-from services.orchestrator.journal.journal import Journal
+from services.orchestrator.evaluation import Evaluators
 from services.orchestrator.members import AnnounceVersion, Held, Replica, ReplicaPool
-from services.orchestrator.tasks.orders import TrainingOrders
 
 # --- Version ledger of one policy: its weight versions, their digests, and the addresses that serve them.
 
@@ -105,104 +99,6 @@ AT_ONCE = 16  # replicas that are told of a version at one moment
 NEXT, NEXT_S = 4, 0.01  # how many of the others follow at a time, and when: later where the event loop is busy
 ANNOUNCE_AGAIN_S = 15.0  # interval of announcements to a replica that holds another version
 MAX_HOLDERS = 3  # named to a late receiver before the publisher
-
-
-class PublishedVersions:
-    def __init__(
-        self,
-        *,
-        ledgers: Mapping[str, VersionLedger],
-        batches: Mapping[str, Batches],
-        experience: ExperiencePipeline,
-        curation: TrainingOrders,
-        threshold: Threshold | None,
-        announcer: Announcer,
-        schedule: Callable[[], None],
-        journal: Journal,
-        num_steps: int,
-        lockstep: bool,
-        on_change: Callable[[], None],
-    ) -> None:
-        """``batches`` are of the policies with a trainer; ``schedule`` issues task groups soon; ``on_change`` is called after
-        every live change."""
-        self._ledgers = ledgers
-        self._batches = batches
-        self._experience = experience
-        self._curation = curation
-        self._threshold = threshold
-        self._announcer = announcer
-        self._schedule = schedule
-        self._journal = journal
-        self._lockstep = lockstep
-        self._on_change = on_change
-        self.num_steps = num_steps
-        self.trained_ledgers = {policy: ledgers[policy] for policy in batches}  # of the policies with a trainer
-        self.last_metrics: dict[str, dict[str, float]] = {policy: {} for policy in ledgers}  # of the newest versions
-
-    def apply(self, version: WeightVersion, metrics: Mapping[str, float]) -> None:
-        """Apply a durable version, live or during recovery."""
-        policy = version.policy
-        if self._ledgers[policy].record(version) and policy in self._batches:
-            self._advanced(policy, version.number)
-            self.last_metrics[policy] = dict(metrics)
-
-    def lose(self, policy: str, number: int) -> None:
-        """Handle a published version with a lost record: advance the staleness; the trainer offers the version again."""
-        self._ledgers[policy].lose(number)
-        if policy in self._batches:
-            self._advanced(policy, number)
-
-    def _advanced(self, policy: str, number: int) -> None:
-        if number <= self._batches[policy].newest_version:  # a lost one that was offered again
-            return
-        self._experience.advanced(policy, number)
-        self._batches[policy].published(number)
-        if policy == next(iter(self._batches)):  # a step of the run, regardless of other policies
-            self._curation.advanced()
-
-    def adopt(self, version: WeightVersion) -> None:
-        """Record version 0 of a policy without a trainer as the newest."""
-        self._journal.submit(entries.VERSION, f"{version.policy}/0", lambda: entries.version_to_json(version, 0, {}))
-        self.apply(version, {})
-        self._on_change()
-
-    def announce(self, policy: str, is_new: bool) -> None:
-        """Announce a policy's newest version to the replicas, or (not ``is_new``) its changed sources."""
-        if is_new:
-            self._announcer.plan_fetches(policy)
-        self._announcer.sync_all(again=not is_new)
-        for batches in self._batches.values():
-            batches.notify()
-        self._schedule()
-        self._on_change()
-
-    def may_begin(self, training_step: int) -> bool:
-        """Whether the recipe lets any policy begin this step by now."""
-        behind = training_step - 1
-        if self.reached_threshold:
-            return False
-        return not self._lockstep or all(ledger.newest_number >= behind for ledger in self.trained_ledgers.values())
-
-    @property
-    def reached_threshold(self) -> bool:
-        """Whether training ends before its last step because ``run.until`` holds: no further batch begins."""
-        return self._threshold is not None and self._threshold.reached
-
-    def last_step(self, policy: str) -> int:
-        """The last training step of a policy, as far as known."""
-        return self._batches[policy].newest_step if self.reached_threshold else self.num_steps
-
-    @property
-    def all_trained(self) -> bool:
-        """Whether every policy has taken its last step, with its version published."""
-        if self.reached_threshold:
-            return all(batches.settled for batches in self._batches.values())
-        return all(ledger.newest_number >= self.num_steps for ledger in self.trained_ledgers.values())
-
-    @property
-    def ended_early(self) -> bool:
-        """Whether training is over before its last step: a trainer does not know that its newest step is the last."""
-        return self.reached_threshold and self.all_trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,9 +247,8 @@ class Announcer:
         known, addresses = self._known_holders.get(newest.policy, (None, []))
         if known != (newest.number, newest.digest, self._pool.takers):
             current = Held(newest.number, newest.digest)
-            shelves = (shelf for shelf in self._pool.free.shelves() if shelf.held.get(newest.policy) == current)
-            replicas = (self._pool.get(name) for shelf in shelves for _, name in shelf.places)
-            addresses = [r.weights_address for r in replicas if r is not None and r.weights_address]
+            holders = (r for r in self._pool.workers() if r.held.get(newest.policy) == current)
+            addresses = [replica.weights_address for replica in holders if replica.weights_address]
             known = newest.number, newest.digest, self._pool.takers
             self._known_holders[newest.policy] = known, addresses
         yield from addresses

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sqlite3
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -35,10 +36,9 @@ from services.common.telemetry.accounts import (
 from services.common.telemetry.logs import LogEvent
 from services.common.telemetry.metrics import StallMoment, ThroughputKey
 from services.orchestrator import metrics
-from services.orchestrator.journal.reader import collect
+from services.orchestrator.journal.journal import collect
 from services.orchestrator.members import REPORT_S, Replica
 from services.orchestrator.orchestrator import OrchestratorCore
-from services.orchestrator.policy_view import PolicyView
 from services.orchestrator.progress import waits
 from services.orchestrator.stalls import (
     COMPUTING,
@@ -100,7 +100,7 @@ class Watch:
     async def tick(self) -> None:
         core = self._core
         self._prolong_leases()
-        core.absences.check()
+        core.check_leases()
         if self._is_due("disk", DISK_S):
             self._hold_back(await asyncio.to_thread(core.journal.free_bytes))
             self._failures.check()
@@ -132,7 +132,8 @@ class Watch:
         self._ticked_at = now
         if before is not None and now - before > STOOD_STILL_S:
             log.warning("orchestrator.stood_still", seconds=round(now - before, 1))
-            self._core.absences.prolong(now - before)
+            self._core.pool.prolong(now - before)
+            self._core.trainers.prolong(now - before)
 
     def _is_due(self, name: str, every_s: float) -> bool:
         now = self._core.clock()
@@ -147,7 +148,7 @@ class Watch:
         for replica in core.pool:
             for name in replica.given_before(now - self._overdue_s):
                 core.counters[RunCount.TASK_GROUPS_OVERDUE.value] += 1
-                core.retry_limit.take_back(name, f"not done after {self._overdue_s:g} s")
+                core.dispatcher.take_back(name, f"not done after {self._overdue_s:g} s")
 
     def _end_evaluations_of_gone_versions(self) -> None:
         """End each pass on versions that training has left behind and no replica has held for ``GONE_S``."""
@@ -158,7 +159,7 @@ class Watch:
             held = any(core.dispatcher.may_play(replica.held, versions) for replica in core.pool)
             return is_old and len(core.pool) > 0 and not held
 
-        if not any(gone(versions) for versions in core.evaluations.pinned_versions()):
+        if not any(current.pinned and gone(current.versions) for current in core.evaluations):
             self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = now
@@ -178,7 +179,7 @@ class Watch:
     def _write_throughput(self) -> None:
         """Write the row of the run's throughput and of the shares of idle time."""
         core, book = self._core, self._core.stall_state.book
-        step = max((ledger.newest_number for ledger in core.versions.trained_ledgers.values()), default=0)
+        step = max((ledger.newest_number for ledger in core.trained_ledgers.values()), default=0)
         book.mark(core.clock())
         values = {
             ThroughputKey.TOKENS_PER_S: core.pool.tokens_per_s,
@@ -194,12 +195,12 @@ class Watch:
         """Delete segments of unneeded records."""
         core = self._core
         steps = {trainer.policy: trainer.oldest_checkpoint_step for trainer in core.trainers}
-        if len(steps) < len(core.versions.trained_ledgers) or steps == self._collected:
+        if len(steps) < len(core.trained_ledgers) or steps == self._collected:
             return
         current, live = core.journal.current_segments(), core.live_groups()
         try:
             removed = await asyncio.to_thread(collect, core.journal, steps, live, current=current)
-        except (OSError, InfrastructureError) as error:
+        except (OSError, sqlite3.Error, InfrastructureError) as error:
             # No space for the record of a deletion, or a failing disk: try again later.
             log.warning("journal.not_collected", reason=str(error))
             return
@@ -258,9 +259,9 @@ def facts(core: OrchestratorCore) -> Facts:
     progress |= {f"{account.component}/done": float(account.progress) for account in accounts}
     progress |= {f"{replica.replica_id}/tokens": float(replica.num_tokens) for replica in core.pool}
     progress |= {f"{trainer.policy}/checkpoint": float(trainer.checkpoint_step) for trainer in core.trainers}
-    for name, policy in core.policies.items():
-        progress[f"{name}/version"] = float(policy.ledger.newest_number)
-        progress[f"{name}/batch"] = float(policy.batches.newest_step)
+    for policy, batches in core.batches.items():
+        progress[f"{policy}/version"] = float(core.ledgers[policy].newest_number)
+        progress[f"{policy}/batch"] = float(batches.newest_step)
     # Only of components with a lease: older reports do not describe the present.
     accounts += [account for peer in peers.values() for account in peer.accounts]
     accounts.append(core.stall_state.account.state())
@@ -274,7 +275,7 @@ def facts(core: OrchestratorCore) -> Facts:
         journal_oldest_s=core.journal.waiting_s,
         replicas=tuple(_replica(replica) for replica in core.pool),
         lost=dict(core.stall_state.lost),
-        policies=tuple(_policy(core, policy) for policy in core.policies.values()),
+        policies=tuple(_policy(core, policy) for policy in core.batches),
         accounts={account.component: account for account in accounts},
         peers=peers,
         failures_in_a_row=core.ingest.failures_in_a_row,
@@ -300,12 +301,12 @@ def own_activity(core: OrchestratorCore) -> Activity:
     if not any(replica.takes_work for replica in core.pool):
         return Activity(ActivityName.WAITING_FOR_REPLICA, INFERENCE)
     if missing := [policy for policy, ledger in core.ledgers.items() if ledger.newest is None]:
-        on = trainer_component(missing[0]) if missing[0] in core.policies else INFERENCE
+        on = trainer_component(missing[0]) if missing[0] in core.batches else INFERENCE
         return Activity(ActivityName.WAITING_FOR_FIRST_VERSION, on)
-    full = [policy for policy in core.policies.values() if policy.quota_full]
-    if full and len(full) == len(core.policies):
-        fullest = max(full, key=lambda policy: policy.account.fullness)
-        return Activity(ActivityName.WAITING_FOR_QUOTA, trainer_component(fullest.name))
+    accounts = core.experience.admission.accounts
+    if accounts and all(account.is_full for account in accounts.values()):
+        fullest = max(accounts, key=lambda policy: accounts[policy].fullness)
+        return Activity(ActivityName.WAITING_FOR_QUOTA, trainer_component(fullest))
     busiest = max(core.pool, key=lambda replica: replica.num_running, default=None)
     if busiest is not None and busiest.num_running:
         return Activity(ActivityName.WAITING_FOR_ROLLOUTS, busiest.component)
@@ -323,16 +324,16 @@ def _replica(replica: Replica) -> ReplicaFacts:
     )
 
 
-def _policy(core: OrchestratorCore, policy: PolicyView) -> PolicyFacts:
-    trainer, experience = policy.trainer, policy.experience
+def _policy(core: OrchestratorCore, policy: str) -> PolicyFacts:
+    trainer, experience = core.trainers.get(policy), core.experience
     return PolicyFacts(
-        policy=policy.name,
-        batch_size=policy.config.fresh_size,
-        num_kept=experience.num_kept[policy.name],
-        num_filtered=experience.num_filtered[policy.name],
-        num_filtered_in_a_row=experience.num_filtered_in_a_row[policy.name],
-        quota_full=policy.quota_full,
-        trainer_wanted=core.num_steps > 0 and policy.ledger.newest_number < core.versions.last_step(policy.name),
+        policy=policy,
+        batch_size=experience.buffers[policy].batch_size,
+        num_kept=experience.num_kept[policy],
+        num_filtered=experience.num_filtered[policy],
+        num_filtered_in_a_row=experience.num_filtered_in_a_row[policy],
+        quota_full=experience.admission.accounts[policy].is_full,
+        trainer_wanted=core.num_steps > 0 and core.ledgers[policy].newest_number < core.last_step(policy),
         trainer_joined=trainer is not None,
         refusal=trainer.refusal if trainer is not None else "",
         rank_reports={0: trainer.num_reports, **trainer.rank_reports} if trainer is not None else _NO_RANKS,

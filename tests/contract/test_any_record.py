@@ -133,14 +133,14 @@ def train(found: list[Trajectory | None]) -> None:
     experience.issued(made)
     for index, record in enumerate(found):
         record = record or taken_instead(index)
-        line = orjson.dumps(entries.trajectory_to_json(record), option=orjson.OPT_SERIALIZE_NUMPY)
-        record = replace(entries.trajectory_from_json(orjson.loads(line)), index=index)
+        line = orjson.dumps(entries.to_json(record), option=orjson.OPT_SERIALIZE_NUMPY)
+        record = replace(entries.from_json(Trajectory, orjson.loads(line)), index=index)
         made.resolve(record)
         for verdict in experience.resolved(made, record):
             assert math.isfinite(verdict.mean) and math.isfinite(verdict.std)
     groups, statistics = experience.take_batch("model0", 1)
     batch_record, sequences = assemble("model0", 1, groups, 1, statistics)
-    batch_record = entries.batch_from_json(orjson.loads(orjson.dumps(entries.batch_to_json(batch_record))))
+    batch_record = entries.from_json(entries.BatchRecord, orjson.loads(orjson.dumps(entries.to_json(batch_record))))
     share = Batch(record=batch_record, sequences=sequences, replayed=False).share(0, 1)
     assert all(math.isfinite(value) for value in batch_record.statistics.values())
     check_batch(share, Ranks(rank=0, world_size=1, device=torch.device("cpu")), VOCABULARY)

@@ -76,8 +76,8 @@ def travelled(sequence: TokenSequence) -> TokenSequence:
     sent = trajectory_pb2.Trajectory()
     write(trajectory, sent)
     received = read(Trajectory, sent)
-    line = orjson.dumps(entries.trajectory_to_json(received), option=orjson.OPT_SERIALIZE_NUMPY)
-    recovered = entries.trajectory_from_json(orjson.loads(line)).sequences[0]
+    line = orjson.dumps(entries.to_json(received), option=orjson.OPT_SERIALIZE_NUMPY)
+    recovered = entries.from_json(Trajectory, orjson.loads(line)).sequences[0]
     again = trajectory_pb2.Sequence()
     write(recovered, again)
     return read(TokenSequence, again)

@@ -17,7 +17,7 @@ from services.orchestrator.metrics import RunMetrics
 from tests.ports import free_port
 from tests.unit.cli.hub_server import serving
 from tests.unit.cli.test_checkpoints import write_checkpoint
-from tests.unit.orchestrator.trackers.rows import STEP
+from tests.unit.orchestrator.metrics_rows import STEP
 
 ROOT = Path(__file__).resolve().parents[3]
 

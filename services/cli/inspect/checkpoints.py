@@ -92,7 +92,7 @@ def _is_whole(reader: JournalReader, policy: str, step: int) -> bool:
     found = reader.find(entries.BATCH, [key]).get(key)
     if found is None:
         return False
-    places = (split_sequence_id(entry.sequence_id) for entry in entries.batch_from_json(found).entries)
+    places = (split_sequence_id(entry.sequence_id) for entry in entries.from_json(entries.BatchRecord, found).entries)
     wanted = {entries.trajectory_key(group, index) for group, index, _ in places}
     return {row.key for row in reader.find_rows(entries.TRAJECTORY, wanted)} == wanted
 

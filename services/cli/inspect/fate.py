@@ -21,7 +21,7 @@ from services.cli.console import Column, FittingTable, columns, say
 from services.cli.inspect.run_model import Entry, GroupFacts, RunModel
 from services.common import records
 from services.common.errors import ConfigError, DeadlineError, RolloutTimeoutError
-from services.common.records import ClosedReason, GroupFate, Purpose
+from services.common.records import ClosedReason, GroupFate, Purpose, Trajectory
 from services.orchestrator.journal import entries
 
 
@@ -285,7 +285,7 @@ def _sequences(found: Fates, model: RunModel, group: GroupFacts, is_finished: bo
                 continue
             record = model.load(row)
             found.num_unreadable += record is None
-            for position, spoken in enumerate(entries.trajectory_from_json(record).sequences if record else ()):
+            for position, spoken in enumerate(entries.from_json(Trajectory, record).sequences if record else ()):
                 use = used.get((slot, position))
                 yield Sequence(spoken.policy, slot, spoken.num_trained_tokens, fate, use)
     for verdict in group.verdicts:

@@ -23,7 +23,6 @@ from services.orchestrator.journal.reader import JournalReader, Quarantine
 from services.orchestrator.journal.segments import Damage, DamageReason, Row
 
 _SHOWN = 20
-_ROWS = 20_000  # looked up at once
 
 
 @dataclass(slots=True)
@@ -58,14 +57,10 @@ def verify_journal(run_dir: Path, console: Console | None) -> Verified:
 
 def _walk(reader: JournalReader, console: Console | None) -> Iterator[tuple[Row, bytes | None]]:
     """Every record with its line, None for a damaged record; a console that is a terminal shows how far it is."""
-    # In parts: a reader that stays in one query keeps the writer from emptying the index's log.
-    parts = range(1, reader.last_number() + 1, _ROWS)
     hidden = console is None or not console.is_terminal
-    for begin in track(parts, "reading records", console=console, transient=True, disable=hidden):
-        end = begin + _ROWS
-        found = reader.select("r.number >= ? AND r.number < ?", (begin, end), lambda row: begin <= row.number < end)  # noqa: B023
-        for row in list(found):
-            yield row, reader.load_line(row)
+    total = reader.last_number()
+    for row in track(reader.rows(), "reading records", total, console=console, transient=True, disable=hidden):
+        yield row, reader.load_line(row)
 
 
 def as_object(found: Verified) -> dict[str, Any]:

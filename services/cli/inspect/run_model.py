@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from services.cli.inspect.run_state import check_run_directory
 from services.common import run_files
 from services.common.errors import ConfigError
-from services.common.records import Purpose, RolloutPhase
+from services.common.records import Purpose, RolloutFailure, RolloutPhase
 from services.common.telemetry.metrics import TrainerKey
 from services.orchestrator.groups import RunState, split_sequence_id
 from services.orchestrator.journal import entries as records
@@ -209,8 +209,7 @@ class RunModel:
 
     def new_rows(self) -> Iterator[Row]:
         """Rows after the last one that was taken."""
-        last = self.last
-        return self.reader.select("r.number > ?", (last,), lambda row: row.number > last)
+        return self.reader.select("r.number > ?", (self.last,))
 
     def rows_of_group(self, name: str) -> Iterator[Row]:
         """The records of a task group, and all batches, versions and evaluations, in order."""
@@ -288,7 +287,7 @@ class RunModel:
             return
         group.rows[slot] = row
         if row.kind == records.FAILURE:
-            group.failures[slot] = "" if record is None else rollouts.failure_from_json(record).reason
+            group.failures[slot] = "" if record is None else rollouts.from_json(RolloutFailure, record).reason
         self.changed.add(name)
 
     def _told(self, group: GroupFacts, row: Row, record: Json | None) -> None:
@@ -297,7 +296,10 @@ class RunModel:
             replica = "" if record is None else records.assignment_from_json(record)[0]
             group.assignments += (Assignment(at=row.written_at, replica_id=replica),)
         elif row.kind == records.VERDICT and record is not None:
-            group.verdicts, group.judged_at = tuple(records.verdicts_from_json(record)), row.written_at
+            group.verdicts, group.judged_at = (
+                records.from_json(records.Verdicts, record).advantage_groups,
+                row.written_at,
+            )
         elif row.kind == records.CLOSED:
             group.closed_at = row.written_at
             group.closed_reason = "" if record is None else records.closed_reason(record)

@@ -378,10 +378,10 @@ def _slot(index: int, row: Row, record: Json | None) -> SlotFacts:
         return SlotFacts(index=index, replica_id="", durable_at=row.written_at, readable=False)
     found: Trajectory | RolloutFailure
     if row.kind == entries.FAILURE:
-        found = entries.failure_from_json(record)
+        found = entries.from_json(RolloutFailure, record)
         outcome: Json = {"failure": found.reason, "detail": found.detail}
     else:
-        found = entries.trajectory_from_json(record)
+        found = entries.from_json(Trajectory, record)
         outcome = {"reward": found.reward, "sequences": tuple(map(_sequence, found.sequences))}
     times = {
         name: getattr(found.timing, name) for name in ("accepted_at", "sent_at", "num_sends", "num_retries", "phases")

@@ -122,7 +122,8 @@ def comparable(run_dir: Path) -> dict[str, EvaluationResult]:
         rows = [record for row in reader.rows_of(entries.EVALUATION) if (record := reader.load(row)) is not None]
     if not rows:
         raise ConfigError(f"{run_dir} has no finished evaluation to compare with")
-    return {kind_of(result.name): result for result in map(entries.evaluation_from_json, rows)}
+    results = (entries.from_json(EvaluationResult, row) for row in rows)
+    return {kind_of(result.name): result for result in results}
 
 
 def compare(

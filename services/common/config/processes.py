@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from services.common.config.base import Section, with_device
 from services.common.config.training import PolicyConfig
+from services.common.extras import provided
 from services.common.installing import install, missing
 
 # --- Settings of engines that are servers: SGLang's and vLLM's. The context length is the policy's
@@ -537,9 +538,15 @@ class Tracker(enum.StrEnum):
 
 
 def missing_packages(trackers: Iterable[Tracker]) -> list[str]:
-    """One line for each tracker whose package is not installed, with the command that installs it."""
-    return [
-        f"run.trackers has {tracker}, whose package is not installed here: {install(tracker)}, or leave {tracker} out"
-        for tracker in trackers
-        if tracker is not Tracker.TENSORBOARD and missing(tracker)  # whose files Rollmill writes itself
-    ]
+    """One line for each tracker whose extra or package is not installed, with the remedy."""
+    lines = []
+    for tracker in trackers:
+        if tracker is Tracker.TENSORBOARD:  # whose files Rollmill writes itself
+            continue
+        if tracker not in provided("trackers"):
+            lines.append(f"run.trackers has {tracker}, whose extra (extras/trackers) is not here: leave {tracker} out")
+        elif missing(tracker):
+            lines.append(
+                f"run.trackers has {tracker}, whose package is not installed here: {install(tracker)}, or leave {tracker} out"
+            )
+    return lines

@@ -223,24 +223,21 @@ def assemble(
             )
         )
         positions[minibatch] += 1
-    totals = [[0, 0] for _ in range(num_minibatches)]
-    trained = [member.sequence.num_trained_tokens for _, member, _ in flat]
-    for count, minibatch in zip(trained, minibatch_of, strict=True):
-        totals[minibatch][0] += 1
-        totals[minibatch][1] += count
+    sequences = {member.sequence_id: member.sequence for _, member, _ in flat}
+    minibatches = _totals(entries, sequences, num_minibatches)
     of_sources = of_batch(fresh, {entry.sequence_id: entry for entry in entries if not entry.replayed})
     record = BatchRecord(
         policy=policy,
         training_step=training_step,
         entries=tuple(entries),
-        minibatches=tuple(MinibatchTotals(num_sequences=n, num_trained_tokens=t) for n, t in totals),
+        minibatches=minibatches,
         statistics={
             **statistics,
             **of_sources,
-            **_statistics(entries, [member.sequence for _, member, _ in flat], sum(trained)),
+            **_statistics(entries, list(sequences.values()), sum(totals.num_trained_tokens for totals in minibatches)),
         },
     )
-    return record, {member.sequence_id: member.sequence for _, member, _ in flat}
+    return record, sequences
 
 
 def _statistics(entries: list[BatchEntry], sequences: list[TokenSequence], trained: int) -> dict[str, float]:
@@ -353,7 +350,7 @@ def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[Batch
     found = reader.find(records.BATCH, [key]).get(key)
     if found is None:
         raise BatchLostError(f"the batch of step {training_step} of {policy} is not in the journal")
-    record = records.batch_from_json(found)
+    record = records.from_json(records.BatchRecord, found)
     places = [split_sequence_id(entry.sequence_id) for entry in record.entries]
     keys = [rollouts.trajectory_key(group, index) for group, index, _ in places]
     readable = ((key, _trajectory(value)) for key, value in reader.find(records.TRAJECTORY, keys).items())
@@ -369,7 +366,7 @@ def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[Batch
 def _trajectory(record: dict[str, Any]) -> Trajectory | None:
     """None for a record that is no trajectory."""
     try:
-        return rollouts.trajectory_from_json(record)
+        return rollouts.from_json(Trajectory, record)
     except (CorruptDataError, KeyError, TypeError, ValueError, AttributeError):
         return None
 

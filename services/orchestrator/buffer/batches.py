@@ -36,7 +36,7 @@ from services.common.errors import (
 )
 from services.common.records import StepFact, Trajectory
 from services.common.telemetry.metrics import StepKey
-from services.orchestrator.admission import Admission, Limits, Mixture
+from services.orchestrator.admission import Account, Admission, Mixture
 from services.orchestrator.buffer.assembly import (
     MOST_AT_ONCE,
     Batch,
@@ -58,11 +58,10 @@ from services.orchestrator.buffer.buffer import (
     sizes_by_source,
     without_masked,
 )
-from services.orchestrator.groups import Outcome, TaskGroup, UnfinishedGroups
+from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import BatchRecord, GroupVerdict
 from services.orchestrator.journal.journal import Journal
-from services.orchestrator.journal.reader import JournalReader
 
 log = structlog.get_logger()
 
@@ -79,15 +78,13 @@ class ExperiencePipeline:
         admit: Literal["all", "any"] = "all",
         deterministic: bool = False,
         exhausted_after: int = 100,
-        issuable: Callable[[str], bool] | None = None,
         on_closed: Callable[[str, fates.ClosedReason], None] = lambda group_id, reason: None,
         on_judged: Callable[[str, list[GroupVerdict]], None] = lambda group_id, verdicts: None,
         rules: RewardRules | None = None,
         seed: int = 0,
         sources: Mapping[str, SourceConfig] = MappingProxyType({}),
     ) -> None:
-        """``sources``: of a mixture, by name; without one, tasks come from one dataset. ``issuable``: whether another task
-        group for a policy may be issued now; left out, whether its quota has room. ``on_closed`` receives (task group,
+        """``sources``: of a mixture, by name; without one, tasks come from one dataset. ``on_closed`` receives (task group,
         reason) when a training group ends, ``on_judged`` the fates of its advantage groups before that. ``seed``: of the
         run. ``deterministic``: contents and order of a batch do not depend on the time at which rollouts end."""
         self._rules = rules or RewardRules(group_by={name: batch.group_by for name, batch in policies.items()})
@@ -97,7 +94,8 @@ class ExperiencePipeline:
         self._on_closed = on_closed
         self._on_judged = on_judged
         self._sources = sources
-        self._issuable = issuable
+        self.issuable: Callable[[str], bool] = lambda policy: self.admission.accounts[policy].has_room()
+        """Whether another task group for a policy may be issued now."""
         weights = {name: source.weight for name, source in sources.items()} or {"": 1.0}
         self.mixtures = {policy: Mixture(weights, exhausted_after) for policy in policies}
         self.buffers = {
@@ -109,7 +107,7 @@ class ExperiencePipeline:
         }  # fmt: skip
         self.admission = Admission(
             {
-                name: Limits(
+                name: Account(
                     batch_size=batch.fresh_size,
                     max_staleness=batch.max_staleness,
                     num_steps=num_steps,
@@ -129,7 +127,7 @@ class ExperiencePipeline:
         self.num_filtered: Counter[str] = Counter()  # dropped for equal rewards
         self.num_filtered_in_a_row: Counter[str] = Counter()  # dropped for equal rewards since one was kept
         self._buffered: Counter[str] = Counter()  # task group -> advantage groups in buffers
-        self.unfinished = UnfinishedGroups()
+        self.unfinished: dict[str, TaskGroup] = {}
         # In a recovery: judged task groups -> which (policy, role, attempt) of them the earlier process had no use for.
         self.surplus_before: Mapping[str, set[tuple[str, str, int]]] = {}
 
@@ -156,24 +154,24 @@ class ExperiencePipeline:
         """Whether a group of the source may come before a batch of the policy is taken."""
         if self.mixtures[policy].is_running(source):
             return True
-        return self.admission.accounts[policy].has_room() if self._issuable is None else self._issuable(policy)
+        return self.issuable(policy)
 
     def issued(self, group: TaskGroup) -> None:
         """Count an issued training group; ``group.born`` has the start versions of its slots."""
-        self.unfinished.add(group)
+        self.unfinished[group.id] = group
         self.admission.issued(len(group.unresolved), self.policies_of(group))
         for policy in self.policies_of(group):
             self.mixtures[policy].issued(group.order.source, len(group.order.indices))
 
     def reissued(self, group: TaskGroup, born: Mapping[str, int]) -> None:
         """Note that open slots of a training group begin again, on these versions."""
-        self.unfinished.remove(group)
         group.born = dict(born)
-        self.unfinished.add(group)
 
     def due(self, policy: str) -> list[TaskGroup]:
         """Unfinished groups whose open slots began on a version that only the policy's next step can train."""
-        return self.unfinished.begun_before(policy, self._oldest_allowed(policy) + 1)
+        oldest = self._oldest_allowed(policy)
+        due = [group for group in self.unfinished.values() if group.born.get(policy, oldest + 1) <= oldest]
+        return sorted(due, key=lambda group: group.born[policy])
 
     def is_due_everywhere(self, group: TaskGroup) -> bool:
         """The same for every policy of the group with remaining steps and a trainer, if all of these drop late tokens:
@@ -190,7 +188,7 @@ class ExperiencePipeline:
 
     def cancelled(self, group: TaskGroup) -> None:
         """Cancel a running training group."""
-        self.unfinished.remove(group)
+        self.unfinished.pop(group.id, None)
         self.admission.given_up(len(group.unresolved), self.policies_of(group))
         self.admission.ended(len(group.order.indices), self.policies_of(group))
         for policy in self.policies_of(group):
@@ -218,7 +216,7 @@ class ExperiencePipeline:
         return [self._since_batch[policy], *([] if own is None else [own])]
 
     def _completed(self, group: TaskGroup) -> list[GroupVerdict]:
-        self.unfinished.remove(group)
+        self.unfinished.pop(group.id, None)
         policies, source, num_slots = self.policies_of(group), group.order.source, len(group.order.indices)
         self.admission.ended(num_slots, policies)
         found_of = self._sequences_per_policy(group.trajectories)
@@ -412,7 +410,7 @@ class ExperiencePipeline:
         """Handle the lost record of a batch: drop the waiting groups that no later batch names, as they may have been
         in the lost batch and must not be trained twice."""
         self._begin_statistics(policy)
-        for group in self.buffers[policy].take_unnamed(named):
+        for group in self.buffers[policy].take_named(named, named=False):
             self._drop(group, fates.RunCount.SEQUENCES_SET_ASIDE)
             self._left_buffer(group, fates.ClosedReason.SET_ASIDE)
 
@@ -463,15 +461,14 @@ class LateGroups:
         policy: str,
         config: BatchConfig,
         experience: ExperiencePipeline,
-        cancel: Callable[[list[TaskGroup]], None],
         clock: Callable[[], float],
     ) -> None:
-        """``cancel`` ends the open slots of groups; the calls repeat until the groups are finished."""
         self._policy = policy
         self._late = config.late_rule
         self._wait_share = config.late_wait_share or WAIT_SHARE
         self._experience = experience
-        self._cancel = cancel
+        self.cancel: Callable[[list[TaskGroup]], None] = lambda groups: None
+        """Ends the open slots of groups; the calls repeat until the groups are finished."""
         self._clock = clock
         self._waited: set[str] = set()  # task groups that a batch has waited for
         self._began: float | None = None  # when the wait began that is going on
@@ -504,7 +501,7 @@ class LateGroups:
         # A group that another policy can still train continues; its members of this policy become too old.
         due = [g for g in self._experience.due(self._policy) if self._experience.is_due_everywhere(g)]
         if due:
-            self._cancel(due)
+            self.cancel(due)
         return not due
 
     def _all_here(self) -> bool:
@@ -526,22 +523,20 @@ class Batches:
         experience: ExperiencePipeline,
         journal: Journal,
         *,
-        cancel: Callable[[list[TaskGroup]], None],
         clock: Callable[[], float],
-        may_begin: Callable[[int], bool] | None,
         may_compute: Callable[[bool], bool] | None,
     ) -> None:
-        """``may_begin``: whether lockstep and threshold, where the run has one, let a step begin. ``cancel`` ends the open
-        slots of groups whose results could only be dropped. ``may_compute``, of a shared device, is told whether a batch that a rank asks for is ready, and returns
-        whether the trainer may compute on it now."""
+        """``may_compute``, of a shared device, is told whether a batch that a rank asks for is ready, and returns whether the
+        trainer may compute on it now."""
         self.policy = policy
         self._config = config
         self._experience = experience
         self._journal = journal
-        self._may_begin = may_begin
+        self.may_begin: Callable[[int], bool] = lambda training_step: True
+        """Whether lockstep and threshold, where the run has one, let a step begin."""
         self._may_compute = may_compute
         self._clock = clock
-        self.late = LateGroups(policy, config, experience, cancel, clock)
+        self.late = LateGroups(policy, config, experience, clock)
         self._taken_at: tuple[int, float] | None = None  # the newest batch that this process put together: step, when
         self._recent: dict[int, Batch] = {}
         self._changed = asyncio.Event()  # set when a wait may be over
@@ -636,10 +631,7 @@ class Batches:
         """Whether only groups that are due may hold the batch back."""
         # A step starts from the previous version, and counts its age from that version: wait for that version too.
         ready = self._experience.buffers[self.policy].ready and self.newest_version == training_step - 1
-        return ready and not self.paused and self._begins(training_step)
-
-    def _begins(self, training_step: int) -> bool:
-        return self._may_begin is None or self._may_begin(training_step)
+        return ready and not self.paused and self.may_begin(training_step)
 
     def close(self) -> None:
         """End all waits: the process is stopping."""
@@ -650,7 +642,7 @@ class Batches:
         async with self._assembly:
             if training_step <= self.newest_step:  # another rank was first
                 return await self._replay(training_step)
-            if not self._begins(training_step):  # training has ended since the wait for sequences did
+            if not self.may_begin(training_step):  # training has ended since the wait for sequences did
                 raise DeadlineError(f"{self.policy}: step {training_step} does not begin")
             groups, statistics = self._experience.take_batch(self.policy, training_step)
             statistics |= {StepFact.LATE_WAIT_S.value: self.late.taken()}
@@ -662,12 +654,7 @@ class Batches:
                 in_thread=num_fresh > MOST_AT_ONCE,
             )
             key = entries.batch_key(self.policy, training_step)
-            await self._journal.append(
-                entries.BATCH,
-                key,
-                lambda: entries.batch_to_json(record),
-                apply=lambda: self._experience.batch_recorded(groups),
-            )
+            await self._journal.append(entries.BATCH, key, record, self._experience.batch_recorded, groups)
             self._note(record)
             self._taken_at = (training_step, self._clock())
             self._remember(Batch(record=record, sequences=sequences, replayed=True))
@@ -690,8 +677,8 @@ class Batches:
         return batch
 
     def _read(self, training_step: int) -> tuple[Batch, list[str]]:
-        with contextlib.closing(JournalReader(self._journal.directory)) as reader:
-            return read_what_is_left(reader, self.policy, training_step)
+        with self._journal.reading:
+            return read_what_is_left(self._journal.reader, self.policy, training_step)
 
     def _note(self, record: BatchRecord) -> None:
         self.newest_step = max(self.newest_step, record.training_step)

@@ -297,14 +297,9 @@ class ExperienceBuffer:
         self._mixture.taken(sizes_by_source(taken))
         return taken
 
-    def take_named(self, sequence_ids: Collection[str]) -> list[AdvantageGroup]:
-        """Remove the groups that a recorded batch names."""
-        found = [a for a, group in self._waiting.items() if group.members[0].sequence_id in sequence_ids]
-        return [self._remove(arrival) for arrival in found]
-
-    def take_unnamed(self, sequence_ids: Collection[str]) -> list[AdvantageGroup]:
-        """Remove the groups that none of these sequences belongs to."""
-        found = [a for a, group in self._waiting.items() if group.members[0].sequence_id not in sequence_ids]
+    def take_named(self, sequence_ids: Collection[str], *, named: bool = True) -> list[AdvantageGroup]:
+        """Remove the groups that a recorded batch names, or (not ``named``) all others."""
+        found = [a for a, g in self._waiting.items() if (g.members[0].sequence_id in sequence_ids) is named]
         return [self._remove(arrival) for arrival in found]
 
     def _remove(self, arrival: int) -> AdvantageGroup:
@@ -472,7 +467,7 @@ class RewardRules:
         timeouts = [config.timeout_reward] * (num_timeouts if compares else 0)
         masks = config.on_truncation == "mask"
         members = tuple(
-            _marked(rewarded(member, reward), masks and truncated)
+            replace(rewarded(member, reward), trained=member.trained and not (masks and truncated))
             for member, reward, truncated in zip(group.members, filled([*scores, *timeouts]), cut, strict=False)
         )
         # A time-out is compared with rewards of rollouts, where groups compare rollouts.
@@ -518,10 +513,6 @@ def without_masked(group: AdvantageGroup) -> AdvantageGroup | None:
     if len(trained) == group.size:
         return group
     return replace(group, members=trained) if trained else None
-
-
-def _marked(member: Member, masked: bool) -> Member:
-    return replace(member, trained=False) if masked else member
 
 
 def overlong_penalty(num_tokens: int, config: OverlongPenaltyConfig) -> float:

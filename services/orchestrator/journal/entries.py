@@ -1,4 +1,4 @@
-"""The journal's lines of trajectories and failures, in pairs as in ``records``.
+"""The journal's records and their JSON lines, ``to_json(record)`` and ``from_json(kind, object)``; scores of evaluations.
 
 The arrays of a segment are packed as text: bytes by significance (all lowest bytes, then all next ones), in base64.
 Bytes of one significance are alike, so zstd halves them: 6.4 bytes per token with its log-probability, against 7.3 of
@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import base64
 import math
+import operator
 from binascii import Error, a2b_base64, b2a_base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from functools import cache, partial
+from types import UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +27,12 @@ from services.common.errors import CorruptDataError
 from services.common.records import (
     Interval,
     MinibatchTotals,
-    Origin,
     Purpose,
     RolloutFailure,
-    RolloutPhase,
-    RolloutTiming,
     Sampling,
     Segment,
-    StopReason,
     Task,
     TaskGroupOrder,
-    TokenSequence,
     TokenSource,
     Trajectory,
     WeightVersion,
@@ -41,8 +40,7 @@ from services.common.records import (
 )
 from services.orchestrator.groups import RunState
 
-if TYPE_CHECKING:
-    from services.orchestrator.journal.journal import Journal
+T = TypeVar("T")
 
 
 # --- Scores of an evaluation: avg@k, pass@k and differences with 95% intervals, per dataset and overall.
@@ -61,6 +59,14 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PassAt:
+    """Chance that k samples of an item hold a right one."""
+
+    k: int
+    share: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetScore:
     """One dataset of an evaluation pass. Rewards are means in their own unit; pass@k are shares in [0, 1]."""
 
@@ -68,7 +74,7 @@ class DatasetScore:
     num_items: int
     samples_per_item: int
     mean_reward: Estimate | None  # None where every sample failed: a failure is no reward
-    pass_at: tuple[tuple[int, Estimate], ...]  # (k, pass@k), k = 1, 2, 4, ... up to the samples
+    pass_at: tuple[PassAt, ...]  # k = 1, 2, 4, ... up to the samples
     failed: tuple[str, ...]  # task ids with a failed sample, in order
     items: str = ""  # digest of the tasks: scores with the same one are of the same items
     item_rewards: tuple[float, ...] = ()  # mean over the samples of each item, in order
@@ -98,7 +104,9 @@ def score(
         num_items=len(rewards),
         samples_per_item=num_samples,
         mean_reward=estimate(means) if played else None,
-        pass_at=tuple((k, estimate([pass_at_k(num_samples, count, k) for count in passed])) for k in ks if played),
+        pass_at=tuple(
+            PassAt(k=k, share=estimate([pass_at_k(num_samples, count, k) for count in passed])) for k in ks if played
+        ),
         failed=tuple(task_id for task_id, num_failed in zip(task_ids, failed, strict=True) if num_failed),
         items=items,
         item_rewards=means,
@@ -143,7 +151,7 @@ def overall(scores: Sequence[DatasetScore]) -> float | None:
 
 def overall_pass_at(scores: Sequence[DatasetScore], k: int) -> float | None:
     """pass@k over datasets, each counted once; None as in ``overall``, and where k is none of theirs."""
-    return _overall([dict(found.pass_at).get(k) for found in scores])
+    return _overall([next((passed.share for passed in found.pass_at if passed.k == k), None) for found in scores])
 
 
 def _overall(found: Sequence[Estimate | None]) -> float | None:
@@ -232,7 +240,7 @@ def _integral_of_cosine(angle: float, power: float, num_steps: int = 100) -> flo
     return (1.0 + inner + math.pow(math.cos(angle), power)) * step / 3
 
 
-# --- Format of the journal's lines, in pairs: ``x_to_json`` and ``x_from_json``.
+# --- Records of the journal, by kind.
 
 
 # Kinds of records; each is the name of its segment files.
@@ -382,16 +390,6 @@ def assignment_from_json(record: Json) -> tuple[str, str, dict[str, int]]:
     return record["replica_id"], record["incarnation"], _versions_from_json(record["born"])
 
 
-def closed_to_json(task_group_id: str, reason: records.ClosedReason) -> Json:
-    return {"task_group_id": task_group_id, "reason": reason.value}
-
-
-def close_group(journal: Journal, task_group_id: str, reason: records.ClosedReason) -> None:
-    """Submit the record of the end of a task group."""
-    record = closed_to_json(task_group_id, reason)
-    journal.submit(CLOSED, task_group_id, lambda: record)
-
-
 def closed_reason(record: Json) -> str:
     """A ``ClosedReason``."""
     return str(record["reason"])
@@ -423,28 +421,12 @@ class GroupVerdict:
     members: tuple[MemberFate, ...] = ()  # all of them
 
 
-_VERDICT_FIELDS = tuple(found.name for found in fields(GroupVerdict) if found.name != "members")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdicts:
+    """The verdicts of a complete task group."""
 
-
-def verdicts_to_json(task_group_id: str, verdicts: Iterable[GroupVerdict]) -> Json:
-    return {"task_group_id": task_group_id, "advantage_groups": [_verdict_to_json(verdict) for verdict in verdicts]}
-
-
-def _verdict_to_json(verdict: GroupVerdict) -> Json:
-    members = [
-        {"index": m.index, "position": m.position, "num_tokens": m.num_tokens, "fate": m.fate.value}
-        for m in verdict.members
-    ]
-    return {**{name: getattr(verdict, name) for name in _VERDICT_FIELDS}, "members": members}
-
-
-def verdicts_from_json(record: Json) -> list[GroupVerdict]:
-    return [_verdict_from_json(found) for found in record["advantage_groups"]]
-
-
-def _verdict_from_json(record: Json) -> GroupVerdict:
-    members = (MemberFate(**{**m, "fate": records.GroupFate(m["fate"])}) for m in record["members"])
-    return GroupVerdict(**{**record, "outcome": records.GroupFate(record["outcome"]), "members": tuple(members)})
+    task_group_id: str
+    advantage_groups: tuple[GroupVerdict, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,36 +442,8 @@ class SetAside:
     detail: str = ""
 
 
-def set_aside_to_json(record: SetAside) -> Json:
-    return {**by_name(record), "reason": record.reason.value}
-
-
-def set_aside_from_json(record: Json) -> SetAside:
-    return SetAside(**{**record, "reason": records.SetAsideReason(record["reason"])})
-
-
 def batch_key(policy: str, training_step: int) -> str:
     return f"{policy}/{training_step}"
-
-
-def batch_to_json(batch: BatchRecord) -> Json:
-    return {
-        "policy": batch.policy,
-        "training_step": batch.training_step,
-        "minibatches": list(map(by_name, batch.minibatches)),
-        "statistics": pairs(batch.statistics),
-        "sequences": list(map(by_name, batch.entries)),
-    }
-
-
-def batch_from_json(record: Json) -> BatchRecord:
-    return BatchRecord(
-        policy=record["policy"],
-        training_step=record["training_step"],
-        entries=tuple(BatchEntry(**e) for e in record["sequences"]),
-        minibatches=tuple(MinibatchTotals(**m) for m in record["minibatches"]),
-        statistics=from_pairs(record["statistics"]),
-    )
 
 
 def version_to_json(
@@ -523,75 +477,8 @@ def compute_from_json(record: Json) -> tuple[Interval, ...]:
     return tuple((stretch["begin"], stretch["end"]) for stretch in record["compute"])
 
 
-def evaluation_to_json(result: EvaluationResult) -> Json:
-    return {
-        **asdict(result),
-        "versions": _versions_to_json(result.versions),
-        "newest_versions": _versions_to_json(result.newest_versions),
-        "datasets": [
-            {**asdict(found), "pass_at": [{"k": k, **asdict(share)} for k, share in found.pass_at]}
-            for found in result.datasets
-        ],
-        "roles": pairs(result.roles),
-    }
-
-
-def evaluation_from_json(record: Json) -> EvaluationResult:
-    read = {
-        "versions": _versions_from_json(record["versions"]),
-        "newest_versions": _versions_from_json(record["newest_versions"]),
-        "datasets": tuple(_dataset_from_json(found) for found in record["datasets"]),
-        "roles": from_pairs(record["roles"]),
-        "difference": _estimate_from_json(record["difference"]),
-    }
-    return EvaluationResult(**{**record, **read})
-
-
-def _dataset_from_json(found: Json) -> DatasetScore:
-    read = {
-        "mean_reward": _estimate_from_json(found["mean_reward"]),
-        "pass_at": tuple((v["k"], Estimate(v["value"], v["low"], v["high"])) for v in found["pass_at"]),
-        "failed": tuple(found["failed"]),
-        "item_rewards": tuple(found["item_rewards"]),
-        "difference": _estimate_from_json(found["difference"]),
-    }
-    return DatasetScore(**{**found, **read})
-
-
-def _estimate_from_json(found: Json | None) -> Estimate | None:
-    return None if found is None else Estimate(**found)
-
-
-def _versions_to_json(versions: Mapping[str, int]) -> list[Json]:
-    return [{"policy": policy, "number": number} for policy, number in versions.items()]
-
-
-def _versions_from_json(found: list[Json]) -> dict[str, int]:
-    return {version["policy"]: version["number"] for version in found}
-
-
 def trajectory_key(task_group_id: str, index: int) -> str:
     return f"{task_group_id}/{index}"
-
-
-def trajectory_to_json(trajectory: Trajectory) -> Json:
-    return {
-        **by_name(trajectory),
-        "reward": float(trajectory.reward),
-        "metrics": pairs(trajectory.metrics),
-        "timing": timing_to_json(trajectory.timing),
-        "sequences": [_sequence_to_json(s) for s in trajectory.sequences],
-    }
-
-
-def trajectory_from_json(record: Json) -> Trajectory:
-    read = {
-        "reward": float(record["reward"]),
-        "metrics": from_pairs(record["metrics"]),
-        "timing": timing_from_json(record["timing"]),
-        "sequences": tuple(_sequence_from_json(s) for s in record["sequences"]),
-    }
-    return Trajectory(**{**record, **read})
 
 
 def plain_trajectory(record: Json) -> Json:
@@ -610,69 +497,6 @@ def _plain_sequence(sequence: Json) -> Json:
         for segment in sequence["segments"]
     ]
     return {**sequence, "segments": segments}
-
-
-def _sequence_to_json(sequence: TokenSequence) -> Json:
-    return {
-        **by_name(sequence),
-        "origin": sequence.origin.value,
-        "reward": float(sequence.reward),
-        "stop_reason": sequence.stop_reason.value,
-        "metrics": pairs(sequence.metrics),
-        "segments": [
-            {
-                "source": segment.source.value,
-                "weight_version": segment.weight_version,
-                "mixed_cache": segment.mixed_cache,
-                "kept": base64.b64encode(segment.kept).decode() if segment.kept else "",
-                "temperature": segment.temperature,
-                "num_tokens": segment.num_tokens,
-                "token_ids": pack_tokens(segment.token_ids),
-                "logprobs": pack_floats(segment.logprobs),
-                "teacher_logprobs": pack_floats(segment.teacher_logprobs),
-            }
-            for segment in sequence.segments
-        ],
-    }
-
-
-def _sequence_from_json(record: Json) -> TokenSequence:
-    read = {
-        "origin": Origin(record["origin"]),
-        "reward": float(record["reward"]),
-        "stop_reason": StopReason(record["stop_reason"]),
-        "metrics": from_pairs(record["metrics"]),
-        "segments": tuple(
-            Segment(
-                source=TokenSource(s["source"]),
-                token_ids=unpack_tokens(s["token_ids"], s["num_tokens"]),
-                logprobs=unpack_floats(s["logprobs"]),
-                weight_version=s["weight_version"],
-                mixed_cache=s["mixed_cache"],
-                kept=base64.b64decode(s["kept"]),
-                temperature=s["temperature"],
-                teacher_logprobs=unpack_floats(s["teacher_logprobs"]),
-            )
-            for s in record["segments"]
-        ),
-    }
-    return TokenSequence(**{**record, **read})
-
-
-def failure_to_json(failure: RolloutFailure) -> Json:
-    return {**by_name(failure), "timing": timing_to_json(failure.timing)}
-
-
-def failure_from_json(record: Json) -> RolloutFailure:
-    return RolloutFailure(**{**record, "timing": timing_from_json(record["timing"])})
-
-
-def timing_to_json(timing: RolloutTiming) -> Json:
-    return {**by_name(timing), "phases": list(map(by_name, timing.phases))}
-
-
-def timing_from_json(record: Json) -> RolloutTiming:
-    return RolloutTiming(**{**record, "phases": tuple(RolloutPhase(**phase) for phase in record["phases"])})
 
 
 _TOKEN = np.dtype("<i4")
@@ -730,7 +554,122 @@ def _array(text: str, count: int | None, dtype: np.dtype[Any]) -> npt.NDArray[An
     return found.view(dtype)[:, 0]
 
 
-# --- Parsers of the journal's records, by kind: JSON to the values that recovery applies.
+# --- Conversion by the types of the fields, looked up once for each dataclass:
+#
+#     int, bool, str, None               the same
+#     float                              a number; NaN is null
+#     Enum                               its value
+#     tuple[X, ...], X | None            a list; the same or null
+#     Mapping[str, float]                [{"name": ..., "value": ...}, ...], so that all lines have the same columns
+#     Mapping[str, int]                  versions by policy: [{"policy": ..., "number": ...}, ...]
+#     a dataclass                        an object, or as ``_BY_HAND`` says
+
+
+_Convert = Callable[[Any], Any]
+
+
+def to_json(record: Any) -> Json:
+    """The JSON object of a record; a JSON object is returned as it is."""
+    if isinstance(record, Mapping):
+        return cast(Json, record)
+    kind: Any = type(record)
+    if kind in _BY_HAND:
+        return cast(Json, _BY_HAND[kind][0](record))
+    return {
+        name: getattr(record, attribute) if write is None else write(getattr(record, attribute))
+        for name, attribute, write, _ in _fields_of(kind)
+    }
+
+
+def from_json(kind: type[T], record: Json) -> T:
+    """The record of this kind in a JSON object. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for another one, and
+    ``CorruptDataError`` for arrays that are not whole."""
+    what: Any = kind
+    if what in _BY_HAND:
+        return cast(T, _BY_HAND[what][1](record))
+    return kind(
+        **{
+            attribute: record[name] if read is None else read(record[name])
+            for name, attribute, _, read in _fields_of(what)
+        }
+    )
+
+
+@cache
+def _fields_of(kind: Any) -> list[tuple[str, str, _Convert | None, _Convert | None]]:
+    """(name in JSON, attribute, how it is written and read; None where JSON has the same value) of every field."""
+    hints, renamed = get_type_hints(kind), {"entries": "sequences"} if kind is BatchRecord else {}
+    return [(renamed.get(f.name, f.name), f.name, *_converters(hints[f.name])) for f in fields(kind)]
+
+
+def _converters(hint: Any) -> tuple[_Convert | None, _Convert | None]:
+    """How a value of this type is written and read."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        write, read = _converters(args[0])
+        return write and partial(_if_any, write), read and partial(_if_any, read)
+    if origin is tuple:
+        write, read = _converters(args[0])
+        return write and partial(_each, list, write), partial(_each, tuple, read) if read else tuple
+    if origin is Mapping:
+        return (pairs, from_pairs) if args[1] is float else (_versions_to_json, _versions_from_json)
+    if hint is float:
+        return float, float
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return operator.attrgetter("value"), hint
+    return (to_json, partial(from_json, cast(Any, hint))) if is_dataclass(hint) else (None, None)
+
+
+def _if_any(convert: _Convert, value: Any) -> Any:
+    return None if value is None else convert(value)
+
+
+def _each(make: _Convert, convert: _Convert, values: Iterable[Any]) -> Any:
+    return make(map(convert, values))
+
+
+def _versions_to_json(versions: Mapping[str, int]) -> list[Json]:
+    return [{"policy": policy, "number": number} for policy, number in versions.items()]
+
+
+def _versions_from_json(found: list[Json]) -> dict[str, int]:
+    return {version["policy"]: version["number"] for version in found}
+
+
+def _segment_to_json(segment: Segment) -> Json:
+    return {
+        "source": segment.source.value,
+        "weight_version": segment.weight_version,
+        "mixed_cache": segment.mixed_cache,
+        "kept": base64.b64encode(segment.kept).decode() if segment.kept else "",
+        "temperature": segment.temperature,
+        "num_tokens": segment.num_tokens,
+        "token_ids": pack_tokens(segment.token_ids),
+        "logprobs": pack_floats(segment.logprobs),
+        "teacher_logprobs": pack_floats(segment.teacher_logprobs),
+    }
+
+
+def _segment_from_json(found: Json) -> Segment:
+    return Segment(
+        source=TokenSource(found["source"]),
+        token_ids=unpack_tokens(found["token_ids"], found["num_tokens"]),
+        logprobs=unpack_floats(found["logprobs"]),
+        weight_version=found["weight_version"],
+        mixed_cache=found["mixed_cache"],
+        kept=base64.b64decode(found["kept"]),
+        temperature=found["temperature"],
+        teacher_logprobs=unpack_floats(found["teacher_logprobs"]),
+    )
+
+
+_BY_HAND: dict[Any, tuple[_Convert, _Convert]] = {
+    Segment: (_segment_to_json, _segment_from_json),
+    GroupRecord: (group_to_json, group_from_json),
+}
+
+
+# --- Values that recovery applies.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -743,7 +682,7 @@ class StateRecord:
     timeline: Mapping[str, float]
 
 
-def state_from_json(record: dict[str, Any]) -> StateRecord:
+def state_from_json(record: Json) -> StateRecord:
     return StateRecord(
         phase=RunState(record["phase"]),
         paused=bool(record["paused"]),
@@ -752,38 +691,23 @@ def state_from_json(record: dict[str, Any]) -> StateRecord:
     )
 
 
-def _observation(record: dict[str, Any]) -> tuple[str, int, list[float]]:
+def _observation(record: Json) -> tuple[str, int, list[float]]:
     """(source, row, rewards)"""
     return str(record["source"]), int(record["row"]), [float(reward) for reward in record["rewards"]]
 
 
-def _version(record: dict[str, Any]) -> tuple[WeightVersion, dict[str, float]]:
-    version, _, metrics = version_from_json(record)
-    return version, metrics
-
-
-def settled_batch_from_json(record: dict[str, Any]) -> BatchRecord:
+def settled_batch_from_json(record: Json) -> BatchRecord:
     """A batch record without its sequences, which were trained long ago."""
-    return BatchRecord(
-        policy=record["policy"],
-        training_step=record["training_step"],
-        entries=(),
-        minibatches=(),
-        statistics=from_pairs(record["statistics"]),
-    )
+    return from_json(BatchRecord, {**record, "sequences": [], "minibatches": []})
 
 
-def _evaluation_start(record: dict[str, Any]) -> tuple[str, dict[str, int]]:
-    return record["evaluation_id"], {v["policy"]: v["number"] for v in record["versions"]}
-
-
-PARSERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+PARSERS: Mapping[str, Callable[[Json], Any]] = {
     ASSIGNMENT: assignment_from_json,
-    TRAJECTORY: trajectory_from_json,
-    FAILURE: failure_from_json,
+    TRAJECTORY: partial(from_json, Trajectory),
+    FAILURE: partial(from_json, RolloutFailure),
     OBSERVATION: _observation,
-    VERSION: _version,
-    BATCH: batch_from_json,
-    EVALUATION_START: _evaluation_start,
-    EVALUATION: evaluation_from_json,
+    VERSION: version_from_json,
+    BATCH: partial(from_json, BatchRecord),
+    EVALUATION_START: lambda record: (record["evaluation_id"], _versions_from_json(record["versions"])),
+    EVALUATION: partial(from_json, EvaluationResult),
 }

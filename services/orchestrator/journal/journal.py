@@ -1,13 +1,15 @@
 """Writes the journal: every record that the orchestrator has acknowledged, on disk, in submission order.
 
-    submit -> [queue] -> writer thread: write to segments -> sync (power) -> event loop: on_durable; index, soon
+    submit -> [queue] -> writer thread: write to segments -> sync (power) -> event loop: on_durable
 
 Invariants: ``on_durable`` is called only when the records are in their segments (with ``durability: power``: synced,
 names included), in submission order. The writer drops no submitted record and deletes only through ``remove_segments``.
 Group commit: at most ``MAX_RECORDS`` records or ``LINGER_S`` (below 20 ms); a record that a caller awaits ends the
 lingering. On a full disk the thread keeps its records, logs the state and retries: no record is acknowledged meanwhile,
 but ``remove_segments`` still deletes segments, and its record may use the last reserved bytes. The writer thread
-encodes JSON. Independent of the meaning of records.
+encodes JSON.
+
+``collect`` is the retention: it deletes segments without a needed record.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,20 +27,24 @@ from typing import Any
 import orjson
 import structlog
 
-from services.common.errors import ConfigError, InfrastructureError
+from services.common.errors import ConfigError, CorruptDataError, InfrastructureError
 from services.common.system import machine
 from services.common.system.machine import RESERVE_BYTES
-from services.orchestrator.journal.index import IndexKeeper, log_damage
+from services.orchestrator.groups import split_sequence_id
+from services.orchestrator.journal import entries
+from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import (
     COLLECTED,
     MAX_NUMBER,
-    Damage,
+    DamageReason,
     Durability,
     Files,
     Packer,
+    Place,
     Row,
     SegmentSet,
     numbers_in,
+    sizes_in,
 )
 
 log = structlog.get_logger()
@@ -48,16 +54,16 @@ LINGER_S = 0.01
 RETRY_S = 0.5  # between attempts while the disk is full
 CLOSE_DEADLINE_S = 10.0
 REMOVE_DEADLINE_S = 60.0  # for one segment
-
-Encode = Callable[[], Mapping[str, Any]]
+_LOGGED = 20  # damaged spans that are logged one by one
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
     kind: str
     key: str
-    encode: Encode
-    on_durable: Callable[[], None] | None
+    record: Any
+    on_durable: Callable[..., None] | None
+    args: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +94,16 @@ class Journal:
         self._files = files or Files()
         self._packer = Packer()
         directory.mkdir(parents=True, exist_ok=True)
-        self._index = IndexKeeper(directory)
-        # Damage that no earlier start reported; ``JournalReader.damage`` has all.
-        self.damage: list[Damage] = self._index.found
-        log_damage(self.damage, directory)
-        next_number = self._index.last_number() + 1
+        self.reader = JournalReader(directory)
+        self.reading = threading.Lock()  # of ``reader``, for the threads that use it while the run goes on
+        damage = self.reader.damage()
+        for span in damage[:_LOGGED]:
+            log.error("journal.damaged", span=str(span), directory=str(directory), effect="its bytes stay there")
+        if damage:
+            log.error("journal.damage", spans=len(damage), num_bytes=sum(span.num_bytes for span in damage))
+        next_number = self.reader.last_number() + 1
         if next_number > MAX_NUMBER // 2:
-            self._index.close()
+            self.reader.close()
             raise ConfigError(
                 f"a record of the journal in {directory} has the number {next_number - 1}, which no run reaches: "
                 f"find it with `rollmill journal {directory.parent} list --last 1`, and take its segment away"
@@ -127,37 +136,36 @@ class Journal:
         self,
         kind: str,
         key: str,
-        encode: Encode,
-        on_durable: Callable[[], None] | None = None,
-        *,
+        record: Any,
+        on_durable: Callable[..., None] | None = None,
+        *args: Any,
         urgent: bool = False,
     ) -> None:
-        """Queue a record. The writer thread calls ``encode``, which must not read mutable state. ``urgent``: do not
-        wait for other records of the same commit."""
+        """Queue a record of ``entries``, or a JSON object; the writer thread encodes it, so it must not change.
+        ``on_durable`` is called with ``args``. ``urgent``: do not wait for other records of the same commit."""
         if self._failed is not None:
             raise InfrastructureError(f"the journal has failed: {self._failed}")
         if self._num_submitted == self.num_records:
             self._waiting_since = time.monotonic()
         self._num_submitted += 1
-        self._queue.put(_Entry(kind, key, encode, on_durable))
+        self._queue.put(_Entry(kind, key, record, on_durable, args))
         if urgent:
             self._urgent.set()
 
     def append(
-        self, kind: str, key: str, encode: Encode, apply: Callable[[], None] | None = None
+        self, kind: str, key: str, record: Any, apply: Callable[..., None] | None = None, *args: Any
     ) -> asyncio.Future[None]:
-        """Queue a record; the future completes when the record is durable. ``apply`` runs just before, in submission
-        order."""
+        """Queue a record; the future completes when the record is durable. ``apply`` is called with ``args`` just before,
+        in submission order."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def durable() -> None:
-            if apply is not None:
-                apply()
-            if not future.done():
-                future.set_result(None)
-
-        self.submit(kind, key, encode, durable, urgent=True)
+        self.submit(kind, key, record, self._appended, future, apply, args, urgent=True)
         return future
+
+    def _appended(self, future: asyncio.Future[None], apply: Callable[..., None] | None, args: tuple[Any, ...]) -> None:
+        if apply is not None:
+            apply(*args)
+        if not future.done():
+            future.set_result(None)
 
     def remove_segments(self, kind: str, segments: Iterable[int]) -> None:
         """Delete closed segments, each after the record of its deletion is durable. Blocking: call from a thread.
@@ -207,16 +215,17 @@ class Journal:
                 log.warning("journal.close_deadline", waited_s=CLOSE_DEADLINE_S, blocked=self.blocked)
                 return
         self._segments.close()
-        self._index.close()
+        with self.reading:
+            self.reader.close()
 
     # --- the writer thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not (self._closing.is_set() and self._queue.empty()):
-                if entries := self._collect():
-                    self._write(entries)
-                    awaited = [entry.on_durable for entry in entries if entry.on_durable is not None]
+                if batch := self._collect():
+                    self._write(batch)
+                    awaited = [entry for entry in batch if entry.on_durable is not None]
                     if awaited:  # avoids needless wake-ups of the loop
                         self._notify(self._announce, awaited)
                 self._carry_out_removals()
@@ -227,30 +236,24 @@ class Journal:
                 self._notify(self._on_failure, error)
 
     def _collect(self) -> list[_Entry]:
-        """The next records, at most ``MAX_RECORDS``; none where a removal waits, or the end. Waits for them; after a pause
-        in the queue, the index gets its waiting rows."""
-        while True:
-            try:
-                first = self._queue.get(timeout=self._index.due_in_s)
-                break
-            except queue.Empty:
-                self._index.flush()
+        """Wait for the next records, at most ``MAX_RECORDS``; none where a removal waits, or the end."""
+        first = self._queue.get()
         # A lone record is committed at once; in a stream of them, commits are at least LINGER_S apart.
         linger_s = self._committed_at + LINGER_S - time.monotonic()
         if first and linger_s > 0 and self._queue.qsize() < MAX_RECORDS - 1 and not self._closing.is_set():
             self._urgent.wait(linger_s)
         self._urgent.clear()  # before the queue is read: a later record ends the next lingering
-        entries: list[_Entry] = []
+        batch: list[_Entry] = []
         found = first
         while found is not None:
-            entries.append(found)
-            if len(entries) == MAX_RECORDS or self._queue.empty():  # no other thread reads the queue
+            batch.append(found)
+            if len(batch) == MAX_RECORDS or self._queue.empty():  # no other thread reads the queue
                 break
             found = self._queue.get_nowait()
-        return entries
+        return batch
 
-    def _write(self, entries: list[_Entry]) -> None:
-        payloads = [self._packer.pack(_line(entry)) for entry in entries]
+    def _write(self, batch: list[_Entry]) -> None:
+        payloads = [self._packer.pack(_line(entry)) for entry in batch]
         needed = sum(map(len, payloads))
         while True:
             free = self.free_bytes()
@@ -258,7 +261,7 @@ class Journal:
                 self._block(f"{free} bytes free in {self.directory}")
             else:
                 try:
-                    rows = self._commit(entries, payloads)
+                    self._commit(batch, payloads)
                     break
                 except OSError as error:
                     if not machine.says_full(error):
@@ -270,15 +273,14 @@ class Journal:
         if self.blocked:
             log.info("journal.resumed", directory=str(self.directory))
             self.blocked = ""
-        self._index.add(rows, self._segments.ends())
 
-    def _commit(self, entries: list[_Entry], payloads: list[bytes]) -> list[Row]:
-        named = [(entry.kind, entry.key, payload) for entry, payload in zip(entries, payloads, strict=True)]
-        rows = self._segments.append(named)
+    def _commit(self, batch: list[_Entry], payloads: list[bytes]) -> None:
+        self._segments.append(
+            [(entry.kind, entry.key, payload) for entry, payload in zip(batch, payloads, strict=True)]
+        )
         self._waiting_since = self._committed_at = time.monotonic()
-        self.num_records += len(rows)
+        self.num_records += len(batch)
         self.num_commits += 1
-        return rows
 
     def _carry_out_removals(self) -> None:
         while True:
@@ -301,22 +303,20 @@ class Journal:
         written."""
         runs = numbers_in(self.directory, kind, segment)
         record = {"kind": kind, "segment": segment, "numbers": runs}
-        entry = _Entry(COLLECTED, f"{kind}/{segment}", lambda: record, None)
-        rows = self._commit([entry], [self._packer.pack(_line(entry))])
-        self._index.add(rows, self._segments.ends())
-        self._index.flush()  # a reader that misses the segment finds its deletion in the index
+        entry = _Entry(COLLECTED, f"{kind}/{segment}", record, None, ())
+        self._commit([entry], [self._packer.pack(_line(entry))])
         self.num_records -= 1  # written by the journal itself
         self._segments.remove(kind, segment)
-        self._index.forget((kind, segment), runs)
 
     def _block(self, reason: str) -> None:
         if not self.blocked:
             log.error("journal.no_free_disk", reason=reason, effect="acknowledgements wait until there is space")
         self.blocked = reason
 
-    def _announce(self, awaited: list[Callable[[], None]]) -> None:
-        for on_durable in awaited:
-            on_durable()
+    def _announce(self, awaited: list[_Entry]) -> None:
+        for entry in awaited:
+            assert entry.on_durable is not None
+            entry.on_durable(*entry.args)
 
     def _notify(self, callback: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None
@@ -331,4 +331,77 @@ class Journal:
 
 
 def _line(entry: _Entry) -> bytes:
-    return orjson.dumps(entry.encode(), option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    record = entries.to_json(entry.record)
+    return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+
+
+# --- retention -------------------------------------------------------------------------------------------------------
+
+
+def collect(
+    journal: Journal,
+    oldest_checkpoint_steps: Mapping[str, int],
+    live_groups: Collection[str],
+    *,
+    current: Mapping[str, int] | None = None,
+) -> list[Place]:
+    """Delete the closed segments of which the run can need no record, and return them. Blocking: call from a thread.
+
+    Needed are trajectories of batches since the oldest kept checkpoint of their policy and of live task groups, and the
+    newest state. All other kinds stay for ever: they are small, and metrics, fates and traces are made from them
+    (docs/journal.md). A segment with damage stays.
+
+    ``oldest_checkpoint_steps``: by policy, the oldest checkpoint that its trainer may start from. ``live_groups`` are task
+    groups that are running or have sequences in a buffer; ``current`` are the open segments at a moment before the listing
+    of these groups (default: now), so that later records stay.
+
+    Raises ``OSError``, and ``InfrastructureError`` where the journal cannot delete a segment.
+    """
+    current = journal.current_segments() if current is None else current
+    with journal.reading:
+        reader = journal.reader
+        stays = {(d.kind, d.segment) for d in reader.damage() if d.reason is not DamageReason.TORN}
+        needed: dict[str, Iterable[Row]] = {entries.STATE: _newest(reader, entries.STATE)}
+        trajectories = needed_trajectories(reader, oldest_checkpoint_steps, live_groups)
+        if trajectories is not None:
+            needed[entries.TRAJECTORY] = trajectories
+        stays |= {(row.kind, row.segment) for rows in needed.values() for row in rows}
+    removed = [
+        place
+        for place in sizes_in(journal.directory)
+        if place[0] in needed and place[1] < current.get(place[0], 0) and place not in stays
+    ]
+    for kind, segment in removed:
+        journal.remove_segments(kind, [segment])
+    return removed
+
+
+def needed_trajectories(
+    reader: JournalReader, oldest_checkpoint_steps: Mapping[str, int], live_groups: Collection[str]
+) -> list[Row] | None:
+    """Rows of the needed trajectories: of batches after the oldest kept checkpoint, and of live task groups. None while one of these
+    batches is unreadable: a failing disk may return the batch later."""
+    keys: dict[str, None] = {}
+    for row in reader.rows_of(entries.BATCH):
+        policy, _, step = row.key.rpartition("/")
+        if not step.isdecimal() or int(step) <= oldest_checkpoint_steps.get(policy, 0):
+            continue
+        try:
+            batch = entries.from_json(entries.BatchRecord, reader.load(row) or {})
+            slots = [split_sequence_id(entry.sequence_id)[:2] for entry in batch.entries]
+        except (CorruptDataError, KeyError, TypeError, ValueError, AttributeError) as error:
+            log.warning("journal.nothing_collected", batch=row.key, reason=f"{type(error).__name__}: {error}")
+            return None
+        keys |= dict.fromkeys(entries.trajectory_key(group, index) for group, index in slots)
+    rows = {row.number: row for row in reader.find_rows(entries.TRAJECTORY, keys)}
+    for name in live_groups:
+        rows |= {row.number: row for row in reader.rows_below(entries.TRAJECTORY, f"{name}/")}
+    return list(rows.values())
+
+
+def _newest(reader: JournalReader, kind: str) -> Iterator[Row]:
+    """Rows of a kind from the newest back to the first readable one."""
+    for row in reader.last_rows(kind):
+        yield row
+        if reader.load(row) is not None:
+            return

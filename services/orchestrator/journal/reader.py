@@ -1,18 +1,15 @@
 """Reads the journal: durable records by kind and key, checked against their checksums.
 
-Trusts an index that fits the segments, and scans the records that it lacks. Without such an index, scans all segments
-into an index of its own. Changes no file. Independent of the meaning of records.
+A reader scans the headers of all segments into a temporary SQLite database of its own (about 10 s per million records), and
+before each question those bytes that are new. Changes no file. Independent of the meaning of records.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,11 +19,8 @@ import structlog
 from services.common.errors import CorruptDataError
 from services.common.records import SetAsideReason
 from services.common.telemetry.logs import LogEvent
-from services.orchestrator.groups import split_sequence_id
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import SetAside
-from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, UNUSABLE, Index, is_in_place, place_of
-from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.segments import (
     COLLECTED,
     Damage,
@@ -44,122 +38,98 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-LOCK_S = 1.0  # for a lock of another process
 MOST_LOGGED = 20  # set-aside records of one start; others are counted, and `rollmill journal RUN list` shows them
 
 # Errors of parsing a record whose bytes are whole.
 UNREADABLE = (CorruptDataError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+
+_SCHEMA = """
+PRAGMA journal_mode=OFF;
+CREATE TABLE records (
+    number   INTEGER PRIMARY KEY,
+    kind     TEXT NOT NULL,
+    key      TEXT NOT NULL,
+    segment  INTEGER NOT NULL,
+    offset   INTEGER NOT NULL,
+    length   INTEGER NOT NULL,
+    checksum INTEGER NOT NULL,
+    written_at REAL NOT NULL
+);
+CREATE INDEX records_by_key ON records (kind, key);
+"""
+_TEMPORARY = ""  # SQLite's name for a database on disk beyond its cache, which ends with the connection
+_MAX_KEYS = 500  # of one SELECT
+_ROWS = 20_000  # of one transaction
 
 
 class JournalReader:
     """Reads durable records, beside the writer or without one. Used by one thread at a time."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ``CorruptDataError`` for a journal of a later release."""
+        """Raises ``CorruptDataError`` for a journal of a later release, ``ConfigError`` without the right to read it."""
         self._directory = directory
         self._unpacker = Unpacker()
         self._open_files: dict[str, tuple[int, int]] = {}  # kind -> segment and descriptor
+        self._ends: dict[Place, int] = {}  # of the scanned parts
+        self._damage: dict[Place, list[Damage]] = {}
+        self._torn: dict[Place, Damage] = {}  # ends of segments, read again: a write may be in progress
         self._unreadable: dict[int, Damage] = {}  # by number, of records that could not be loaded
-        self._tail: list[Row] = []  # behind the index, in order of numbers
-        self._tail_ends: dict[Place, int] = {}
-        self._tail_damage: dict[Place, list[Damage]] = {}
-        self._ends: dict[Place, int] = {}  # of the indexed parts
-        self._changes = -1  # of the index when ``_ends`` was read
-        self._indexes: list[Index] = []  # the last one counts; others may still serve an iteration
-        self._own = False  # whether that one was made by this reader
+        self._db = sqlite3.connect(_TEMPORARY, isolation_level=None, check_same_thread=False)
         try:
-            self._indexes.append(Index(directory / INDEX_FILE, timeout_s=LOCK_S, read_only=True))
-            self._check(self._index.unfit(directory))
-        except UNUSABLE as error:
-            self._scan(error)
+            self._db.executescript(_SCHEMA)
+            self._refresh()
+        except BaseException:
+            self._db.close()
+            raise
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
+    def select(self, condition: str, values: Sequence[str | int] = (), order: str = "r.number") -> Iterator[Row]:
+        """Rows for which an SQL condition on ``records AS r`` holds, in order."""
+        self._refresh()
+        query = f"SELECT * FROM records AS r WHERE {condition} ORDER BY {order}"
+        return map(Row._make, self._db.execute(query, values))
+
     def rows(self) -> Iterator[Row]:
         """Every record in order."""
-        return self._ordered(lambda index: index.rows(), lambda row: True)
+        return self.select("1")
 
     def rows_of(self, kind: str, key: str | None = None) -> Iterator[Row]:
         """Every record of a kind in order; with a key, only its records."""
-        return self._ordered(
-            lambda index: index.rows_of(kind, key), lambda row: row.kind == kind and key in (None, row.key)
-        )
-
-    def select(self, condition: str, values: Sequence[str | int], is_wanted: Callable[[Row], bool]) -> Iterator[Row]:
-        """Rows for which an SQL condition on ``records AS r`` holds, in order; ``is_wanted`` says the same of a row that is
-        not in the index yet."""
-        return self._ordered(lambda index: index.select(condition, values), is_wanted)
+        if key is None:
+            return self.select("r.kind = ?", (kind,))
+        return self.select("r.kind = ? AND r.key = ?", (kind, key))
 
     def last_rows(self, kind: str) -> Iterator[Row]:
         """Every record of a kind, the newest first."""
-        self._refresh()
-        before: float = math.inf
-        for row in [row for row in reversed(self._tail) if row.kind == kind]:
-            before = row.number
-            yield row
-        try:
-            for row in self._index.last_rows(kind):
-                if row.number < before:
-                    before = row.number
-                    yield row
-        except sqlite3.Error as error:
-            self._scan(error)
-            yield from (row for row in self._index.last_rows(kind) if row.number < before)
-
-    def last_number(self) -> int:
-        """The highest number of a record; 0 in an empty journal."""
-        self._refresh()
-        return max(self._index.last_number(), max((row.number for row in self._tail), default=0))
-
-    def find_rows(self, kind: str, keys: Iterable[str]) -> list[Row]:
-        """The first record of each existing key."""
-        first: dict[str, Row] = {}
-        for row in self._find(kind, keys):
-            first.setdefault(row.key, row)
-        return list(first.values())
-
-    def find_all_rows(self, kind: str, keys: Iterable[str]) -> Iterator[Row]:
-        """Every record of these keys, in order."""
-        return self._find(kind, keys)
+        return self.select("r.kind = ?", (kind,), "r.number DESC")
 
     def rows_below(self, kind: str, prefix: str) -> Iterator[Row]:
         """Every record of a kind with this key prefix, in order; ``prefix`` ends in "/"."""
-        condition = "r.kind = ? AND r.key >= ? AND r.key < ?"  # "0" comes right after "/"
-        return self.select(
-            condition, (kind, prefix, prefix[:-1] + "0"), lambda row: row.kind == kind and row.key.startswith(prefix)
-        )
+        # "0" comes right after "/"
+        return self.select("r.kind = ? AND r.key >= ? AND r.key < ?", (kind, prefix, prefix[:-1] + "0"))
+
+    def find_rows(self, kind: str, keys: Iterable[str]) -> list[Row]:
+        """Every record of these keys, in order."""
+        found: list[Row] = []
+        wanted = list(dict.fromkeys(keys))
+        for start in range(0, len(wanted), _MAX_KEYS):
+            part = wanted[start : start + _MAX_KEYS]
+            found += self.select(f"r.kind = ? AND r.key IN ({','.join('?' * len(part))})", (kind, *part))
+        return sorted(found)
 
     def find(self, kind: str, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
         """The newest intact record of each key; keys without one are absent."""
         found: dict[str, dict[str, Any]] = {}
-        for row in reversed(list(self._find(kind, keys))):
+        for row in reversed(self.find_rows(kind, keys)):
             if row.key not in found and (record := self.load(row)) is not None:
                 found[row.key] = record
         return found
 
-    def _find(self, kind: str, keys: Iterable[str]) -> Iterator[Row]:
-        wanted = set(keys)
-        return self._ordered(lambda index: index.find(kind, wanted), lambda row: row.kind == kind and row.key in wanted)
-
-    def _ordered(self, ask: Callable[[Index], Iterable[Row]], is_wanted: Callable[[Row], bool]) -> Iterator[Row]:
-        self._refresh()
-        last = 0
-        while True:
-            index = self._index
-            try:
-                rows = ask(index)
-                if self._tail:
-                    rows = heapq.merge(rows, [row for row in self._tail if is_wanted(row)])
-                for row in rows:
-                    if row.number > last:  # the index may have got the tail's rows meanwhile
-                        last = row.number
-                        yield row
-                return
-            except UNUSABLE as error:
-                if index is self._index:
-                    if self._own:
-                        raise
-                    self._scan(error)
+    def last_number(self) -> int:
+        """The highest number of a record, damaged ones included; 0 in an empty journal."""
+        newest = next(self.select("1", order="r.number DESC LIMIT 1"), None)
+        return max([0 if newest is None else newest.number, *(span.number for span in self.damage())])
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -180,11 +150,6 @@ class JournalReader:
     def load_line(self, row: Row) -> bytes | None:
         """The same as the written JSON line."""
         line, reason = self._read(row)
-        if line is None and reason is DamageReason.CHECKSUM and not is_in_place(self._directory, row):
-            # The index has changed bytes, or the header is damaged, too.
-            others = scan(self._directory, row.kind, row.segment)
-            row = next((found for found in others if isinstance(found, Row) and found.number == row.number), row)
-            line, reason = self._read(row)
         is_gone = reason is DamageReason.LOST and any(self.rows_of(COLLECTED, f"{row.kind}/{row.segment}"))
         if line is None and not is_gone:
             self._note_unreadable(row, reason)
@@ -193,10 +158,7 @@ class JournalReader:
     def _note_unreadable(self, row: Row, reason: DamageReason) -> None:
         if row.number in self._unreadable:
             return
-        self._unreadable[row.number] = Damage(
-            kind=row.kind, segment=row.segment, offset=row.offset, num_bytes=row.length, reason=reason, num_records=1,
-            number=row.number, key=row.key,
-        )  # fmt: skip
+        self._unreadable[row.number] = _span_of(row, reason)
         log.error("journal.corrupted", kind=row.kind, key=row.key, segment=row.segment, offset=row.offset)
 
     def _read(self, row: Row) -> tuple[bytes | None, DamageReason]:
@@ -227,81 +189,79 @@ class JournalReader:
         """Damaged spans, and records that this reader could not load. During writes, the last record of the newest
         segments may count as torn."""
         self._refresh()
-        behind = [span for spans in self._tail_damage.values() for span in spans]
-        return [*self._index.damage(), *behind, *self._unreadable.values()]
+        spans = [span for found in self._damage.values() for span in found]
+        return [*spans, *self._torn.values(), *self._unreadable.values()]
 
     def gaps(self) -> list[tuple[int, int]]:
         """First and last number of every missing run that retention did not delete."""
-        present = [(row.number, row.number) for row in self._tail]
+        deleted: list[tuple[int, int]] = []
         for row in self.rows_of(COLLECTED):
             record = self.load(row)
-            present += [] if record is None else map(tuple, record["numbers"])
-        return list(_without(self._index.gaps(), sorted(present)))
+            deleted += [] if record is None else map(tuple, record["numbers"])
+        gaps: list[tuple[int, int]] = []
+        before = 0
+        for (number,) in self._db.execute("SELECT number FROM records ORDER BY number"):
+            if number > before + 1:
+                gaps.append((before + 1, number - 1))
+            before = number
+        if self.last_number() > before:
+            gaps.append((before + 1, self.last_number()))
+        return list(_without(gaps, sorted(deleted)))
 
     def close(self) -> None:
         for _, fd in self._open_files.values():
             os.close(fd)
         self._open_files.clear()
-        for index in self._indexes:
-            index.close()
+        self._db.close()
 
-    # --- staying up to date ------------------------------------------------------------------------------------------
-
-    @property
-    def _index(self) -> Index:
-        return self._indexes[-1]
-
-    def _check(self, contradiction: str) -> None:
-        if contradiction:
-            raise sqlite3.DatabaseError(contradiction)
-
-    def _scan(self, reason: Exception) -> None:
-        """Make an index of all segments for this reader."""
-        log.warning("journal.read_without_index", directory=str(self._directory), reason=str(reason))
-        self._indexes.append(Index(IN_MEMORY, timeout_s=LOCK_S))
-        self._index.catch_up(self._directory, torn_ends=False)
-        self._own = True
-        self._changes = -1
-        self._tail, self._tail_ends, self._tail_damage = [], {}, {}
+    # --- scanning ----------------------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        """Find the records written since the last call."""
-        try:
-            self._scan_tails()
-        except UNUSABLE as error:
-            self._scan(error)
-            self._scan_tails()
-
-    def _scan_tails(self) -> None:
-        changes = self._index.changes()
-        if changes != self._changes:
-            # Before the sizes: a record in progress appears in its segment first.
-            self._ends = {place: end for place, end, *_ in self._index.segments()}
-            self._changes = changes
-            self._tail = [row for row in self._tail if row.offset >= self._ends.get((row.kind, row.segment), 0)]
+        """Find the records written since the last call, and forget those of deleted segments."""
         sizes = sizes_in(self._directory)
-        new: list[Row] = []
+        for place in [place for place, end in self._ends.items() if sizes.get(place, -1) < end]:  # deleted, or cut
+            self._db.execute("DELETE FROM records WHERE kind = ? AND segment = ?", place)
+            del self._ends[place]
+            self._damage.pop(place, None)
+            self._torn.pop(place, None)
         for place, size in sizes.items():
-            end = self._ends.get(place, 0)
-            self._check(f"{place[0]}-{place[1]:06d} has {size} bytes, not {end}" if size < end else "")
-            start = max(end, self._tail_ends.get(place, 0))
-            if size > start:
-                new += self._scan_tail(place, start)
-        if new:
-            self._tail = sorted([*self._tail, *new])
-        missing = self._ends.keys() - sizes.keys()
-        if missing and not self._own:
-            collected = self._index.collected() | {place_of(row) for row in self._tail if row.kind == COLLECTED}
-            self._check(f"{min(missing - collected)} is gone" if missing - collected else "")
+            if self._ends.get(place) != size:
+                self._scan(place, size)
 
-    def _scan_tail(self, place: Place, start: int) -> Iterator[Row]:
-        self._tail_damage[place] = []
-        for found in scan(self._directory, *place, start=start):
+    def _scan(self, place: Place, size: int) -> None:
+        self._torn.pop(place, None)
+        rows: list[Row] = []
+        end = size
+        for found in scan(self._directory, *place, start=self._ends.get(place, 0), end=size):
             if isinstance(found, Row):
-                self._tail_ends[place] = found.offset + found.length
-                yield found
-            else:  # read again next time: a write may be in progress
-                self._tail_damage[place].append(found)
+                rows.append(found)
+                if len(rows) == _ROWS:
+                    self._add(rows)
+                    rows = []
+            elif found.reason is DamageReason.TORN:
+                self._torn[place], end = found, found.offset
+            else:
+                self._damage.setdefault(place, []).append(found)
+        self._add(rows)
+        self._ends[place] = end
+
+    def _add(self, rows: list[Row]) -> None:
+        """Of two records with one number the first is kept."""
+        self._db.execute("BEGIN")
+        count = self._db.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows).rowcount
+        self._db.execute("COMMIT")
+        for row in rows if count < len(rows) else ():
+            kept = self._db.execute("SELECT * FROM records WHERE number = ?", (row.number,)).fetchone()
+            if Row._make(kept) != row:
+                span = _span_of(row, DamageReason.REPEATED)
+                self._damage.setdefault((row.kind, row.segment), []).append(span)
+
+
+def _span_of(row: Row, reason: DamageReason) -> Damage:
+    return Damage(
+        kind=row.kind, segment=row.segment, offset=row.offset, num_bytes=row.length, reason=reason, num_records=1,
+        number=row.number, key=row.key,
+    )  # fmt: skip
 
 
 def _without(gaps: Iterable[tuple[int, int]], present: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -347,7 +307,7 @@ class Quarantine:
         for row in reader.rows_of(entries.SET_ASIDE):
             try:
                 if (record := reader.load(row)) is not None:
-                    noted = entries.set_aside_from_json(record)
+                    noted = entries.from_json(SetAside, record)
                     found._known[_identity(noted.number, noted.kind, noted.segment, noted.offset)] = noted
             except (KeyError, TypeError, ValueError):
                 log.warning("journal.unreadable", kind=row.kind, segment=row.segment, offset=row.offset)
@@ -383,16 +343,15 @@ class Quarantine:
         """Whether this process set the record aside."""
         return _identity(row.number, row.kind, row.segment, row.offset) in self._new
 
-    def write(self, journal: Journal) -> None:
-        """Write the records set aside since the last call to the journal and the log."""
+    def take_new(self) -> list[SetAside]:
+        """The records set aside since the last call, which are logged; the caller journals them."""
         for noted in list(self._new.values())[:MOST_LOGGED]:
-            log.error(LogEvent.RECORD_SET_ASIDE, **entries.set_aside_to_json(noted))
+            log.error(LogEvent.RECORD_SET_ASIDE, **entries.to_json(noted))
         if self._new:
             log.error("journal.set_aside_in_all", records=len(self._new), see="rollmill journal RUN list --set-aside")
-        for noted in self._new.values():
-            record = entries.set_aside_to_json(noted)
-            journal.submit(entries.SET_ASIDE, f"{noted.kind}/{noted.segment}/{noted.offset}", record.copy)
+        found = list(self._new.values())
         self._new.clear()
+        return found
 
     def counts(self) -> Counter[tuple[str, SetAsideReason]]:
         """Records by kind and reason."""
@@ -425,80 +384,5 @@ def numbered(row: Row) -> tuple[str, int | None]:
 
 def open_groups(reader: JournalReader) -> list[Row]:
     """Task groups that no record closes."""
-    closed = f"EXISTS (SELECT 1 FROM records AS c WHERE c.kind = '{entries.CLOSED}' AND c.key = r.key)"
-    rows = list(
-        reader.select(f"r.kind = '{entries.GROUP}' AND NOT {closed}", (), lambda row: row.kind == entries.GROUP)
-    )
-    closed_since = {row.key for row in reader.find_all_rows(entries.CLOSED, [row.key for row in rows])}
-    return [row for row in rows if row.key not in closed_since]
-
-
-# --- retention -------------------------------------------------------------------------------------------------------
-
-
-def collect(
-    journal: Journal,
-    oldest_checkpoint_steps: Mapping[str, int],
-    live_groups: Collection[str],
-    *,
-    current: Mapping[str, int] | None = None,
-) -> list[Place]:
-    """Delete the closed segments of which the run can need no record, and return them. Blocking: call from a thread.
-
-    Needed are trajectories of batches since the oldest kept checkpoint of their policy and of live task groups, and the
-    newest state. All other kinds stay for ever: they are small, and metrics, fates and traces are made from them
-    (docs/journal.md). A segment with damage stays.
-
-    ``oldest_checkpoint_steps``: by policy, the oldest checkpoint that its trainer may start from. ``live_groups`` are task
-    groups that are running or have sequences in a buffer; ``current`` are the open segments at a moment before the listing
-    of these groups (default: now), so that later records stay.
-
-    Raises ``OSError``, and ``InfrastructureError`` where the journal cannot delete a segment.
-    """
-    current = journal.current_segments() if current is None else current
-    with closing(JournalReader(journal.directory)) as reader:
-        stays = {(d.kind, d.segment) for d in reader.damage() if d.reason is not DamageReason.TORN}
-        needed: dict[str, Iterable[Row]] = {entries.STATE: _newest(reader, entries.STATE)}
-        trajectories = needed_trajectories(reader, oldest_checkpoint_steps, live_groups)
-        if trajectories is not None:
-            needed[entries.TRAJECTORY] = trajectories
-        stays |= {(row.kind, row.segment) for rows in needed.values() for row in rows}
-    removed = [
-        place
-        for place in sizes_in(journal.directory)
-        if place[0] in needed and place[1] < current.get(place[0], 0) and place not in stays
-    ]
-    for kind, segment in removed:
-        journal.remove_segments(kind, [segment])
-    return removed
-
-
-def needed_trajectories(
-    reader: JournalReader, oldest_checkpoint_steps: Mapping[str, int], live_groups: Collection[str]
-) -> list[Row] | None:
-    """Rows of the needed trajectories: of batches after the oldest kept checkpoint, and of live task groups. None while one of these
-    batches is unreadable: a failing disk may return the batch later."""
-    keys: dict[str, None] = {}
-    for row in reader.rows_of(entries.BATCH):
-        policy, _, step = row.key.rpartition("/")
-        if not step.isdecimal() or int(step) <= oldest_checkpoint_steps.get(policy, 0):
-            continue
-        try:
-            batch = entries.batch_from_json(reader.load(row) or {})
-            slots = [split_sequence_id(entry.sequence_id)[:2] for entry in batch.entries]
-        except (CorruptDataError, KeyError, TypeError, ValueError, AttributeError) as error:
-            log.warning("journal.nothing_collected", batch=row.key, reason=f"{type(error).__name__}: {error}")
-            return None
-        keys |= dict.fromkeys(entries.trajectory_key(group, index) for group, index in slots)
-    rows = {row.number: row for row in reader.find_all_rows(entries.TRAJECTORY, keys)}
-    for name in live_groups:
-        rows |= {row.number: row for row in reader.rows_below(entries.TRAJECTORY, f"{name}/")}
-    return list(rows.values())
-
-
-def _newest(reader: JournalReader, kind: str) -> Iterator[Row]:
-    """Rows of a kind from the newest back to the first readable one."""
-    for row in reader.last_rows(kind):
-        yield row
-        if reader.load(row) is not None:
-            return
+    closed = "EXISTS (SELECT 1 FROM records AS c WHERE c.kind = ? AND c.key = r.key)"
+    return list(reader.select(f"r.kind = ? AND NOT {closed}", (entries.GROUP, entries.CLOSED)))

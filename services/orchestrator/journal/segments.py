@@ -1,7 +1,7 @@
 """Segment files: their names, the bytes of a record, the open segments to which commits are appended, and the scan.
 
 A segment is a file ``<kind>-000001.jsonl.zst``, a sequence of records, written only at the end. The segments are the
-truth; the index is made from them. One kind per file, so that every line has the same columns and `datasets` can open
+truth and all that there is. One kind per file, so that every line has the same columns and `datasets` can open
 them. A record is a header in a skippable zstd frame, then a zstd frame with the record's JSON line:
 
     magic u32 | content length u32 | format u8 | 0 u8 | key length u16 | payload length u32 | number u64 | written_at f64
@@ -135,11 +135,6 @@ class Incomplete(Unreadable):
 def checksum_of(data: bytes) -> int:
     """xxh3-64, moved into the signed integers that SQLite holds."""
     return xxhash.xxh3_64_intdigest(data) - (1 << 63)
-
-
-def header_bytes(key: str) -> int:
-    """Length of the header of a record with this key."""
-    return MIN_HEADER_BYTES + len(key.encode())
 
 
 def write_header(number: int, written_at: float, key: str, payload: bytes) -> bytes:
@@ -335,29 +330,22 @@ class SegmentSet:
             self._files.sync_directory(directory.parent)
             self._sync_names()
 
-    def append(self, entries: Sequence[tuple[str, str, bytes]]) -> list[Row]:
+    def append(self, entries: Sequence[tuple[str, str, bytes]]) -> None:
         """Append one commit of (kind, key, payload); with ``durability: power`` returns after the sync. On an error no
         record is written."""
         # In the order of numbers, so that a killed process leaves no record without those before. One write for neighbours of
         # a kind.
         pieces: list[tuple[str, list[bytes]]] = []
         before: dict[str, int] = {}  # sizes of the segments that this commit changes
-        ends: dict[str, int] = {}
-        rows: list[Row] = []
         now = time.time()
         for kind in {kind for kind, _, _ in entries}:
             if self._writer(kind).roll_if_full():
                 self._names_changed = True
         try:
             for number, (kind, key, payload) in enumerate(entries, start=self._next_number):
-                writer = self._writers[kind]
-                header = write_header(number, now, key, payload)
-                offset = ends.setdefault(kind, writer.size) + len(header)
-                ends[kind] = offset + len(payload)
                 if not pieces or pieces[-1][0] != kind:
                     pieces.append((kind, []))
-                pieces[-1][1].extend((header, payload))
-                rows.append(Row(number, kind, key, writer.segment, offset, len(payload), checksum_of(payload), now))
+                pieces[-1][1].extend((write_header(number, now, key, payload), payload))
             for kind, found in pieces:
                 before.setdefault(kind, self._writers[kind].size)
                 self._writers[kind].append(b"".join(found))
@@ -369,8 +357,7 @@ class SegmentSet:
             for kind, size in before.items():
                 self._writers[kind].undo(size)
             raise
-        self._next_number += len(rows)
-        return rows
+        self._next_number += len(entries)
 
     def remove(self, kind: str, segment: int) -> None:
         """Delete the file of a closed segment."""
@@ -378,10 +365,6 @@ class SegmentSet:
         self._names_changed = True
         if self._durability == "power":
             self._sync_names()
-
-    def ends(self) -> dict[Place, int]:
-        """Sizes of the open segments."""
-        return {(kind, writer.segment): writer.size for kind, writer in self._writers.items()}
 
     def current(self) -> dict[str, int]:
         """The open segment of each kind; earlier ones never change again."""
@@ -484,16 +467,6 @@ def numbers_in(directory: Path, kind: str, segment: int) -> list[tuple[int, int]
         else:
             runs.append((number, number))
     return runs
-
-
-def header_before(directory: Path, kind: str, segment: int, offset: int, key: str) -> Header | None:
-    """The header of the record with this key and a payload at ``offset``; None where there is none."""
-    size = header_bytes(key)
-    try:
-        with segment_path(directory, kind, segment).open("rb", buffering=0) as file:
-            return read_header(os.pread(file.fileno(), size, offset - size))
-    except (OSError, Unreadable):
-        return None
 
 
 class _Scan:

@@ -3,17 +3,17 @@
 ``PoolServicer`` converts messages; ``ReplicaApi`` and ``GatewayApi`` handle the calls, independent of grpc.
 
 Records of a trajectory stream are acknowledged in order, up to ``MAX_ACKS`` per message, whatever the order in which they
-are durable. A single acknowledgement is sent at once; in a stream of them, partly filled messages are at least
-``LINGER_S`` apart. Only the memory of the sender waits for an acknowledgement: the sender keeps unacknowledged records.
+are durable. A single acknowledgement is sent at once; in a stream of them, ``LINGER_S`` follows each message that is not
+full. Only the memory of the sender waits for an acknowledgement: the sender keeps unacknowledged records.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -43,7 +43,19 @@ from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.telemetry.logs import LogEvent
 from services.common.wire import REFUSAL_NUMBERS, duration_to_proto, interval_from_proto, read, write
 from services.orchestrator.groups import Outcome
-from services.orchestrator.ingest import INVALID_RECORD, Answer, RecordOutcome
+from services.orchestrator.ingest import (
+    INVALID_RECORD,
+    MOST_SAMPLED,
+    MOST_SLOTS,
+    MOST_TEXT,
+    Answer,
+    RecordOutcome,
+    check_held,
+    check_id,
+    check_number,
+    finite_gauges,
+    possible_intervals,
+)
 from services.orchestrator.members import (
     AnnounceVersion,
     CancelGroup,
@@ -56,7 +68,6 @@ from services.orchestrator.members import (
     UseGateway,
 )
 from services.orchestrator.orchestrator import OrchestratorCore
-from services.orchestrator.services import bounds
 from services.orchestrator.stalls import Hold
 
 log = structlog.get_logger()
@@ -66,7 +77,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Sent = pool_pb2.StreamTrajectoriesRequest | pool_pb2.NumberedRecord
 
 MAX_ACKS = 64  # in one message
-LINGER_S = 0.05  # between two messages
+LINGER_S = 0.05  # after a message that is not full
 MAX_OPEN = 256  # records read and not yet acknowledged: beyond this the stream is not read
 LAST_ACKS_S = 4.0  # below the server's grace
 MOST_DETAIL = 512  # characters of an acknowledgement
@@ -99,7 +110,7 @@ class ReplicaApi:
                 by=hello.incarnation,
             )
         replica = self._core.pool.join(hello)
-        self._core.absences.replica_found(hello.replica_id)
+        self._core.stall_state.lost.pop(replica.component, None)
         log.info(
             LogEvent.REPLICA_JOINED, replica=hello.replica_id, incarnation=hello.incarnation, slots=hello.num_slots
         )
@@ -120,35 +131,13 @@ class ReplicaApi:
             if policy in self._with_trainer:
                 continue
             if policy in self._core.ledgers and self._core.ledgers[policy].newest is None and found.number == 0:
-                self._core.versions.adopt(WeightVersion(policy=policy, number=0, digest=found.digest))
+                self._core.adopt_version(WeightVersion(policy=policy, number=0, digest=found.digest))
 
-    def report(
-        self,
-        replica_id: str,
-        incarnation: str,
-        *,
-        held: Mapping[str, Held],
-        num_tokens: int,
-        emission: Iterable[Interval],
-        gauges: Mapping[str, float],
-        running: Iterable[str] | None = None,
-        accounts: tuple[AccountState, ...] = (),
-        peers: tuple[PeerState, ...] = (),
-        device_turn: int = 0,
-    ) -> None:
-        """Renew the lease; raises LeaseLostError for an ended lease or the lease of another incarnation."""
+    def report(self, replica_id: str, incarnation: str, *, emission: Iterable[Interval], **report: Any) -> None:
+        """Renew the lease with a ``report`` of ``ReplicaPool.report``; raises LeaseLostError for an ended lease or the lease
+        of another incarnation."""
         before = self._core.pool.takers
-        replica = self._core.pool.report(
-            replica_id,
-            incarnation,
-            held=held,
-            num_tokens=num_tokens,
-            gauges=gauges,
-            running=running,
-            accounts=accounts,
-            peers=peers,
-            device_turn=device_turn,
-        )
+        replica = self._core.pool.report(replica_id, incarnation, **report)
         self._core.turns.settle()
         self._core.counters[RunCount.TOKENS_SAMPLED.value] += replica.new_tokens
         self._core.timeline.emitted(replica_id, emission)
@@ -233,15 +222,11 @@ class AckQueue(Generic[T]):
 
     def __init__(self, linger_s: float = LINGER_S) -> None:
         self._linger_s = linger_s
-        self._loop = asyncio.get_running_loop()
         self._slots: deque[_Slot[T]] = deque()
         self._answered = asyncio.Event()  # the sender checks the queue
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._ended = False
-        self._num_answered = 0  # since the last message
-        self._lingering: asyncio.TimerHandle | None = None
-        self._sent_at = -math.inf  # by the loop's clock
+        self._ended = asyncio.Event()
 
     def open(self, number: int) -> Callable[[T], None]:
         """Register a received record; returns the callback for its outcome."""
@@ -249,26 +234,12 @@ class AckQueue(Generic[T]):
         self._slots.append(slot)
         if len(self._slots) >= MAX_OPEN:
             self._has_room.clear()
+        return partial(self._answer, slot)
 
-        def answer(outcome: T) -> None:
-            slot.outcome = outcome
-            self._num_answered += 1
-            if self._slots and self._slots[0].outcome is not None:
-                self._linger()
-
-        return answer
-
-    def _linger(self) -> None:
-        """Wake the sender now, or at the end of the linger time, together with the next answers."""
-        left_s = self._sent_at + self._linger_s - self._loop.time()
-        if self._num_answered >= MAX_ACKS or left_s <= 0:
+    def _answer(self, slot: _Slot[T], outcome: T) -> None:
+        slot.outcome = outcome
+        if self._slots[0].outcome is not None:
             self._answered.set()
-        elif self._lingering is None:
-            self._lingering = self._loop.call_later(left_s, self._lingered)
-
-    def _lingered(self) -> None:
-        self._lingering = None
-        self._answered.set()
 
     @property
     def full(self) -> bool:
@@ -280,35 +251,27 @@ class AckQueue(Generic[T]):
 
     def end(self) -> None:
         """Mark the end of the stream: no further record follows."""
-        self._ended = True
+        self._ended.set()
         self._answered.set()
 
     async def next(self) -> list[tuple[int, T]]:
         """The next acknowledgements, in order; empty after the end of the stream when all are sent."""
         while True:
-            lingers = self._lingering is not None and self._num_answered < MAX_ACKS and not self._ended
-            ready = [] if lingers else self._ready()
-            if ready or (self._ended and not self._slots):
-                self._note_sent()
+            ready: list[tuple[int, T]] = []
+            while self._slots and len(ready) < MAX_ACKS and (outcome := self._slots[0].outcome) is not None:
+                ready.append((self._slots.popleft().number, outcome))
+            if len(self._slots) < MAX_OPEN:
+                self._has_room.set()
+            if ready or (self._ended.is_set() and not self._slots):
                 return ready
             self._answered.clear()
             await self._answered.wait()
 
-    def _ready(self) -> list[tuple[int, T]]:
-        ready: list[tuple[int, T]] = []
-        while self._slots and len(ready) < MAX_ACKS and self._slots[0].outcome is not None:
-            slot = self._slots.popleft()
-            assert slot.outcome is not None
-            ready.append((slot.number, slot.outcome))
-        if len(self._slots) < MAX_OPEN:
-            self._has_room.set()
-        return ready
-
-    def _note_sent(self) -> None:
-        self._sent_at, self._num_answered = self._loop.time(), 0
-        if self._lingering is not None:
-            self._lingering.cancel()
-            self._lingering = None
+    async def linger(self) -> None:
+        """Let later answers share a message; returns at once after the end of the stream."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._linger_s):
+                await self._ended.wait()
 
 
 class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
@@ -321,17 +284,17 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def JoinPool(  # type: ignore[override]
         self, request: pool_pb2.JoinPoolRequest, context: Context
     ) -> None:
-        bounds.check_id("replica_id", request.replica_id)
-        bounds.check_id("incarnation", request.incarnation)
+        check_id("replica_id", request.replica_id)
+        check_id("incarnation", request.incarnation)
         replica = self._replicas.join(
             Hello(
                 replica_id=request.replica_id,
                 incarnation=request.incarnation,
-                num_slots=bounds.check_number("num_slots", request.num_slots, 1, bounds.MOST_SLOTS),
+                num_slots=check_number("num_slots", request.num_slots, 1, MOST_SLOTS),
                 held=self._held(request.held_versions),
                 running=tuple(request.running_task_group_ids),
-                labels=bounds.texts(request.labels),
-                weights_address=request.weights_address[: bounds.MOST_TEXT],
+                labels=dict(request.labels),
+                weights_address=request.weights_address[:MOST_TEXT],
             )
         )
         mailbox = replica.mailbox
@@ -346,7 +309,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
 
     def _held(self, versions: Iterable[pool_pb2.HeldVersion]) -> dict[str, Held]:
         held = {version.policy: Held(version.number, version.digest) for version in versions}
-        return bounds.check_held(held, self._core.ledgers)
+        return check_held(held, self._core.ledgers)
 
     def _welcome(self, gateway: str) -> pool_pb2.JoinPoolResponse:
         return pool_pb2.JoinPoolResponse(
@@ -419,16 +382,16 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
             request.replica_id,
             request.incarnation,
             held=self._held(request.held_versions),
-            num_tokens=bounds.check_number("num_generated_tokens", request.num_generated_tokens, 0, bounds.MOST_TOKENS),
-            emission=bounds.intervals(interval_from_proto(interval) for interval in request.emission_intervals),
-            gauges=bounds.gauges(request.gauges),
+            num_tokens=check_number("num_generated_tokens", request.num_generated_tokens, 0, MOST_SAMPLED),
+            emission=possible_intervals(interval_from_proto(interval) for interval in request.emission_intervals),
+            gauges=finite_gauges(request.gauges),
             running=request.running_task_group_ids if request.accounts else None,
-            accounts=bounds.accounts(read(AccountState, account) for account in request.accounts),
-            peers=bounds.peers(read(PeerState, peer) for peer in request.peers),
+            accounts=tuple([read(AccountState, account) for account in request.accounts]),
+            peers=tuple([read(PeerState, peer) for peer in request.peers]),
             device_turn=request.device_turn,
         )
         for proto in request.weight_transfers:
-            transfer = bounds.transfer(read(WeightTransfer, proto))
+            transfer = read(WeightTransfer, proto)
             if transfer.policy in self._core.ledgers:
                 self._core.metrics.weight_transfer(request.replica_id, transfer)
         return _answer_to_report(self._core.pool.lease_s, self._core.pool.report_every_s)
@@ -492,6 +455,8 @@ async def _send_acks(acks: AckQueue[Answer], context: Context) -> None:
         await context.write(
             pool_pb2.StreamTrajectoriesResponse(acks=[_ack(number, answer) for number, answer in ready])
         )
+        if len(ready) < MAX_ACKS:
+            await acks.linger()
 
 
 def _ack(number: int, answer: Answer) -> pool_pb2.RecordAck:

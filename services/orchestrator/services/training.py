@@ -24,11 +24,18 @@ from services.common.telemetry.accounts import AccountState, PeerState, TrainerS
 from services.common.telemetry.logs import LogEvent
 from services.common.wire import batch_chunks, duration_to_proto, interval_from_proto, read, write
 from services.orchestrator.buffer.assembly import MOST_AT_ONCE, Batch
+from services.orchestrator.ingest import (
+    MOST_RANKS,
+    MOST_ROWS,
+    check_id,
+    check_number,
+    check_version,
+    finite_gauges,
+    possible_intervals,
+)
 from services.orchestrator.journal import entries
 from services.orchestrator.members import PauseTraining, ResumeTraining, SaveCheckpoint, StopTraining, TrainerCommand
-from services.orchestrator.metrics import StepRows
 from services.orchestrator.orchestrator import OrchestratorCore
-from services.orchestrator.services import bounds
 from services.orchestrator.trainers import Trainer
 
 log = structlog.get_logger()
@@ -45,14 +52,6 @@ class TrainerApi:
 
     def __init__(self, core: OrchestratorCore) -> None:
         self._core = core
-        self._step_rows = StepRows(
-            batches=core.batches,
-            curation=core.training_orders,
-            last_metrics=core.versions.last_metrics,
-            metrics=core.metrics,
-            started_at=core.started_at,
-            write_state=core.write_state,
-        )
         self._publishing = {policy: asyncio.Lock() for policy in core.ledgers}
 
     def join(
@@ -74,13 +73,13 @@ class TrainerApi:
         trainer = self._core.trainers.join(policy, incarnation, num_ranks, recovered, labels, kept_checkpoint_steps)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
         self._core.bounds.learn_vocabulary(policy, vocab_size)
-        self._core.absences.trainer_found(policy)
+        self._core.trainer_found(policy)
         assert trainer.mailbox is not None
         if self._core.control.ended:
             trainer.mailbox.put(StopTraining(f"the run has {self._core.control.phase.value}"))
         elif self._core.control.paused:
             trainer.mailbox.put(PauseTraining())
-        elif self._core.versions.ended_early:
+        elif self._core.ended_early:
             trainer.mailbox.put(SaveCheckpoint())
         self._core.turns.trainer_joined(trainer, again=trainer is before)
         return trainer
@@ -92,7 +91,7 @@ class TrainerApi:
             UnknownPolicyError, InvalidRequestError: the policy or step does not exist.
             DeadlineError: the batch is not ready.
         """
-        num_steps = self._core.versions.num_steps
+        num_steps = self._core.num_steps
         if training_step > num_steps:
             raise InvalidRequestError(f"training step {training_step} of {policy}: the run has {num_steps} steps")
         batch = await self._core.batches[self._core.trainers.known(policy)].get(training_step, timeout_s)
@@ -125,24 +124,26 @@ class TrainerApi:
             intervals = list(compute)
             self._core.timeline.computed(policy, intervals)
             is_new = ledger.check(version)
-            if version.number > self._core.versions.num_steps:
+            if version.number > self._core.num_steps:
                 raise InvalidRequestError(
-                    f"version {version.number} of {policy}: the run has {self._core.versions.num_steps} steps"
+                    f"version {version.number} of {policy}: the run has {self._core.num_steps} steps"
                 )
             if is_new or ledger.get(version.number) != version:
                 await self._core.journal.append(
                     entries.VERSION,
                     f"{policy}/{version.number}",
-                    lambda: entries.version_to_json(version, checkpoint_step, metrics, intervals),
-                    apply=lambda: self._core.versions.apply(version, metrics),
+                    entries.version_to_json(version, checkpoint_step, metrics, intervals),
+                    self._core.apply_version,
+                    version,
+                    metrics,
                 )
-                self._core.versions.announce(policy, is_new)
+                self._core.announce_version(policy, is_new)
             if is_new:
                 log.info("version.published", policy=policy, version=version.number, digest=version.digest)
                 if version.number > 0:
                     compute_s = sum(end - begin for begin, end in intervals)
                     # the row takes about a millisecond; the announcements leave first
-                    asyncio.get_running_loop().call_soon(self._step_rows.write, version, metrics, compute_s)
+                    asyncio.get_running_loop().call_soon(self._core.write_step, version, metrics, compute_s)
         return ledger.newest_number
 
 
@@ -154,15 +155,15 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     async def JoinTraining(
         self, request: training_pb2.JoinTrainingRequest, context: Context
     ) -> AsyncIterator[training_pb2.JoinTrainingResponse]:
-        bounds.check_id("incarnation", request.incarnation)
+        check_id("incarnation", request.incarnation)
         trainer = self._api.join(
             request.policy,
             request.incarnation,
-            max(bounds.check_number("num_ranks", request.num_ranks, 0, bounds.MOST_RANKS), 1),
-            bounds.check_number("recovered_version", request.recovered_version, -1),
-            bounds.texts(request.labels),
+            max(check_number("num_ranks", request.num_ranks, 0, MOST_RANKS), 1),
+            check_number("recovered_version", request.recovered_version, -1),
+            dict(request.labels),
             self._kept_steps(request.policy, request.kept_checkpoint_steps),
-            bounds.check_number("vocab_size", request.vocab_size, 0, bounds.MOST_ROWS),
+            check_number("vocab_size", request.vocab_size, 0, MOST_ROWS),
         )
         mailbox = trainer.mailbox
         assert mailbox is not None
@@ -186,23 +187,23 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     async def ReportTrainer(
         self, request: training_pb2.ReportTrainerRequest, context: Context
     ) -> training_pb2.ReportTrainerResponse:
-        accounts = bounds.accounts(read(AccountState, account) for account in request.accounts)
-        bounds.check_number("rank", request.rank, 0, bounds.MOST_RANKS)
+        accounts = tuple([read(AccountState, account) for account in request.accounts])
+        check_number("rank", request.rank, 0, MOST_RANKS)
         if request.rank > 0:
             self._core.trainers.report_rank(request.policy, request.rank, accounts)
             return training_pb2.ReportTrainerResponse(lease=duration_to_proto(self._core.trainers.lease_s))
         self._core.trainers.report(
             request.policy,
             request.incarnation,
-            training_step=bounds.check_number("training_step", request.training_step, 0),
-            state=request.state[: bounds.MOST_NAME],
+            training_step=check_number("training_step", request.training_step, 0),
+            state=request.state,
             checkpoint_step=self._checkpoint_step(request.policy, request.checkpoint_step),
-            gauges=bounds.gauges(request.gauges),
+            gauges=finite_gauges(request.gauges),
             kept_checkpoint_steps=self._kept_steps(request.policy, request.kept_checkpoint_steps),
             accounts=accounts,
-            peers=bounds.peers(read(PeerState, peer) for peer in request.peers),
+            peers=tuple([read(PeerState, peer) for peer in request.peers]),
             device_turn=request.device_turn,
-            refusal=request.refusal[: bounds.MOST_REASON],
+            refusal=request.refusal,
         )
         if request.state == TrainerState.FINISHED:
             self._core.turns.trainer_finished(request.policy)
@@ -214,16 +215,15 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
 
         A checkpoint is ahead of the ledger when the record of its version is lost.
         """
-        return min(bounds.check_number(f"checkpoint_step of {policy}", step, 0), max(self._newest(policy), 0))
+        return min(check_number(f"checkpoint_step of {policy}", step, 0), max(self._newest(policy), 0))
 
     def _newest(self, policy: str) -> int:
         return self._core.ledgers[self._core.trainers.known(policy)].newest_number
 
     def _kept_steps(self, policy: str, steps: Iterable[int]) -> tuple[int, ...]:
-        """The possible ones of the kept checkpoints; an empty result keeps every record."""
+        """The possible ones of the kept checkpoints."""
         newest = self._newest(policy)
-        fitting = tuple(step for step in steps if 0 <= step <= newest)
-        return fitting if len(fitting) <= bounds.MOST_VALUES else ()
+        return tuple(step for step in steps if 0 <= step <= newest)
 
     # A coroutine that writes, not a generator: each message then passes one frame instead of three.
     async def PullBatch(  # type: ignore[override]
@@ -264,10 +264,10 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         if request.version.run_id and request.version.run_id != self._core.run_id:
             raise InvalidRequestError(f"version of run {request.version.run_id!r}; this is run {self._core.run_id!r}")
         newest = await self._api.publish(
-            bounds.check_version(read(WeightVersion, request.version)),
+            check_version(read(WeightVersion, request.version)),
             request.incarnation,
-            metrics=bounds.metrics(request.metrics),
-            compute=bounds.intervals(interval_from_proto(interval) for interval in request.compute_intervals),
+            metrics=dict(request.metrics),
+            compute=possible_intervals(interval_from_proto(interval) for interval in request.compute_intervals),
             checkpoint_step=self._checkpoint_step(request.version.policy, request.checkpoint_step),
             kept_checkpoint_steps=self._kept_steps(request.version.policy, request.kept_checkpoint_steps),
         )

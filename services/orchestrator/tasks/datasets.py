@@ -33,19 +33,18 @@ from services.common.text.programs import UnusableTestsError, names_of
 from services.common.verifiers import tasks as verifiers
 from services.orchestrator.tasks.rows import (
     FORMS,
-    HarborRows,
-    HeldOutRows,
     JsonlRows,
     ListRows,
-    RawRows,
-    RenamedRows,
     Requirement,
+    Rows,
     SkippedRows,
     UsableRows,
     exact_json,
     how_to_get,
     known,
     local_file,
+    renamed_rows,
+    split_rows,
 )
 
 # --- Opens files of rows by their names: JSON Lines, one JSON array, CSV and TSV. Parquet is read by ``datasets``.
@@ -64,7 +63,7 @@ def is_file_of_rows(path: str) -> bool:
     return place.is_file() or place.suffix.lower() in KINDS or (path.startswith(("/", ".")) and not place.is_dir())
 
 
-def open_file(path: Path, limit: int | None) -> RawRows:
+def open_file(path: Path, limit: int | None) -> Rows:
     """The rows of a file; ``limit`` takes the first ones only.
 
     Raises:
@@ -196,7 +195,7 @@ def open_source(
         return _from_catalogue(config, config.name, required, evaluates)
     rows = _rows(config, seed)
     if config.columns:
-        rows = RenamedRows(rows, config.columns)
+        rows = renamed_rows(rows, config.columns)
     id_field = config.id_field or (harbor.TASK_FIELD if config.harbor is not None else None)
     return UsableRows(_split(rows, config, evaluates), id_field, FORMS[config.form] if config.form else None, required)
 
@@ -208,20 +207,20 @@ def log_opened(where: str, source: TaskSource) -> None:
           reasons=source.left_out.reasons)  # fmt: skip
 
 
-def _rows(config: DatasetConfig, seed: int) -> RawRows:
+def _rows(config: DatasetConfig, seed: int) -> Rows:
     if config.verifiers is not None:
         tasks = verifiers.rows(config.verifiers, config.settings, config.limit)
         return ListRows(list(tasks), f"verifiers environment {config.verifiers}")
     if config.reasoning_gym is not None:
         return _from_reasoning_gym(config, config.reasoning_gym, seed)
     if config.harbor is not None:
-        return HarborRows(list(islice(harbor.rows(config.harbor), config.limit)), f"harbor {config.harbor}")
+        return ListRows(list(islice(harbor.rows(config.harbor), config.limit)), f"harbor {config.harbor}")
     if config.generator is not None:
         return _generated(config, seed)
     return _from_path(config)
 
 
-def _from_path(config: DatasetConfig) -> RawRows:
+def _from_path(config: DatasetConfig) -> Rows:
     assert config.path is not None
     path = Path(config.path)
     if is_file_of_rows(config.path) and path.suffix != ".parquet":
@@ -231,11 +230,11 @@ def _from_path(config: DatasetConfig) -> RawRows:
     return _from_hugging_face(config)
 
 
-def _split(rows: RawRows, config: DatasetConfig, evaluates: bool) -> RawRows:
+def _split(rows: Rows, config: DatasetConfig, evaluates: bool) -> Rows:
     """The rows that ``hold_out`` leaves to training, or holds out."""
     if config.hold_out is None:
         return rows
-    found = HeldOutRows(rows, config.hold_out, held_out=evaluates)
+    found = split_rows(rows, config.hold_out, held_out=evaluates)
     if not len(found):
         raise DatasetError(
             f"{rows.name} has {len(rows)} rows, and hold_out {config.hold_out} leaves none: write a smaller number, or "
@@ -252,7 +251,7 @@ def _from_catalogue(config: DatasetConfig, name: str, required: Requirement | No
         return UsableRows(chosen, config.id_field or "index", None, required)
     path = local_file(name)
     if path is not None:
-        rows: RawRows = JsonlRows(path, config.limit, f"dataset {name} ({path})")
+        rows: Rows = JsonlRows(path, config.limit, f"dataset {name} ({path})")
     elif entry.hub is None:
         raise DatasetError(how_to_get(name))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,24 @@ from services.orchestrator.tasks.datasets import TaskSource
 Kind = Literal["easy", "hard"]
 
 
-def build_curation(config: DataConfig, seed: int) -> FilterSolved | PassRate | Greso | None:
-    """The curation that ``data.curation`` names; None for ``accept_all``."""
+class Curation:
+    """Accepts every prompt. One call of ``accepts`` per position of the curriculum, one of ``observe`` per group."""
+
+    def accepts(self, row: int, position: int) -> bool:
+        return True
+
+    def observe(self, row: int, rewards: Sequence[float]) -> None:
+        pass
+
+    def advanced(self) -> None:
+        """Note a published version."""
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+
+def build_curation(config: DataConfig, seed: int) -> Curation:
+    """The curation that ``data.curation`` names."""
     if config.curation == "filter_solved":
         return FilterSolved(seed, solved_reward=config.solved_reward, revisit=config.revisit_solved)
     if config.curation == "pass_rate":
@@ -37,7 +53,7 @@ def build_curation(config: DataConfig, seed: int) -> FilterSolved | PassRate | G
             revisit_solved=config.revisit_solved,
             revisit_unsolved=config.revisit_unsolved,
         )
-    return Greso(seed) if config.curation == "greso" else None
+    return Greso(seed) if config.curation == "greso" else Curation()
 
 
 def accepted_by_chance(probability: float, seed: int, position: int) -> bool:
@@ -45,7 +61,7 @@ def accepted_by_chance(probability: float, seed: int, position: int) -> bool:
     return probability >= 1.0 or float(np.random.default_rng([seed, position]).random()) < probability
 
 
-class FilterSolved:
+class FilterSolved(Curation):
     """Skips a prompt while a decaying average of its share of successes, from 0, is at ``limit`` or above.
 
     With the defaults a prompt leaves after 29 solved groups in a row (1 - 0.9 ** 29 >= 0.95). A solved prompt is still
@@ -75,15 +91,12 @@ class FilterSolved:
         share = sum(reward >= self._solved_reward for reward in rewards) / len(rewards)
         self._average[row] = self._decay * self._average.get(row, 0.0) + (1 - self._decay) * share
 
-    def advanced(self) -> None:
-        pass
-
     def gauges(self) -> dict[str, float]:
         solved = sum(average >= self._limit for average in self._average.values())
         return {StepKey.CURATION_SKIPPED.value: float(self._num_skipped), StepKey.CURATION_SOLVED.value: float(solved)}
 
 
-class PassRate:
+class PassRate(Curation):
     """Skips a prompt while its share of successes, over its last ``num_groups`` groups, is outside of ``band``.
 
     A prompt with fewer groups is played. One above or below the band is still played with the chance ``revisit_solved`` or
@@ -131,9 +144,6 @@ class PassRate:
             counts.append((sum(reward >= self._solved_reward for reward in rewards), len(rewards)))
             del counts[: -self._num_groups]
 
-    def advanced(self) -> None:
-        pass
-
     def gauges(self) -> dict[str, float]:
         sides = Counter(map(self.outside, self._counts))
         return {
@@ -163,7 +173,7 @@ class GresoSettings:
     floors: dict[Kind, float] = field(default_factory=lambda: {"easy": 0.05, "hard": 0.30})
 
 
-class Greso:
+class Greso(Curation):
     """A prompt with a streak of z equal-reward groups is played with probability max(p_kind ** z, floor_kind)."""
 
     def __init__(self, seed: int, settings: GresoSettings | None = None) -> None:
@@ -291,43 +301,13 @@ def sampling_of(config: SamplingConfig) -> Sampling:
     return Sampling(**config.model_dump())
 
 
-class Curation(Protocol):
-    """Protocol of curations: one call of ``accepts`` per position of the curriculum, one of ``observe`` per group."""
-
-    def accepts(self, row: int, position: int) -> bool: ...
-
-    def observe(self, row: int, rewards: Sequence[float]) -> None: ...
-
-    def advanced(self) -> None:
-        """Note a published version."""
-        ...
-
-    def gauges(self) -> dict[str, float]: ...
-
-
-class AcceptAll:
-    """Accepts every prompt."""
-
-    def accepts(self, row: int, position: int) -> bool:
-        return True
-
-    def observe(self, row: int, rewards: Sequence[float]) -> None:
-        pass
-
-    def advanced(self) -> None:
-        pass
-
-    def gauges(self) -> dict[str, float]:
-        return {}
-
-
 @dataclass(slots=True)
 class Stream:
     """The tasks of one source, in the order in which they are issued."""
 
     tasks: TaskSource
     curriculum: Curriculum
-    curation: Curation = field(default_factory=AcceptAll)
+    curation: Curation = field(default_factory=Curation)
     nothing_to_play: bool = False  # the curation refused a whole pass, so refused tasks are played
 
     def draw(self) -> tuple[int, int]:
@@ -379,7 +359,7 @@ class TrainingOrders:
                 len(tasks[source]), recipe.data.seed_of(section, seed), recipe.data.training[section].shuffle
             )
             own_seed = derived_seed(seed, "curation", source) if source else seed
-            return Stream(tasks[source], curriculum, build_curation(recipe.data, own_seed) or AcceptAll())
+            return Stream(tasks[source], curriculum, build_curation(recipe.data, own_seed))
 
         return cls(
             {name_of(section): stream(section) for section in recipe.data.training},
@@ -424,7 +404,7 @@ class TrainingOrders:
     @property
     def observes(self) -> bool:
         """Whether the curations choose tasks by rewards."""
-        return not all(isinstance(stream.curation, AcceptAll) for stream in self.streams.values())
+        return any(type(stream.curation) is not Curation for stream in self.streams.values())
 
     @property
     def nothing_to_play(self) -> bool:

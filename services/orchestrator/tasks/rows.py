@@ -12,14 +12,14 @@ import os
 import re
 import sys
 import weakref
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import orjson
 
 from services.common.dataset_rows import PROMPT_FIELDS, TRUTH_FIELDS
@@ -72,7 +72,6 @@ class KnownDataset:
     hub: str | None = None
     subset: str | None = None
     split: str = "train"
-    tried: bool = False
     fetch: str = ""
 
 
@@ -170,8 +169,7 @@ def how_to_get(name: str, setting: str = "data.train.name") -> str:
             if entry.subset
             else f"{entry.hub}, split {entry.split}"
         )
-        doubt = "" if entry.tried else "; this id has not been tried from here"
-        parts.append(f"or on the hub as {where}{doubt}; a local file at that path replaces it")
+        parts.append(f"or on the hub as {where}; a local file at that path replaces it")
     return "; ".join(parts)
 
 
@@ -201,61 +199,68 @@ def _exact(digits: str) -> int | float | Decimal:
     return near if exact == Decimal(repr(near)) else exact
 
 
-class RawRows(Protocol):
-    """``rows[place]`` raises ``DatasetError`` with the row's number for a row that cannot be read."""
+class Rows:
+    """Raw rows by position, read on demand. ``rows[place]`` raises ``DatasetError`` with the row's number for a row that
+    cannot be read."""
 
-    @property
-    def name(self) -> str:
-        """The dataset's name in error messages."""
-        ...
+    def __init__(self, name: str, numbers: Sequence[int], read: Callable[[int], Mapping[str, Any]]) -> None:
+        """``name``: in error messages. ``numbers``: those of the rows for users, from 1, as lines of a file are counted."""
+        self.name = name
+        self._numbers = numbers
+        self._read = read
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self._numbers)
 
     def number(self, place: int) -> int:
-        """The row's number for users: from 1, as lines of a file are counted."""
-        ...
+        return self._numbers[place]
 
-    def __getitem__(self, place: int) -> Mapping[str, Any]: ...
+    def __getitem__(self, place: int) -> Mapping[str, Any]:
+        return self._read(place)
 
 
-class JsonlRows:
+class ListRows(Rows):
+    """Rows held in memory, or those of a Hugging Face dataset, which stays on disk; errors in the place of rows that cannot
+    be read."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any] | DatasetError], name: str) -> None:
+        super().__init__(name, range(1, len(rows) + 1), self._row)
+        self._rows = rows
+
+    def _row(self, place: int) -> Mapping[str, Any]:
+        row = self._rows[place]
+        if isinstance(row, DatasetError):
+            raise row
+        return row
+
+
+class JsonlRows(Rows):
     """One JSON object per line, empty lines passed over; only line offsets stay in memory."""
 
     def __init__(self, path: Path, limit: int | None, name: str) -> None:
-        self.name = name
-        offsets: list[int] = []
-        lengths: list[int] = []
-        numbers: list[int] = []
+        places, numbers = array("q"), array("q")  # (offset, length) of each row; line numbers
+        offset = 0
         try:
             with path.open("rb") as file:
-                offset = 0
                 for number, line in enumerate(file, start=1):
-                    if limit is not None and len(offsets) >= limit:
+                    if limit is not None and len(numbers) >= limit:
                         break
                     if line.strip():
-                        offsets.append(offset)
-                        lengths.append(len(line))
+                        places.extend((offset, len(line)))
                         numbers.append(number)
                     offset += len(line)
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # stays readable even when the file is replaced
         except OSError as error:
             raise DatasetError(f"{name} cannot be read: {error.strerror}") from error
         weakref.finalize(self, os.close, self._fd)
-        self._offsets = np.asarray(offsets, dtype=np.int64)
-        self._lengths = np.asarray(lengths, dtype=np.int64)
-        self._numbers = np.asarray(numbers, dtype=np.int64)
+        super().__init__(name, numbers, self._line)
+        self._places = places
 
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def number(self, place: int) -> int:
-        return int(self._numbers[place])
-
-    def __getitem__(self, place: int) -> Mapping[str, Any]:
-        line = os.pread(self._fd, int(self._lengths[place]), int(self._offsets[place])).removeprefix(codecs.BOM_UTF8)
+    def _line(self, place: int) -> Mapping[str, Any]:
+        offset, length = self._places[2 * place : 2 * place + 2]
         where = f"row {self.number(place)}"
         try:
-            data = exact_json(line)
+            data = exact_json(os.pread(self._fd, length, offset).removeprefix(codecs.BOM_UTF8))
         except (orjson.JSONDecodeError, RecursionError) as error:
             raise DatasetError(f"{where}: not valid JSON: {error}") from None
         if not isinstance(data, dict):
@@ -263,83 +268,26 @@ class JsonlRows:
         return data
 
 
-class ListRows:
-    """Rows held in memory, or those of a Hugging Face dataset, which stays on disk."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-        self.name = name
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def number(self, place: int) -> int:
-        return place + 1
-
-    def __getitem__(self, place: int) -> Mapping[str, Any]:
-        return self._rows[place]
-
-
-class HarborRows(ListRows):
-    """Task directories: rows, or the errors of those that cannot be played."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Any] | DatasetError], name: str) -> None:
-        super().__init__([{} if isinstance(row, DatasetError) else row for row in rows], name)
-        self._errors = {place: row for place, row in enumerate(rows) if isinstance(row, DatasetError)}
-
-    def __getitem__(self, place: int) -> Mapping[str, Any]:
-        if place in self._errors:
-            raise self._errors[place]
-        return super().__getitem__(place)
-
-
-class HeldOutRows:
+def split_rows(rows: Rows, every: int, *, held_out: bool) -> Rows:
     """Every ``every``-th row of another source, or all the others; each keeps its number.
 
     >>> rows = ListRows([{"n": n} for n in range(1, 8)], "rows")
-    >>> [HeldOutRows(rows, 3, held_out=True)[place]["n"] for place in range(2)]
+    >>> [row["n"] for row in split_rows(rows, 3, held_out=True)]
     [3, 6]
     """
-
-    def __init__(self, rows: RawRows, every: int, *, held_out: bool) -> None:
-        self.name = rows.name
-        self._rows, self._every, self._held_out = rows, every, held_out
-
-    def __len__(self) -> int:
-        num_held_out = len(self._rows) // self._every
-        return num_held_out if self._held_out else len(self._rows) - num_held_out
-
-    def number(self, place: int) -> int:
-        return self._rows.number(self._place(place))
-
-    def __getitem__(self, place: int) -> Mapping[str, Any]:
-        return self._rows[self._place(place)]
-
-    def _place(self, place: int) -> int:
-        if self._held_out:
-            return (place + 1) * self._every - 1
-        return place + place // (self._every - 1)
+    places = array("q", (place for place in range(len(rows)) if ((place + 1) % every == 0) is held_out))
+    return Rows(rows.name, array("q", map(rows.number, places)), lambda place: rows[places[place]])
 
 
-class RenamedRows:
+def renamed_rows(rows: Rows, columns: Mapping[str, str]) -> Rows:
     """The rows of another source with some columns under further names.
 
     ``columns``: name -> column; a column within another one is written with dots.
     """
 
-    def __init__(self, rows: RawRows, columns: Mapping[str, str]) -> None:
-        self.name = rows.name
-        self._rows, self._columns = rows, dict(columns)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def number(self, place: int) -> int:
-        return self._rows.number(place)
-
-    def __getitem__(self, place: int) -> Mapping[str, Any]:
-        row, where = self._rows[place], f"row {self.number(place)}"
-        found = {name: _column(row, column, f"{where}: columns.{name}") for name, column in self._columns.items()}
+    def read(place: int) -> Mapping[str, Any]:
+        row, where = rows[place], f"row {rows.number(place)}"
+        found = {name: _column(row, column, f"{where}: columns.{name}") for name, column in columns.items()}
         for fields in (PROMPT_FIELDS, TRUTH_FIELDS):
             mapped = next((name for name in fields if name in found), None)
             read = next((name for name in fields if name in found or name in row), None)
@@ -349,6 +297,8 @@ class RenamedRows:
                     f"columns.{mapped}"
                 )
         return {**row, **found}
+
+    return Rows(rows.name, [rows.number(place) for place in range(len(rows))], read)
 
 
 def _column(row: Mapping[str, Any], column: str, where: str) -> Any:
@@ -396,14 +346,14 @@ class UsableRows:
 
     def __init__(
         self,
-        rows: RawRows,
+        rows: Rows,
         id_field: str | None,
         normalise: Normalise | None = None,
         required: Requirement | None = None,
     ) -> None:
         self._rows, self._id_field, self._normalise = rows, id_field, normalise
         self.left_out = SkippedRows()
-        places: list[int] = []
+        places = array("q")
         seen: dict[str, int] = {}
         for place in range(len(rows)):
             try:
@@ -423,13 +373,13 @@ class UsableRows:
             raise DatasetError(f"{rows.name} holds no rows")
         if not places:
             raise DatasetError(f"{rows.name} holds no row that can be used ({len(rows)} looked at): {self.left_out}")
-        self._places = np.asarray(places, dtype=np.int64)
+        self._places = places
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __getitem__(self, row: int) -> Task:
-        return self._task(int(self._places[row]))
+        return self._task(self._places[row])
 
     def _where(self, place: int) -> str:
         return f"row {self._rows.number(place)}"

@@ -61,21 +61,3 @@ async def test_two_policies_train_at_their_own_pace(orchestrators: Make, peers: 
         sequences = [s for pulled in trainer.pulled.values() for s in pulled.sequences]
         assert {s.sequence.policy for s in sequences} == {trainer.policy}
         assert len({s.sequence_id for s in sequences}) == len(sequences) == 4 * size
-
-
-async def test_a_second_replica_joins_in_mid_run_and_serves(orchestrators: Make, peers: Peers) -> None:
-    orchestrator = orchestrators(run__steps=30, evaluation__at_start=False, evaluation__at_end=False)
-    await orchestrator.start()
-    first = ScriptedReplica(orchestrator.address, num_slots=8, rollouts=Rollouts(latency_s=0.02))
-    second = ScriptedReplica(orchestrator.address, replica_id="b", num_slots=8, rollouts=Rollouts(latency_s=0.02))
-    trainer = ScriptedTrainer(orchestrator.address)
-    peers += [first, second, trainer]
-    first.start()
-    training = asyncio.ensure_future(trainer.run(30))
-    async with asyncio.timeout(60):
-        await orchestrator.until(lambda now: now.policies[0].version >= 3)
-        second.start()  # holds version 0: it is told to fetch the newest first
-        await training
-    assert second.announced
-    assert second.outcomes
-    assert all(order.indices for order in second.orders)

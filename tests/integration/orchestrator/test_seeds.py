@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import MappingProxyType
-
-import pytest
+from collections.abc import Callable
 
 from benchmarks._peers import ScriptedReplica, ScriptedTrainer
 from services.common.errors import slot_seed
@@ -31,11 +26,9 @@ async def issued(
     latency_s: float,
     train_s: float,
     kill_at: int | None = None,
-    latency_of_source_s: Mapping[str, float] = MappingProxyType({}),
 ) -> list[TaskGroupOrder]:
     """The orders of a whole run in the order of their issue, each once."""
     replica, trainer = await orchestrator.start_with(peers, latency_s=latency_s, train_s=train_s)
-    replica.rollouts.latency_of_source_s = latency_of_source_s
     async with asyncio.timeout(90):
         training = asyncio.ensure_future(trainer.run(STEPS))
         if kill_at is not None:
@@ -78,36 +71,3 @@ async def test_two_runs_with_one_seed_issue_equal_tasks_episodes_and_sampling_se
     assert len(evaluations[0]) == 2 * 5, "two ways of sampling, five rows"
     seeds = {(task, seed) for task, _, seed, *_ in evaluations[0]}
     assert len(seeds) == 5, "a row's episode is the same under both ways of sampling"
-
-
-async def test_another_seed_issues_other_seeds(orchestrators: Make, peers: Peers) -> None:
-    runs = [orchestrators(run__seed=seed, run__steps=STEPS, evaluation=EVALUATION) for seed in (1, 2)]
-    one, other = [await issued(run, peers, latency_s=0.002, train_s=0.02) for run in runs]
-    assert not {order.seed for order in one} & {order.seed for order in other}
-
-
-@pytest.mark.slow
-async def test_sources_of_a_mixture_issue_equal_tasks_and_keep_their_shares_at_any_pace_and_after_a_kill(
-    orchestrators: Make, peers: Peers, tmp_path: Path
-) -> None:
-    """No group is dropped here, so the sources alternate alike too."""
-    rows = str(tmp_path / "rows.jsonl")
-    Path(rows).write_text("".join(json.dumps({"question": f"q{i}"}) + "\n" for i in range(7)))
-    sources = [{"path": rows, "source": "fast"}, {"path": rows, "source": "slow", "weight": 3}]
-    steps = {
-        "run__steps": STEPS,
-        "run__seed": 7,
-        "data__train": sources,
-        "evaluation": {"at_start": False, "at_end": False},
-    }
-    one, other = orchestrators(**steps, run__id="one"), orchestrators(**steps, run__id="other")
-    orders = await issued(one, peers, latency_s=0.002, train_s=0.02)
-    slow = {"fast": 0.005, "slow": 0.05}
-    again = await issued(other, peers, latency_s=0.0, train_s=0.01, kill_at=3, latency_of_source_s=slow)
-    common = min(len(orders), len(again))
-    assert common >= STEPS * 16 // 4
-    assert [(o.source, *draws(o)) for o in orders[:common]] == [(o.source, *draws(o)) for o in again[:common]]
-    assert len({o.seed for o in orders}) == len(orders), "no two groups, of any source, share a seed"
-    for run in (one, other):
-        newest = run.metrics("training_step")[-1]
-        assert newest["source/fast/share"] == 0.25 and newest["source/slow/share"] == 0.75

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from benchmarks import _process_tree, _race_arms, _race_curves, _race_programs, _race_report, race, where_time_goes
 from services.common.records import RolloutPhase, RolloutTiming
 from services.orchestrator.journal import entries
-from services.orchestrator.journal.entries import trajectory_to_json
 from services.orchestrator.journal.journal import Journal
 from tests.unit.orchestrator.builders import trajectory
 
@@ -213,7 +212,7 @@ async def test_phases_of_rollouts_are_means_over_what_the_journal_has(tmp_path: 
     journal.start()
     for index, timing in enumerate((RolloutTiming(accepted_at=9.0, phases=phases), RolloutTiming(accepted_at=10.0))):
         played = replace(trajectory("g", index), started_at=10.0, finished_at=12.0, timing=timing)
-        await journal.append(entries.TRAJECTORY, f"g/{index}", lambda played=played: trajectory_to_json(played))
+        await journal.append(entries.TRAJECTORY, f"g/{index}", played)
     await journal.close()
     found = where_time_goes.rollout_phases(tmp_path)
     assert found["num"] == 2

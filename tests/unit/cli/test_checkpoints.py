@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ def run_dir(tmp_path: Path) -> Path:
         written = Journal(directory / "journal")
         written.start()
         for number in range(6):
-            await written.append(entries.VERSION, f"model0/{number}", partial(version, number))
+            await written.append(entries.VERSION, f"model0/{number}", version(number))
         await written.close()
 
     asyncio.run(journal())

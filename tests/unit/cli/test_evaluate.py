@@ -25,10 +25,10 @@ from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import (
     Estimate,
     EvaluationResult,
-    evaluation_from_json,
-    evaluation_to_json,
+    from_json,
     overall,
     score,
+    to_json,
 )
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.metrics import RunMetrics, evaluation_values, scalars_of
@@ -146,7 +146,7 @@ def test_an_evaluation_whose_rollouts_all_failed_shows_no_number_anywhere(tmp_pa
         name="start/greedy", versions={"a": 0}, newest_versions={"a": 0}, pinned=True, mean_reward=None,
         num_trajectories=2, num_failed=2, datasets=(lost,),
     )  # fmt: skip
-    assert evaluation_from_json(evaluation_to_json(result)) == result
+    assert from_json(EvaluationResult, to_json(result)) == result
     summary = evaluation_values(result)
     progress = run_pb2.RunProgress(evaluations=[evaluation_to_proto(result)])
     out = io.StringIO()
@@ -187,7 +187,7 @@ def finished(run_dir: Path, rewards: dict[str, list[float]], items: str = "diges
     async def write() -> None:
         journal = Journal(run_dir / "journal")
         journal.start()
-        await journal.append(entries.EVALUATION, result.name, lambda: entries.evaluation_to_json(result))
+        await journal.append(entries.EVALUATION, result.name, result)
         await journal.close()
 
     asyncio.run(write())

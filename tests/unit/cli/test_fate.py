@@ -223,7 +223,6 @@ async def test_masked_tokens_are_told_apart_from_trained_ones(worlds: Worlds) ->
 
 def change_batch(run_dir: Path, change: Callable[[dict[str, Any], int], dict[str, Any]], masked: int) -> None:
     """Write the only batch record anew."""
-    from services.orchestrator.journal.index import INDEX_FILE, remove_index
     from services.orchestrator.journal.segments import Packer, segment_path, write_header
 
     reader = JournalReader(run_dir / "journal")
@@ -236,7 +235,6 @@ def change_batch(run_dir: Path, change: Callable[[dict[str, Any], int], dict[str
     payload = Packer().pack(orjson.dumps(record) + b"\n")
     path = segment_path(run_dir / "journal", row.kind, row.segment)
     path.write_bytes(write_header(row.number, row.written_at, row.key, payload) + payload)
-    remove_index(run_dir / "journal" / INDEX_FILE)
 
 
 async def test_a_sum_that_does_not_come_out_is_said(worlds: Worlds) -> None:

@@ -15,7 +15,7 @@ import rollmill
 from rollmill.runs import Rows, settings_of
 from services.common.config.loading import save_resolved, validate
 from tests.integration.inference.peers import scripted_recipe
-from tests.unit.orchestrator.trackers.rows import write_run
+from tests.unit.orchestrator.metrics_rows import write_run
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="ascii"), max_size=20),

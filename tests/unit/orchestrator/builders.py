@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from services.common.records import (
@@ -42,12 +40,6 @@ def sequence(
             Segment.policy(np.arange(num_tokens), -np.linspace(0.1, 1.0, num_tokens), version),
         ),
     )
-
-
-def with_tokens(found: TokenSequence, token_ids: list[int], logprob: float = -0.5) -> TokenSequence:
-    """The sequence with these tokens in place of the policy's."""
-    said = Segment.policy(token_ids, [logprob] * len(token_ids), 0)
-    return replace(found, segments=(*found.segments[:-1], said))
 
 
 def trajectory(

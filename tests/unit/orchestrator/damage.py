@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from services.orchestrator.journal.index import INDEX_FILE, remove_index
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import Row, segment_path
 
@@ -29,22 +28,19 @@ def loaded(run_dir: Path, kind: str, key: str | None = None) -> list[dict[str, A
 
 
 def flip_header(run_dir: Path, kind: str, key: str, which: int = 0) -> Row:
-    """Flip bits in the header of a record, and remove the index: the record is then unknown."""
+    """Flip bits in the header of a record, which is then unknown."""
     row = rows(run_dir, kind, key)[which]
     path = segment_path(run_dir / "journal", row.kind, row.segment)
     data = bytearray(path.read_bytes())
     data[row.offset - 12] ^= 0xFF
     path.write_bytes(data)
-    remove_index(run_dir / "journal" / INDEX_FILE)
     return row
 
 
-def remove(run_dir: Path, kind: str, *, with_index: bool) -> None:
-    """Delete every segment of a kind; ``with_index``: also the index."""
+def remove(run_dir: Path, kind: str) -> None:
+    """Delete every segment of a kind."""
     for path in (run_dir / "journal").glob(f"{kind}-*"):
         path.unlink()
-    if with_index:
-        remove_index(run_dir / "journal" / INDEX_FILE)
 
 
 def flip(run_dir: Path, kind: str, key: str, which: int = 0) -> Row:

@@ -117,18 +117,6 @@ def test_where_late_tokens_are_not_trained_staleness_is_bounded(
 
 @cases
 @settings(max_examples=60, deadline=None)
-def test_by_default_everything_that_is_kept_is_trained(
-    groups_per_batch: int, group_size: int, max_staleness: int, seed: int
-) -> None:
-    """The duration of a rollout does not decide whether its sequences are trained."""
-    simulation = _Simulation(groups_per_batch * group_size, group_size, max_staleness, seed, False, 0.3)
-    simulation.run(steps=12)
-    assert simulation.counters["sequences_expired"] == 0
-    assert simulation.num_kept == simulation.num_trained + simulation.experience.buffers["model0"].num_sequences
-
-
-@cases
-@settings(max_examples=60, deadline=None)
 def test_admission_wastes_nothing_when_rollouts_end_in_order(
     groups_per_batch: int, group_size: int, max_staleness: int, seed: int
 ) -> None:
@@ -147,19 +135,6 @@ def test_the_last_steps_issue_no_more_than_they_can_train() -> None:
         experience.issued(group(f"g{issued}"))
         issued += 1
     assert issued * 4 == 2 * 8
-
-
-def test_a_replica_that_lags_behind_has_less_room() -> None:
-    """Its samples are older from the start, so fewer sequences may be ahead of them."""
-    experience = ExperiencePipeline({"model0": BatchConfig(size=4, max_staleness=2)}, num_steps=9, counters=Counter())
-    admission = experience.admission
-    for lag, bound in ((0, 12), (1, 8), (2, 4)):
-        admission.accounts["model0"].accepted = bound
-        assert not admission.open(["model0"], {"model0": lag})
-        admission.accounts["model0"].accepted = bound - 1
-        assert admission.open(["model0"], {"model0": lag})
-    admission.accounts["model0"].accepted = 0
-    assert not admission.open(["model0"], {"model0": 3})
 
 
 def test_every_policy_must_have_room() -> None:
@@ -238,71 +213,3 @@ def test_one_straggler_holds_no_places_of_its_finished_siblings_while_the_traine
         _resolve(experience, groups[1], index)
     assert account.buffered == 8
     assert not experience.admission.open(["model0"]), "a batch is there: everything counts"
-
-
-@pytest.mark.parametrize("late", ["mask", "drop"])
-def test_where_late_tokens_are_not_trained_finished_siblings_always_count(late: Any) -> None:
-    config = BatchConfig(size=8, max_staleness=0, late=late)
-    experience = ExperiencePipeline({"model0": config}, num_steps=9, counters=Counter())
-    made = group("g", 8)
-    experience.issued(made)
-    for index in range(7):
-        _resolve(experience, made, index)
-    assert not experience.admission.open(["model0"])
-
-
-@given(
-    late=st.sampled_from(["keep", "mask", "drop"]),
-    batch=st.integers(1, 12),
-    group_size=st.integers(1, 6),
-    max_staleness=st.integers(0, 3),
-    data=st.data(),
-)
-@settings(max_examples=80, deadline=None)
-def test_the_ledger_is_what_is_there_and_never_more_than_its_bound(
-    late: Any, batch: int, group_size: int, max_staleness: int, data: st.DataObject
-) -> None:
-    """Slots resolve one by one, in any order, stragglers included: counts are those of a recount, and bounded."""
-    config = BatchConfig(size=batch, max_staleness=max_staleness, late=late)
-    experience = ExperiencePipeline({"model0": config}, 10_000, Counter())
-    experience.advanced("model0", 0)
-    account, buffer = experience.admission.accounts["model0"], experience.buffers["model0"]
-    version, num_issued, in_training = 0, 0, 0
-    running: dict[str, TaskGroup] = {}
-    for _ in range(60):
-        while experience.admission.open(["model0"]):
-            made = group(f"g{num_issued}", group_size)
-            made.born = {"model0": version}
-            num_issued += 1
-            experience.issued(made)
-            running[made.id] = made
-            # Every unfinished group has a running slot, so the number of groups stays bounded.
-            assert account.accepted + account.expected < (1 + UNFINISHED_SHARE) * account.quota + group_size
-        action = data.draw(st.sampled_from(["resolve", "resolve", "resolve", "fail", "cancel", "train", "publish"]))
-        if action in ("resolve", "fail") and running:
-            made = running[data.draw(st.sampled_from(sorted(running)))]
-            index = data.draw(st.sampled_from(made.unresolved))
-            if action == "resolve":
-                _resolve(experience, made, index, data.draw(st.integers(made.born["model0"], version)))
-            else:
-                made.resolve(failure(made.id, index))
-                experience.resolved(made, failure(made.id, index))
-            if made.complete:
-                del running[made.id]
-        elif action == "cancel" and running:
-            experience.cancelled(running.pop(data.draw(st.sampled_from(sorted(running)))))
-        elif action == "train" and buffer.ready and not in_training:
-            groups, _ = experience.take_batch("model0", version + 1)
-            in_training = sum(g.size for g in groups)
-            experience.batch_recorded(groups)
-        elif action == "publish" and in_training:
-            version, in_training = version + 1, 0
-            experience.advanced("model0", version)
-        waiting = sum(len(made.trajectories) for made in running.values())
-        assert account.unfinished == waiting
-        assert account.in_training == in_training
-        assert account.accepted == waiting + in_training + buffer.num_sequences
-        assert account.running_slots == sum(len(made.unresolved) for made in running.values())
-        oldest = version - max_staleness
-        due = {made.id for made in running.values() if made.born["model0"] <= oldest}
-        assert {made.id for made in experience.due("model0")} == due

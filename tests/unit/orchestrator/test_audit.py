@@ -26,22 +26,22 @@ Line = tuple[str, str, dict[str, Any]]  # kind, key, record
 
 def group(name: str) -> Line:
     record = GroupRecord(order=order(name, SIZE), position=0, evaluation="", replica_id="a", incarnation="1")
-    return records.GROUP, name, records.group_to_json(record)
+    return records.GROUP, name, records.to_json(record)
 
 
 def slot(name: str, index: int) -> Line:
-    return records.TRAJECTORY, f"{name}/{index}", rollouts.trajectory_to_json(trajectory(name, index))
+    return records.TRAJECTORY, f"{name}/{index}", rollouts.to_json(trajectory(name, index))
 
 
 def failed(name: str, index: int) -> Line:
-    return records.FAILURE, f"{name}/{index}", rollouts.failure_to_json(failure(name, index))
+    return records.FAILURE, f"{name}/{index}", rollouts.to_json(failure(name, index))
 
 
 def verdict(name: str, outcome: fates.GroupFate = fates.GroupFate.KEPT) -> Line:
     found = GroupVerdict(
         policy="model0", role="agent", attempt=0, num_sequences=SIZE, num_kept=SIZE, mean=0.0, std=1.0, outcome=outcome
     )
-    return records.VERDICT, name, records.verdicts_to_json(name, [found])
+    return records.VERDICT, name, records.to_json(records.Verdicts(task_group_id=name, advantage_groups=(found,)))
 
 
 def closed(name: str, reason: fates.ClosedReason = fates.ClosedReason.TRAINED) -> Line:
@@ -59,7 +59,7 @@ def batch(step: int, *names: str, replayed: bool = False, indices: int = SIZE) -
     )  # fmt: skip
     totals = (MinibatchTotals(num_sequences=len(entries), num_trained_tokens=4 * len(entries)),)
     record = BatchRecord(policy="model0", training_step=step, entries=entries, minibatches=totals)
-    return records.BATCH, records.batch_key("model0", step), records.batch_to_json(record)
+    return records.BATCH, records.batch_key("model0", step), records.to_json(record)
 
 
 def version(number: int, digest: str = "") -> Line:
@@ -96,7 +96,7 @@ def audited(tmp_path: Path) -> Callable[..., Findings]:
             journal = Journal(tmp_path)
             journal.start()
             for kind, key, record in lines:
-                await journal.append(kind, key, lambda record=record: record)
+                await journal.append(kind, key, record)
             await journal.close()
 
         asyncio.run(run())

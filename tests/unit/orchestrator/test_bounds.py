@@ -32,11 +32,10 @@ from services.common.records import (
     counter_of,
 )
 from services.common.records import RefusalReason as Reason
-from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
 from services.orchestrator.ingest import (
     MOST_SENDERS,
     MOST_SEQUENCES,
-    OTHERS,
+    MOST_SLOTS,
     Answer,
     PolicyBounds,
     RecordBounds,
@@ -44,9 +43,14 @@ from services.orchestrator.ingest import (
     RecordRefusedError,
     Refusals,
     bounded_failure,
+    check_held,
+    check_id,
+    check_number,
+    check_version,
+    finite_gauges,
+    possible_intervals,
 )
 from services.orchestrator.members import Held
-from services.orchestrator.services import bounds as report_bounds
 from services.orchestrator.tasks.prompts import vocab_size
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 from tests.unit.orchestrator.world import World
@@ -326,29 +330,20 @@ def test_refusals_remember_a_bounded_number_of_senders_and_what_was_refused_most
     assert refusal_warning({"failures_other": 3}) == ""
 
 
-def test_a_known_sender_stays_named_when_strangers_fill_the_list() -> None:
-    refusals = Refusals(Counter(), lambda: 0.0)
-    refusal = Refusal(reason=Reason.NOT_A_MEMBER, detail="")
-    for name in ("ours", *(f"stranger{number}" for number in range(MOST_SENDERS)), "ours"):
-        refusals.refused(name, "g", 0, refusal)
-    assert refusals.streaks["ours"].number == 2
-    assert refusals.streaks[OTHERS].number == 1
-
-
 # -- reports ----------------------------------------------------------------------------------------------------------
 
 
 def test_who_somebody_is_and_what_it_holds_is_refused_where_it_cannot_be() -> None:
     for text in ("", "x" * 129, "a\nb", "\x00"):
         with pytest.raises(InvalidRequestError, match="replica_id"):
-            report_bounds.check_id("replica_id", text)
-    assert report_bounds.check_id("replica_id", "gpu-7.b") == "gpu-7.b"
-    for number in (0, -1, report_bounds.MOST_SLOTS + 1):
+            check_id("replica_id", text)
+    assert check_id("replica_id", "gpu-7.b") == "gpu-7.b"
+    for number in (0, -1, MOST_SLOTS + 1):
         with pytest.raises(InvalidRequestError, match="num_slots"):
-            report_bounds.check_number("num_slots", number, 1, report_bounds.MOST_SLOTS)
+            check_number("num_slots", number, 1, MOST_SLOTS)
     for held in ({"nobody": Held(0, "d")}, {"model0": Held(-2, "d")}, {"model0": Held(0, "d" * 999)}):
         with pytest.raises(InvalidRequestError):
-            report_bounds.check_held(held, {"model0"})
+            check_held(held, {"model0"})
     for version in (
         WeightVersion(policy="model0", number=-1, digest="d"),
         WeightVersion(policy="model0", number=2**60, digest="d"),
@@ -356,24 +351,12 @@ def test_who_somebody_is_and_what_it_holds_is_refused_where_it_cannot_be() -> No
         WeightVersion(policy="model0", number=0, digest="d", sources=("x",) * 5000),
     ):
         with pytest.raises(InvalidRequestError):
-            report_bounds.check_version(version)
+            check_version(version)
 
 
-def test_what_is_for_people_is_cut_and_costs_nobody_a_lease() -> None:
-    gauges = {f"g{i}": float(i) for i in range(9999)} | {"nan": math.nan, "inf": math.inf, "x" * 999: 1.0}
-    kept = report_bounds.gauges(gauges)
-    assert len(kept) == report_bounds.MOST_VALUES and all(math.isfinite(value) for value in kept.values())
-    assert math.isnan(report_bounds.metrics({"loss": math.nan})["loss"])
-    assert report_bounds.intervals([(5.0, 4.0), (-1.0, 2.0), (0.0, 9e18), (1.0, 2.0)], now=10.0) == [(1.0, 2.0)]
-    account = AccountState(
-        component="replica/a",
-        activities=tuple(ActivityTime(name=f"a{i}", detail="d" * 9_999) for i in range(999)),
-    )
-    (found,) = report_bounds.accounts([account, replace(account, component="x" * 99_999)])
-    assert len(found.activities) == report_bounds.MOST_ACCOUNTS and len(found.activities[0].detail) == 1024
-    (peer,) = report_bounds.peers([PeerState(component="p", detail="d" * 99_999, gauges=gauges)])
-    assert len(peer.detail) == 1024 and len(peer.gauges) == report_bounds.MOST_VALUES
-    assert len(report_bounds.texts({f"l{i}": "x" * 9_999 for i in range(999)})) == report_bounds.MOST_ACCOUNTS
+def test_gauges_are_finite_and_intervals_possible() -> None:
+    assert finite_gauges({"a": 1.0, "nan": math.nan, "inf": math.inf}) == {"a": 1.0}
+    assert possible_intervals([(5.0, 4.0), (-1.0, 2.0), (0.0, 9e18), (1.0, 2.0)], now=10.0) == [(1.0, 2.0)]
 
 
 # -- vocabulary -------------------------------------------------------------------------------------------------------

@@ -58,23 +58,6 @@ def test_the_oldest_version_is_trained_first_and_ties_by_arrival() -> None:
     assert names(buffer.take()) == ["older", "old", "old2"]
 
 
-def test_fifo_takes_what_completed_first() -> None:
-    buffer = held(batch_size=4, max_staleness=9, order="fifo")
-    for name, version in [("first", 3), ("second", 0), ("third", 1)]:
-        buffer.add(made(name, version))
-    assert names(buffer.take()) == ["first", "second"]
-
-
-def test_a_batch_takes_whole_groups_until_it_is_full() -> None:
-    buffer = held(batch_size=4, max_staleness=9)
-    for name in "abc":
-        buffer.add(made(name, 0, size=3))
-    taken = buffer.take()
-    assert sum(group.size for group in taken) == 6
-    assert buffer.num_sequences == 3
-    assert not buffer.ready
-
-
 def test_what_is_too_old_leaves_eagerly_wherever_it_stands() -> None:
     buffer = held(batch_size=2, max_staleness=1)
     for name, version in [("a", 2), ("b", 0), ("c", 1)]:

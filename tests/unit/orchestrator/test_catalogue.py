@@ -10,7 +10,7 @@ import pytest
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
 from services.orchestrator.tasks.datasets import open_source
-from services.orchestrator.tasks.rows import KNOWN, how_to_get
+from services.orchestrator.tasks.rows import KNOWN
 
 
 @pytest.fixture
@@ -68,13 +68,6 @@ def test_an_unknown_name_lists_those_there_are() -> None:
         open_source(DatasetConfig(name="math-500"), seed=0)
 
 
-def test_without_a_data_root_the_way_out_says_that_it_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ROLLMILL_DATA_ROOT", raising=False)
-    for name in KNOWN:
-        text = how_to_get(name)
-        assert "ROLLMILL_DATA_ROOT is not set" in text and KNOWN[name].local in text and "data.train.name" in text
-
-
 def test_exactly_one_source_may_be_named() -> None:
     for wrong in ({}, {"path": "a", "name": "gsm8k"}, {"name": "gsm8k", "generator": "a:b"}):
         with pytest.raises(ValueError, match="exactly one"):
@@ -93,26 +86,6 @@ def test_real_files_open_by_name(name: str, rows: int, left_out: int, data_root:
     source = open_source(DatasetConfig(name=name), seed=0)
     assert (len(source), source.left_out.count) == (rows, left_out)
     assert source[0].data["problem"]
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "last", "number"),
-    [
-        ("alfworld-train", 0, 4648, 4102),
-        ("alfworld-valid", 4649, 4698, 50),
-        ("webshop-train", 200, 12_086, 11_887),
-        ("webshop-valid", 0, 199, 200),
-    ],
-)
-def test_tasks_of_agentbench_are_places_in_its_lists(name: str, first: int, last: int, number: int) -> None:
-    source = open_source(DatasetConfig(name=name), seed=0)
-    assert (len(source), dict(source[0].data), dict(source[number - 1].data)) == (
-        number,
-        {"index": first},
-        {"index": last},
-    )
-    assert source[0].task_id == str(first)
-    assert len(open_source(DatasetConfig(name=name, limit=3), seed=0)) == 3
 
 
 def test_alfworld_trains_and_evaluates_on_the_games_of_the_reference(data_root: Path) -> None:

@@ -21,14 +21,3 @@ def test_a_position_is_enough_to_go_on(num_tasks: int, position: int) -> None:
     resumed = Curriculum(num_tasks, seed=3)
     resumed.resume_after(position)
     assert [resumed.draw() for _ in range(4)] == rows[position + 1 :]
-
-
-def test_passes_differ_and_seeds_differ() -> None:
-    curriculum = Curriculum(40, seed=1)
-    first = [curriculum.row(p) for p in range(40)]
-    assert first != [curriculum.row(40 + p) for p in range(40)]
-    assert first != [Curriculum(40, seed=2).row(p) for p in range(40)]
-
-
-def test_without_shuffling_the_order_is_that_of_the_rows() -> None:
-    assert [Curriculum(3, seed=1, shuffle=False).row(p) for p in range(5)] == [0, 1, 2, 0, 1]

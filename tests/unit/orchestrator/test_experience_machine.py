@@ -277,7 +277,7 @@ class Events(RuleBasedStateMachine):
             for source in mixture.shares:
                 assert mixture.is_running(source) == any(g.order.source == source for g in mine)
                 assert buffer.num_of_source[source] == sum(g.size for g in buffer.groups if g.source == source)
-            known = self.experience.unfinished.begun_before(policy, NUM_STEPS + 1)
+            known = [group for group in self.experience.unfinished.values() if policy in group.born]
             assert {g.id for g in known} == {g.id for g in mine}
 
     @invariant()

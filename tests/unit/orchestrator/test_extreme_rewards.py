@@ -108,7 +108,7 @@ def test_an_evaluation_says_finite_numbers(rewards: list[list[float]]) -> None:
     second = score("d", ids, list(reversed(rewards)), [0] * len(ids), 1.0, items="same")
     (found,) = compared([first], [second])
     assert found.difference is not None
-    for estimate in (first.mean_reward, found.difference, *(share for _, share in first.pass_at)):
+    for estimate in (first.mean_reward, found.difference, *(passed.share for passed in first.pass_at)):
         assert all(math.isfinite(value) for value in numbers_of(estimate))
     assert math.isfinite(overall([first, second]))
     both = mean_difference([list(first.item_rewards), list(second.item_rewards)])

@@ -29,7 +29,7 @@ async def test_every_gauge_and_counter_of_the_orchestrator_has_its_metric(tmp_pa
     try:
         parts = world.core
         parts.counters.update(dict.fromkeys(COUNTERS, 5))
-        parts.versions.last_metrics["actor"] = {"trainer/loss": 0.5, "rollout_reward_mean": 1.0, "broken": float("nan")}
+        parts.last_metrics["actor"] = {"trainer/loss": 0.5, "rollout_reward_mean": 1.0, "broken": float("nan")}
         rows = [{"prompt": "a"}, {"prompt": "a a"}, {"prompt": {1, 2}}, {"answer": "1"}]
         counters = [lambda texts: [len(text.split()) for text in texts]]
         train = ShortPrompts(UsableRows(ListRows(rows, "train"), None), 1, counters, None, "data.train")

@@ -70,7 +70,7 @@ async def test_training_that_ends_within_a_wait_for_due_groups_does_not_poll(
     until = {"evaluation": "greedy", "at_least": 0.9, "in_a_row": 1}
     world, pull = await waiting(worlds, run={"steps": 9, "until": until}, evaluation={"every": 1})
     world.core.evaluations.recover_result(result("step-1/greedy", 1.0))
-    assert world.core.versions.reached_threshold
+    assert world.core.reached_threshold
     world.clock.now += 5.0  # the wait is over, and no batch begins any more
     assert await asked_again(world.core.batches["model0"], monkeypatch) <= 1, "nothing changed since"
     assert not pull.done()

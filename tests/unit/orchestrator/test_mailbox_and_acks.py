@@ -59,39 +59,17 @@ async def test_at_most_sixteen_are_acknowledged_at_once_and_reading_stops_when_t
     assert not acks.full
 
 
-async def test_a_lone_acknowledgement_goes_at_once_and_those_of_a_stream_share_messages() -> None:
+async def test_a_message_that_is_not_full_lingers_until_the_stream_ends() -> None:
     acks: AckQueue[int] = AckQueue(linger_s=600.0)
     acks.open(0)(0)
     async with asyncio.timeout(WAIT_S):
         assert await acks.next() == [(0, 0)]
-    pending = asyncio.ensure_future(acks.next())
-    for number in range(1, MAX_ACKS):
-        acks.open(number)(number)
+        lingering = asyncio.ensure_future(acks.linger())
+        acks.open(1)(1)
         await asyncio.sleep(0)
-        assert not pending.done(), "it waits for a message to be full"
-    acks.open(MAX_ACKS)(MAX_ACKS)
-    async with asyncio.timeout(WAIT_S):
-        assert await pending == [(number, number) for number in range(1, MAX_ACKS + 1)]
-
-
-async def test_a_message_that_does_not_fill_is_sent_when_it_has_lingered() -> None:
-    acks: AckQueue[int] = AckQueue(linger_s=0.02)
-    acks.open(0)(0)
-    assert await acks.next() == [(0, 0)]
-    acks.open(1)(1)
-    acks.open(2)
-    async with asyncio.timeout(WAIT_S):
+        assert not lingering.done()
+        acks.end()
+        await lingering
         assert await acks.next() == [(1, 1)]
-
-
-async def test_nothing_lingers_when_the_stream_ends() -> None:
-    acks: AckQueue[int] = AckQueue(linger_s=600.0)
-    acks.open(0)(0)
-    assert await acks.next() == [(0, 0)]
-    acks.open(1)(1)
-    pending = asyncio.ensure_future(acks.next())
-    await asyncio.sleep(0)
-    acks.end()
-    async with asyncio.timeout(WAIT_S):
-        assert await pending == [(1, 1)]
         assert await acks.next() == []
+    await AckQueue[int](linger_s=0.01).linger()

@@ -62,31 +62,6 @@ def test_a_share_above_the_bound_is_said_with_its_cause_once_half_of_the_window_
     assert samples.too_many() == "" and samples.share("a") == 0.0
 
 
-def test_one_policy_does_not_hide_behind_another_and_old_rollouts_are_forgotten() -> None:
-    samples, _ = masked()
-    for _ in range(8):
-        samples.resolved(("good",), trajectory("g", 0))
-        samples.resolved(("bad",), failure(reason="GRADER_FAILED"))
-    assert "of bad" in samples.too_many()
-    for _ in range(8):
-        samples.resolved(("bad",), trajectory("g", 0))
-    assert samples.too_many() == ""
-
-
-def test_what_a_rule_of_the_recipe_decides_is_counted_and_bounds_nothing() -> None:
-    samples, counters = masked()
-    for _ in range(8):
-        samples.resolved(("a",), failure(reason="ROLLOUT_TIMEOUT"))
-    assert counters == {"masked/a/rollout_timeout": 8} and samples.too_many() == ""
-
-
-def test_a_share_of_one_switches_the_bound_off() -> None:
-    samples, _ = masked(max_share=1.0)
-    for _ in range(8):
-        samples.resolved(("a",), failure(reason="GRADER_FAILED"))
-    assert samples.too_many() == ""
-
-
 async def test_a_run_whose_grader_fails_too_often_pauses_with_the_reason_and_goes_on_when_resumed(
     worlds: Callable[..., World],
 ) -> None:

@@ -148,15 +148,6 @@ def test_shares_go_on_after_a_restart() -> None:
     assert sum(ring.experience.mixtures[POLICY].trained.values()) == 60 * 16
 
 
-def test_sources_alternate_alike_at_any_pace_while_nothing_is_dropped() -> None:
-    one = Ring(CONFIG, {"a": 1.0, "b": 2.0}, {"a": Source(1), "b": Source(1)}, steps=20)
-    other = Ring(CONFIG, {"a": 1.0, "b": 2.0}, {"a": Source(13), "b": Source(2)}, steps=20, slots=24)
-    for ring in (one, other):
-        ring.train(20)
-    common = min(len(one.issued), len(other.issued))
-    assert common >= 20 * 4 and one.issued[:common] == other.issued[:common]
-
-
 def test_batches_go_on_without_a_source_that_gives_nothing() -> None:
     worlds = {"good": Source(1.0), "solved": Source(1.0, dropped=1.0)}
     ring = Ring(CONFIG, {"good": 1.0, "solved": 1.0}, worlds, steps=40)

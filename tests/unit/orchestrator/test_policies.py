@@ -38,17 +38,6 @@ async def test_apart_each_task_group_is_played_by_one_policy_in_fair_shares(worl
     assert [order.policies for order in orders[:2]] == [("a",), ("b",)]
 
 
-async def test_apart_a_policy_that_trains_faster_gets_more(worlds: Callable[..., World]) -> None:
-    world = worlds(policies=AB, rollout={"policies": "apart"}, late="drop")
-    replica = await begin(world)
-    for order in await world.orders(replica):
-        await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)
-    await world.publish(1, policy="a")
-    swapped(world, replica, a=1, b=0)
-    assert {order.policies for order in await world.orders(replica)} == {("a",)}
-
-
 async def test_a_sequence_of_a_policy_that_does_not_play_is_refused(worlds: Callable[..., World]) -> None:
     world = worlds(policies=AB, rollout={"policies": "apart"})
     replica = await begin(world)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import CapacityError, LeaseLostError
+from services.orchestrator.groups import OrphanedGroups, TaskGroup
 from services.orchestrator.members import (
     MOST_REPORT_S,
     MOST_REPORTS_PER_S,
@@ -14,6 +15,7 @@ from services.orchestrator.members import (
     ReplicaPool,
 )
 from tests.clock import Clock
+from tests.unit.orchestrator.builders import order
 
 
 def hello(name: str = "a", incarnation: str = "1", num_slots: int = 8) -> Hello:
@@ -23,24 +25,13 @@ def hello(name: str = "a", incarnation: str = "1", num_slots: int = 8) -> Hello:
 def pool_with_orphans() -> tuple[ReplicaPool, Clock, list[str]]:
     clock = Clock()
     orphans: list[str] = []
-    return ReplicaPool(30.0, clock, orphans.extend), clock, orphans
+    pool = ReplicaPool(30.0, clock)
+    pool.on_orphaned = orphans.extend
+    return pool, clock, orphans
 
 
 def report(pool: ReplicaPool, name: str = "a", incarnation: str = "1") -> None:
     pool.report(name, incarnation, held={"model0": Held(0, "d0")}, num_tokens=0, gauges={})
-
-
-def test_a_reconnect_within_the_lease_keeps_its_work() -> None:
-    pool, clock, orphans = pool_with_orphans()
-    replica = pool.join(hello())
-    pool.assign(replica, "g", [0, 1], {})
-    assert replica.mailbox is not None
-    pool.stream_ended(replica, replica.mailbox)
-    clock.now = 29.0
-    assert pool.expire() == []
-    assert pool.join(hello()) is replica
-    assert replica.assignments["g"].open_slots == {0, 1}
-    assert orphans == []
 
 
 def test_what_a_replica_played_whose_stream_broke_is_given_away_once_it_has_been_silent() -> None:
@@ -155,16 +146,6 @@ def test_free_slots_follow_what_is_resolved_whoever_played_it() -> None:
     assert replica.fits(9)  # a group larger than the replica plays alone
 
 
-def test_a_drained_replica_leaves_when_its_stream_ends() -> None:
-    pool, _, _ = pool_with_orphans()
-    replica = pool.join(hello())
-    pool.drain_all("test")
-    assert not replica.takes_work
-    assert replica.mailbox is not None
-    pool.stream_ended(replica, replica.mailbox)
-    assert pool.get("a") is None
-
-
 def test_a_drained_replica_that_left_early_is_gone_once_its_last_slot_is_resolved() -> None:
     pool, _, orphans = pool_with_orphans()
     replica = pool.join(hello())
@@ -199,3 +180,29 @@ def test_a_larger_pool_is_asked_to_report_less_often_and_several_times_in_a_leas
     assert pool.give_away() == [], "it had no time for two reports"
     clock.now = 2 * MOST_REPORT_S
     assert pool.give_away() == [replica]
+
+
+def test_the_freest_replica_that_serves_and_fits_is_chosen() -> None:
+    pool = ReplicaPool(30.0, Clock())
+    for number, name in enumerate("abcde"):
+        held = {"p": Held(number % 2, "d")}
+        pool.join(Hello(replica_id=name, incarnation="1", num_slots=8 + number, held=held))
+    assert pool.freest(1, lambda replica: True) is pool.get("e")
+    pool.assign(pool.get("e"), "g", range(9), {})  # type: ignore[arg-type]
+    assert pool.freest(1, lambda replica: replica.held["p"].number == 0) is pool.get("c")
+    assert pool.freest(11, lambda replica: replica.replica_id != "d") is pool.get("c"), "idle: a larger group fits"
+    pool.drain_all("test")
+    assert pool.freest(1, lambda replica: True) is None
+
+
+def test_orphans_are_tried_in_the_order_of_their_loss_and_each_need_once_where_none_fits() -> None:
+    orphans = OrphanedGroups()
+    for name, version in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):
+        orphans.add(TaskGroup(order=order(name, 2, required={"p": version})))
+    tried = []
+    for group in orphans.in_turn():
+        tried.append(group.id)
+        if group.order.required_versions["p"] == 1:
+            orphans.discard(group.id)
+    assert tried == ["a", "b", "d"], "c needs what found no place for a"
+    assert next(orphans.in_turn()).id == "a" and len(orphans) == 2

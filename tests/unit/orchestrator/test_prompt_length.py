@@ -47,20 +47,6 @@ def test_rows_keep_their_ids_and_those_left_out_are_counted() -> None:
     assert ([kept[row].task_id for row in range(len(kept))], kept.num_too_long) == (["2", "4"], 2)
 
 
-def test_a_prompt_may_be_exactly_as_long_as_the_limit() -> None:
-    assert len(short(source("a a", "a a a"), 2)) == 1
-
-
-def test_the_strictest_tokenizer_decides() -> None:
-    characters = [words, lambda texts: [len(text) for text in texts]]
-    assert len(short(source("a a", "b"), 2, counters=characters)) == 1
-
-
-def test_messages_are_measured_by_their_contents() -> None:
-    rows = [{"messages": [{"role": "system", "content": "a a"}, {"role": "user", "content": "a"}]}, {"messages": []}]
-    assert short(of(rows), 2).num_too_long == 1
-
-
 def test_without_a_short_prompt_the_dataset_is_refused() -> None:
     with pytest.raises(DatasetError, match=r"data\.train\.max_prompt_tokens: no prompt of 2 has at most 1 tokens"):
         short(source("a a", "b b"), 1)

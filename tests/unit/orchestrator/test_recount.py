@@ -27,15 +27,3 @@ async def test_what_was_recorded_behind_the_newest_state_is_counted_again_once(w
     for _ in range(2):
         await world.crash()
         assert {name: world.core.counters[name] for name in TOLD} == before
-
-
-async def test_without_any_state_all_of_the_journal_is_counted(worlds: Callable[..., World]) -> None:
-    world = worlds()
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    order, *_ = await world.orders(replica)
-    await world.send(trajectory(order.task_group_id, 0))
-    before = {name: world.core.counters[name] for name in TOLD}
-    await world.crash()
-    assert {name: world.core.counters[name] for name in TOLD} == before

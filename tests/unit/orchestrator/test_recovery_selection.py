@@ -28,9 +28,9 @@ class Plain:
         return [row for row in reader.rows() if row.kind == entries.GROUP and row.key not in closed]
 
     @staticmethod
-    def find_all_rows(reader: JournalReader, kind: str, keys: Iterable[str]) -> Iterator[Row]:
+    def find_rows(reader: JournalReader, kind: str, keys: Iterable[str]) -> list[Row]:
         wanted = set(keys)
-        return (row for row in reader.rows() if row.kind == kind and row.key in wanted)
+        return [row for row in reader.rows() if row.kind == kind and row.key in wanted]
 
     @staticmethod
     def rows_that_matter(found: recovery.Recovery) -> Iterator[Row]:
@@ -128,7 +128,7 @@ async def test_what_is_selected_brings_back_what_all_rows_bring_back(
     await world.settle()
     with monkeypatch.context() as plain:
         plain.setattr(recovery, "open_groups", Plain.open_groups)
-        plain.setattr(JournalReader, "find_all_rows", Plain.find_all_rows)
+        plain.setattr(JournalReader, "find_rows", Plain.find_rows)
         plain.setattr(recovery.Recovery, "rows_that_matter", Plain.rows_that_matter)
         plain.setattr(recovery.Recovery, "is_settled", lambda self, row: False)
         await world.crash()

@@ -16,7 +16,7 @@ from services.common.config.training import BatchConfig, ReplayConfig
 from services.common.records import RankBatch
 from services.orchestrator.buffer.assembly import Batch
 from services.orchestrator.buffer.buffer import AdvantageGroup, ReplayStore, advantage_groups
-from services.orchestrator.journal.reader import collect
+from services.orchestrator.journal.journal import collect
 from tests.unit.orchestrator.builders import complete_group
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
@@ -74,13 +74,6 @@ def test_what_is_replayed_follows_the_seed_of_the_run() -> None:
     assert drawn(1) == drawn(1)
     assert len({tuple(drawn(seed)) for seed in range(20)}) > 10
     assert drawn(1, step=2) != drawn(1, step=3)
-
-
-@pytest.mark.parametrize(
-    ("size", "ratio", "fresh"), [(8, 0.0, 8), (8, 0.25, 6), (8, 0.5, 4), (1, 0.9, 1), (256, 0.1, 230), (10, 0.99, 1)]
-)
-def test_what_a_batch_needs_that_was_never_trained(size: int, ratio: float, fresh: int) -> None:
-    assert BatchConfig(size=size, replay=ReplayConfig(ratio=ratio)).fresh_size == fresh
 
 
 def test_more_minibatches_than_fresh_sequences_are_refused() -> None:
@@ -187,17 +180,6 @@ async def test_a_restart_at_any_moment_gives_the_same_batches_and_the_same_store
         mortal.train()
         accounts = [world.core.experience.admission.accounts["model0"].accepted for world in (steady, mortal)]
         assert accounts[0] == accounts[1]
-
-
-async def test_without_a_ratio_nothing_is_kept_or_replayed(worlds: Make) -> None:
-    world = worlds()
-    await world.publish(0)
-    world.train()
-    for number in (1, 2, 3):
-        batch = await world.step(number)
-        assert len(batch.record.entries) == 8 and not any(entry.replayed for entry in batch.record.entries)
-        assert "num_replayed" not in batch.record.statistics
-    assert not world.stored()
 
 
 async def test_trajectories_that_may_be_replayed_are_not_collected(worlds: Make) -> None:

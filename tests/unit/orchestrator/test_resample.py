@@ -23,36 +23,6 @@ from services.orchestrator.groups import TaskGroup, split_sequence_id
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 
 
-@pytest.mark.parametrize(
-    ("num_positive", "kept"),
-    [(1, (15, 1)), *((p, (14, 2)) for p in (2, 3, 4, 5)), (16, (8, 8)), *((p, (2, 14)) for p in (28, 29, 30)), (31, (1, 15))],
-)  # fmt: skip
-def test_quotas_of_sixteen_out_of_thirty_two(num_positive: int, kept: tuple[int, int]) -> None:
-    assert quotas(32 - num_positive, num_positive, 16) == kept
-
-
-@pytest.mark.parametrize(
-    ("num_negative", "num_positive", "keep", "kept"),
-    [
-        (5, 3, 4, (2, 2)),  # 2.5 and 1.5: halves go to the even number
-        (3, 5, 4, (2, 2)),
-        (7, 1, 4, (3, 1)),  # 3.5 is 4, the right one stays: one too many, the larger kind gives way
-        (1, 7, 4, (1, 3)),
-        (13, 3, 8, (6, 2)),  # 6.5 is 6
-        (11, 5, 8, (6, 2)),  # 5.5 is 6, 2.5 is 2
-        (9, 7, 8, (4, 4)),  # 4.5 is 4, 3.5 is 4
-        (3, 3, 5, (3, 2)),  # 2.5 twice is 2 and 2: one more is taken
-        (1, 3, 2, (1, 1)),
-        (6, 2, 2, (1, 1)),
-        (2, 2, 8, (2, 2)),  # no rollout to leave out
-    ],
-)
-def test_quotas_round_half_to_even_and_fill_the_group(
-    num_negative: int, num_positive: int, keep: int, kept: tuple[int, int]
-) -> None:
-    assert quotas(num_negative, num_positive, keep) == kept
-
-
 @given(negative=st.integers(1, 64), positive=st.integers(1, 64), keep=st.integers(2, 64))
 def test_quotas_fill_the_group_and_lose_neither_kind(negative: int, positive: int, keep: int) -> None:
     kept_negative, kept_positive = quotas(negative, positive, keep)
@@ -74,16 +44,6 @@ def test_what_is_kept_is_a_sorted_part_of_the_group_and_the_same_every_time(
             again = resample_on_correct(rewards, penalties, keep, positives=positives, negatives=negatives, seed=seed)
             assert kept == again == sorted(set(kept))
             assert len(kept) == (0 if len(set(rewards)) == 1 else min(keep, len(group)))
-
-
-def test_positives_with_the_lowest_penalty_and_the_first_negatives_are_kept() -> None:
-    rewards = [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
-    penalties = [9.0, 0.5, 0.0, 0.1, 0.0, 0.5, 0.0, 0.3]
-    assert resample_on_correct(rewards, penalties, 4) == [0, 2, 3, 7]
-
-
-def test_equal_penalties_keep_the_earlier_rollout() -> None:
-    assert resample_on_correct([1.0, 1.0, 1.0, 0.0, 0.0, 0.0], [0.5] * 6, 2) == [0, 3]
 
 
 def test_a_group_of_equal_rewards_is_dropped() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from pathlib import Path
@@ -14,10 +12,8 @@ import pytest
 
 from services.common.errors import BatchLostError, InfrastructureError
 from services.orchestrator.journal import entries as records
-from services.orchestrator.journal import entries as rollouts
-from services.orchestrator.journal.index import INDEX_FILE, remove_index
-from services.orchestrator.journal.journal import Journal
-from services.orchestrator.journal.reader import JournalReader, collect
+from services.orchestrator.journal.journal import Journal, collect
+from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import Row, scan, segment_path
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.damage import loaded, rows
@@ -44,7 +40,7 @@ async def open_journal(tmp_path: Path) -> AsyncIterator[Open]:
 async def store(journal: Journal, *names: str) -> None:
     for name in names:
         made = trajectory(name, 0, sequence(num_tokens=50))
-        await journal.append(records.TRAJECTORY, f"{name}/0", lambda made=made: rollouts.trajectory_to_json(made))
+        await journal.append(records.TRAJECTORY, f"{name}/0", made)
 
 
 async def train(journal: Journal, step: int, *names: str, policy: str = "model0") -> None:
@@ -56,7 +52,7 @@ async def train(journal: Journal, step: int, *names: str, policy: str = "model0"
         for name in names
     )  # fmt: skip
     batch = records.BatchRecord(policy=policy, training_step=step, entries=entries, minibatches=())
-    await journal.append(records.BATCH, f"{policy}/{step}", lambda: records.batch_to_json(batch))
+    await journal.append(records.BATCH, f"{policy}/{step}", batch)
 
 
 def left(directory: Path) -> list[str]:
@@ -85,16 +81,6 @@ async def test_what_a_replay_from_the_oldest_kept_checkpoint_needs_stays(open_jo
     assert len(collect(journal, {"model0": 2}, live_groups={"buffered"})) == 2
     assert left(tmp_path) == ["replayable", "buffered", "newest"]
     assert not collect(journal, {"model0": 2}, live_groups={"buffered"})
-
-
-async def test_a_trajectory_stays_for_the_policy_that_needs_it_longest(open_journal: Open, tmp_path: Path) -> None:
-    journal = open_journal(segment_bytes=1)
-    await store(journal, "a", "b", "last")
-    for step, name in ((1, "a"), (2, "b")):
-        await train(journal, step, name)
-        await train(journal, step, name, policy="model1")
-    collect(journal, {"model0": 2, "model1": 1}, ())
-    assert left(tmp_path) == ["b", "last"]
 
 
 async def filled(journal: Journal) -> None:
@@ -130,21 +116,6 @@ async def test_a_reader_does_not_take_deleted_records_for_damaged_ones(open_jour
     reader.close()
 
 
-async def test_the_index_forgets_a_segment_that_was_deleted_while_another_process_had_it_locked(
-    open_journal: Open, tmp_path: Path
-) -> None:
-    await filled(open_journal())
-    journal = open_journal()
-    await store(journal, "new")
-    with closing(sqlite3.connect(tmp_path / INDEX_FILE, isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        assert await asyncio.to_thread(collect, journal, {}, ()) == [(records.TRAJECTORY, 1)]
-        assert left(tmp_path) == ["new"]
-    await journal.close()
-    open_journal()
-    assert left(tmp_path) == ["new"] and facts(tmp_path) == ([], [])
-
-
 async def test_a_damaged_segment_is_not_deleted(open_journal: Open, tmp_path: Path) -> None:
     await filled(open_journal())
     path = segment_path(tmp_path, records.TRAJECTORY, 1)
@@ -152,7 +123,6 @@ async def test_a_damaged_segment_is_not_deleted(open_journal: Open, tmp_path: Pa
     header = [row for row in scan(tmp_path, records.TRAJECTORY, 1) if isinstance(row, Row)][5]
     data[header.offset - 1] ^= 0xFF
     path.write_bytes(data)
-    remove_index(tmp_path / INDEX_FILE)
     journal = open_journal()
     await store(journal, "new")
     assert not collect(journal, {}, ())
@@ -178,7 +148,7 @@ async def test_nothing_is_collected_while_a_batch_that_may_be_replayed_cannot_be
     await store(journal, "trained", "needed", "last")
     await train(journal, 1, "trained")
     if spoil == "content":
-        await journal.append(records.BATCH, "model0/2", lambda: {"sequences": 7})
+        await journal.append(records.BATCH, "model0/2", {"sequences": 7})
     else:
         await train(journal, 2, "needed")
     with monkeypatch.context() as failing:
@@ -208,7 +178,7 @@ async def test_what_is_recorded_after_the_live_groups_were_listed_stays(open_jou
 async def test_states_that_newer_ones_supersede_are_deleted(open_journal: Open, tmp_path: Path) -> None:
     for number in range(3):
         journal = open_journal()
-        await journal.append(records.STATE, "", lambda number=number: {"n": number})
+        await journal.append(records.STATE, "", {"n": number})
         if number < 2:
             await journal.close()
     assert collect(journal, {}, ()) == [(records.STATE, 1), (records.STATE, 2)]
@@ -221,7 +191,7 @@ async def test_other_kinds_are_never_collected(open_journal: Open, tmp_path: Pat
     journal = open_journal(segment_bytes=1)
     for kind in (records.GROUP, records.VERDICT, records.FAILURE, records.VERSION, records.EVALUATION):
         for number in range(3):
-            await journal.append(kind, f"x/{number}", lambda number=number: {"n": number})
+            await journal.append(kind, f"x/{number}", {"n": number})
     assert not collect(journal, {}, ())
 
 

@@ -29,14 +29,6 @@ DAPO = OverlongPenaltyConfig(max_tokens=20480, buffer_tokens=4096)
 SHORT = OverlongPenaltyConfig(max_tokens=10, buffer_tokens=4, factor=0.5)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "penalty"),
-    [(0, 0.0), (16384, 0.0), (16385, 1 / 4096), (18432, 0.5), (20479, 4095 / 4096), (20480, 1.0), (50_000, 1.0)],
-)
-def test_the_penalty_of_dapo(num_tokens: int, penalty: float) -> None:
-    assert overlong_penalty(num_tokens, DAPO) == penalty
-
-
 @given(a=st.integers(0, 40), b=st.integers(0, 40), max_tokens=st.integers(1, 30), data=st.data())
 def test_a_longer_sequence_never_pays_less_and_nobody_more_than_the_factor(
     a: int, b: int, max_tokens: int, data: st.DataObject
@@ -70,11 +62,6 @@ def test_statistics_are_those_of_the_shaped_rewards() -> None:
     assert penalties == [0.0, 0.25, 0.5, 0.0]
     assert rewards(shaped) == [1.0, 0.75, -0.5, 0.0]
     assert (shaped.mean, shaped.std) == statistics(rewards(shaped))
-
-
-def test_a_group_in_which_nobody_pays_stays_as_it_is() -> None:
-    (group,) = advantage_groups(task_group("g", (1.0, 6), (0.0, 2)))
-    assert shape_group(group, SHORT)[0] is group
 
 
 def take_in(config: BatchConfig, *groups: TaskGroup) -> ExperiencePipeline:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.metrics import LIVE_S, Timeline, clip, length, merge, overlap
+from services.orchestrator.metrics import LIVE_S, Timeline
 
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=20)
 
@@ -12,29 +12,12 @@ def covered(found: list[tuple[float, float]]) -> set[int]:
     return {second for begin, end in found for second in range(int(begin), int(end))}
 
 
-@given(left=intervals, right=intervals)
-def test_overlap_counts_the_seconds_that_lie_in_both(
-    left: list[tuple[float, float]], right: list[tuple[float, float]]
-) -> None:
-    assert length(merge(left)) == len(covered(left))
-    assert overlap(merge(left), merge(right)) == len(covered(left) & covered(right))
-
-
 def test_overlap_share_is_the_share_of_compute_time_in_which_tokens_were_emitted() -> None:
     timeline = Timeline()
     timeline.computed("model0", [(0.0, 10.0), (20.0, 30.0)])
     timeline.emitted("a", [(5.0, 12.0)])
     timeline.emitted("b", [(8.0, 25.0)])
     assert timeline.overlap_share == (5.0 + 5.0) / 20.0
-
-
-def test_a_moment_without_length_is_no_interval() -> None:
-    timeline = Timeline()
-    timeline.emitted("a", [(5.0, 5.0)])
-    timeline.computed("model0", [(5.0, 5.0)])
-    assert timeline.overlap_share == 0.0
-    timeline.emitted("a", [(5.0, 6.0)])
-    assert timeline.totals()["overlap_s"] == 0.0
 
 
 def test_settling_and_restoring_change_no_total() -> None:
@@ -48,11 +31,6 @@ def test_settling_and_restoring_change_no_total() -> None:
     restored.restore(timeline.totals())
     assert restored.overlap_share == timeline.overlap_share
     assert sum(len(s) for s in timeline._compute.values()) <= LIVE_S / 10 + 2
-
-
-def test_nothing_computed_overlaps_nothing() -> None:
-    assert Timeline().overlap_share == 0.0
-    assert clip([(0.0, 5.0)], 6.0, 9.0) == []
 
 
 @given(

@@ -8,12 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from services.cli.inspect.fate import read_fates
-from services.common.errors import ConfigError, UnknownPolicyError
+from services.common.errors import ConfigError
 from services.orchestrator.groups import RunState
-from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members import Held, Replica
 from services.orchestrator.progress import progress, summary, waits
-from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World, living
 from tests.waiting import WAIT_S
 
@@ -71,24 +69,6 @@ async def test_its_versions_its_steps_and_its_trainer_hold_nothing_up(worlds: Ca
         await asyncio.wait_for(run, WAIT_S)
     assert world.core.control.phase is RunState.FINISHED
     assert summary(world.core)["steps"] == {"a": world.steps}
-
-
-async def test_nobody_trains_it(worlds: Callable[..., World]) -> None:
-    world = worlds(policies=AB, untrained=("b",))
-    await begin(world)
-    with pytest.raises(UnknownPolicyError):
-        await world.trainer_api.pull_batch("b", 1, timeout_s=WAIT_S)
-    with pytest.raises(UnknownPolicyError):
-        world.trainer_api.join("b", "t", 1, 0, {})
-
-
-async def test_apart_it_plays_no_training_rollout(worlds: Callable[..., World]) -> None:
-    world = worlds(policies=AB, untrained=("b",), rollout={"policies": "apart"})
-    replica = await begin(world)
-    orders = await world.orders(replica)
-    assert {order.policies for order in orders} == {("a",)}
-    answers = await world.send(trajectory(orders[0].task_group_id, 0, sequence(1.0, policy="b")))
-    assert answers == [RecordOutcome.INVALID]
 
 
 async def test_a_restarted_orchestrator_holds_what_the_earlier_one_held(worlds: Callable[..., World]) -> None:

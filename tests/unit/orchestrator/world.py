@@ -16,7 +16,7 @@ from services.orchestrator import lifecycle
 from services.orchestrator.groups import Outcome
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal.journal import Journal
-from services.orchestrator.journal.reader import JournalReader, Quarantine
+from services.orchestrator.journal.reader import Quarantine
 from services.orchestrator.members import Held, Hello, PlayGroup, Replica
 from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.recovery import recovered
@@ -102,9 +102,7 @@ class World:
         }
         recipe = validate(tree, source="test")  # before the journal: a refused recipe leaves no open file
         self.journal = Journal(self.run_dir / "journal", segment_bytes=self.segment_bytes)
-        reader = JournalReader(self.run_dir / "journal")
-        self.core = recovered(lambda aside: self._core(recipe, aside), reader)
-        reader.close()
+        self.core = recovered(lambda aside: self._core(recipe, aside), self.journal.reader)
         self.replica_api, self.trainer_api = ReplicaApi(self.core), TrainerApi(self.core)
         self.turns = self.core.turns
         self.journal.start()
@@ -178,7 +176,7 @@ class World:
         """Wait until all queued records are durable and applied."""
         for _ in range(3):
             await asyncio.sleep(0)
-            await self.journal.append("marks", "", dict)
+            await self.journal.append("marks", "", {})
             await asyncio.sleep(0)
 
     async def send(self, *outcomes: Outcome) -> list[RecordOutcome]:
@@ -208,11 +206,11 @@ class World:
         """End the lease of the policy's trainer, as the periodic checks do when the lease runs out."""
         trainer = self.core.trainers.get(policy) or self.trainer_api.join(policy, "t", 1, 0, {})
         trainer.lease_until = self.clock.now - 1.0
-        self.core.absences.check()
+        self.core.check_leases()
 
     def check_leases(self) -> None:
         """End the leases that ran out, as the periodic checks do."""
-        self.core.absences.check()
+        self.core.check_leases()
 
     def watch(self) -> Watch:
         """Periodic checks that have not run yet."""

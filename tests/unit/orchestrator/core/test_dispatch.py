@@ -178,13 +178,3 @@ async def test_a_version_that_was_replayed_to_other_bits_is_told_with_who_can_pl
     assert "no replica holds a version that is new enough" in told and "rollmill export" in told
     await world.publish(2)
     assert not [wait for wait in waits(world.core) if "other bits" in wait], "replicas fetch version 2"
-
-
-async def test_a_version_that_is_served_as_recorded_again_is_told_no_more(worlds: Callable[..., World]) -> None:
-    world = worlds()
-    await world.publish(0)
-    with pytest.raises(VersionConflictError):
-        await world.publish(0, digest="other")
-    assert [wait for wait in waits(world.core) if "other bits" in wait]
-    await world.publish(0)
-    assert not [wait for wait in waits(world.core) if "other bits" in wait]

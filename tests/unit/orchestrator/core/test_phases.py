@@ -81,7 +81,7 @@ async def test_evaluation_comes_before_training_and_its_denominator_never_shrink
 async def test_evaluation_groups_go_only_to_replicas_that_hold_the_version(worlds: Callable[..., World]) -> None:
     world = worlds()
     await world.publish(0)
-    world.core.versions.apply(WeightVersion(policy="model0", number=1, digest="d1"), {})
+    world.core.apply_version(WeightVersion(policy="model0", number=1, digest="d1"), {})
     await world.core.begin_evaluation("asked")
     old = world.join("old", number=0)
     assert await world.orders(old) == []
@@ -89,8 +89,8 @@ async def test_evaluation_groups_go_only_to_replicas_that_hold_the_version(world
     orders = await world.orders(new)
     assert len(orders) == 3
     # During the evaluation the replica hears of no newer weights; afterwards it does.
-    world.core.versions.apply(WeightVersion(policy="model0", number=2, digest="d2"), {})
-    world.core.versions.announce("model0", True)
+    world.core.apply_version(WeightVersion(policy="model0", number=2, digest="d2"), {})
+    world.core.announce_version("model0", True)
     assert not any(isinstance(c, AnnounceVersion) for c in await world.commands(new))
     for order in orders:
         await world.send(trajectory(order.task_group_id, 0, version=1))
@@ -103,7 +103,7 @@ async def test_an_evaluation_on_a_version_that_nobody_holds_any_more_ends(worlds
     await world.core.begin_evaluation("asked")
     world.join(number=0)
     await world.settle()  # decided: the pass runs on version 0
-    world.core.versions.apply(WeightVersion(policy="model0", number=1, digest="d1"), {})
+    world.core.apply_version(WeightVersion(policy="model0", number=1, digest="d1"), {})
     watch = world.watch()
     for _ in range(8):
         world.join(number=1)

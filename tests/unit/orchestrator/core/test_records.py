@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import structlog
-
-from services.common.telemetry.logs import LogEvent
 from services.orchestrator.ingest import RecordOutcome
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World
@@ -28,18 +25,6 @@ async def test_first_durable_record_of_a_slot_wins_and_later_ones_are_counted(wo
     outcome = world.core.groups[name].outcomes[0]
     assert not isinstance(outcome, type(failure()))
     assert outcome.reward == 1.0
-
-
-async def test_a_duplicate_is_expected_and_an_unknown_record_is_a_warning(worlds: Callable[..., World]) -> None:
-    world = worlds()
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    name = (await world.orders(replica))[0].task_group_id
-    with structlog.testing.capture_logs() as logs:
-        await world.send(trajectory(name, 0), trajectory(name, 0), trajectory("other-00000001", 0))
-    levels = {entry["outcome"]: entry["log_level"] for entry in logs if entry["event"] == LogEvent.RECORD_DROPPED}
-    assert levels == {"duplicate": "info", "unknown": "warning"}
 
 
 async def test_unknown_and_malformed_records_are_answered_and_counted(worlds: Callable[..., World]) -> None:

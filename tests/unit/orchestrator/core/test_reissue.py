@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import structlog
-
-from services.common.telemetry.logs import LogEvent
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members import CancelGroup, Hello, PlayGroup
 from tests.unit.orchestrator.builders import failure, trajectory
@@ -34,16 +31,6 @@ async def test_only_unresolved_indices_are_reissued_after_a_lost_lease(worlds: C
     assert all(indices == (0, 1, 2, 3) for indices in reissued.values())
     # A record of the lost replica counts if it is the first.
     assert await world.send(trajectory(name, 0)) == [RecordOutcome.ACCEPTED]
-
-
-async def test_the_log_names_a_replica_that_was_started_again(worlds: Callable[..., World]) -> None:
-    world = worlds()
-    world.join(incarnation="1")
-    with structlog.testing.capture_logs() as logs:
-        world.join(incarnation="1")
-        world.join(incarnation="2")
-    replaced = [entry for entry in logs if entry["event"] == LogEvent.REPLICA_REPLACED]
-    assert [(entry["replica"], entry["incarnation"], entry["by"]) for entry in replaced] == [("a", "1", "2")]
 
 
 async def test_a_restarted_orchestrator_sends_a_rejoining_replica_only_what_is_unresolved(
@@ -123,23 +110,6 @@ async def test_a_task_group_is_not_given_up_because_the_link_to_its_replica_flap
     assert world.core.groups[name].num_lost == 0
     assert world.core.counters["failures_replicas_lost"] == 0
     assert await world.send(trajectory(name, 0)) == [RecordOutcome.ACCEPTED]
-
-
-async def test_a_replica_of_thousands_of_slots_is_sent_all_its_orders_and_again_when_it_rejoins(
-    worlds: Callable[..., World],
-) -> None:
-    world = worlds(size=4400, max_staleness=1, rollout={"group_size": 4})
-    replica = world.join(slots=10_000)
-    await world.publish(0)
-    world.train()
-    orders = await world.orders(replica)
-    assert len(orders) > 1100
-    running = [order.task_group_id for order in orders]
-    assert world.join(slots=10_000, running=running) is replica
-    assert [order.task_group_id for order in await world.orders(replica)] == running
-    await world.crash()
-    again = world.join(slots=10_000, running=running)
-    assert sorted(order.task_group_id for order in await world.orders(again)) == sorted(running)
 
 
 async def test_a_replica_that_plays_thousands_of_unknown_task_groups_can_join(worlds: Callable[..., World]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from services.orchestrator.groups import TaskGroup
-from services.orchestrator.tasks.orders import FilterSolved, PassRate
+from services.orchestrator.tasks.orders import FilterSolved
 from tests.unit.orchestrator.builders import trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
@@ -80,14 +80,6 @@ async def test_what_a_prompt_brought_is_observed_once_by_whichever_process_lives
         assert sorted(observed) == sorted((row, [0.0, 1.0, 0.0, 1.0]) for row in played)
 
 
-async def test_when_every_task_is_solved_they_are_played_rather_than_nothing(worlds: Callable[..., World]) -> None:
-    world = worlds(curation="filter_solved")
-    for row in list(range(10)) * 29:
-        world.core.training_orders.streams[""].curation.observe(row, [1.0, 1.0])
-    assert not any(world.core.training_orders.streams[""].curation.accepts(row, 0) for row in range(10))
-    assert world.core.training_orders.next_group().order.task.task_id
-
-
 MIXTURE = [{"source": "a"}, {"source": "b", "weight": 2, "advantage_scale": 0.5}]
 
 
@@ -129,25 +121,3 @@ async def test_sequences_of_a_source_carry_its_advantage_scale_to_the_trainer_al
         scales = sorted(item.advantage_scale for item in batch.share(0, 1).sequences)
         assert scales == [0.5] * 8 + [1.0] * 4
         await world.crash()
-
-
-async def test_each_source_has_a_curation_of_its_own_also_after_a_restart(worlds: Callable[..., World]) -> None:
-    world = worlds(train=[{"source": "a"}, {"source": "b"}], curation="pass_rate", size=40)
-    await world.publish(0)
-    world.train()
-    first = {order.source: order for order in (await world.orders(world.join()))[:2]}
-    for reward, order in zip((0.0, 1.0), (first["a"], first["b"]), strict=True):
-        for _ in range(2):  # as many groups as the share is of
-            played = TaskGroup(order=order, position=world.core.groups[order.task_group_id].position)
-            for index in order.indices:
-                played.resolve(trajectory(order.task_group_id, index, reward=reward))
-            world.core.observe(played)
-    await world.settle()
-    await world.crash()
-    for source, side in {"a": "hard", "b": "easy"}.items():
-        curation = world.core.training_orders.streams[source].curation
-        assert isinstance(curation, PassRate)
-        outside = [row for row in range(10) if curation.outside(row) is not None]
-        assert len(outside) == 1 and curation.outside(outside[0]) == side
-    gauges = world.core.training_orders.gauges()
-    assert gauges["curation_solved"] == gauges["curation_unsolved"] == 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -27,7 +25,7 @@ async def write(directory: Path, first: int, count: int, **settings: object) -> 
 
 
 async def put(journal: Journal, numbers: range) -> None:
-    await asyncio.gather(*(journal.append(KINDS[n % 2], f"k{n}", lambda n=n: {"n": n}) for n in numbers))
+    await asyncio.gather(*(journal.append(KINDS[n % 2], f"k{n}", {"n": n}) for n in numbers))
 
 
 def kept(directory: Path) -> list[int]:
@@ -44,32 +42,3 @@ def damage(directory: Path) -> list[Damage]:
 def gaps(directory: Path) -> list[tuple[int, int]]:
     with closing(JournalReader(directory)) as reader:
         return reader.gaps()
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def scribble(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    draw = random.Random(5)
-    for _ in range(200):
-        data[draw.randrange(len(data))] = draw.randrange(256)
-    path.write_bytes(data)
-
-
-def change_a_key(path: Path) -> None:
-    """In the table alone: SQLite has no checksum that would notice."""
-    data = path.read_bytes()
-    at = data.index(b"thingsk20")
-    path.write_bytes(data[:at] + b"thingsk2X" + data[at + 9 :])
-
-
-SPOILED: dict[str, Callable[[Path], object]] = {
-    "removed": Path.unlink,
-    "truncated": truncate,
-    "emptied": lambda path: path.write_bytes(b""),
-    "random": lambda path: path.write_bytes(random.Random(1).randbytes(path.stat().st_size)),
-    "scribbled": scribble,
-    "one key": change_a_key,
-}

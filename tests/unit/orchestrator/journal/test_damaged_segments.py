@@ -14,7 +14,6 @@ import pytest
 
 from services.common.errors import CorruptDataError
 from services.orchestrator.journal import segments
-from services.orchestrator.journal.index import INDEX_FILE
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import (
@@ -88,10 +87,9 @@ async def test_bytes_taken_out_of_the_middle_cost_the_records_that_had_them(tmp_
         assert set(before) - set(intact(tmp_path, "things")) <= touched, (begin, end)
 
 
-@pytest.mark.parametrize("with_index", [True, False])
 @pytest.mark.parametrize("spoil", ["flip", "cut", "zeros", "garbage behind"])
-async def test_damage_is_named_costs_itself_and_is_left_alone(tmp_path: Path, spoil: str, with_index: bool) -> None:
-    draw = random.Random(f"{spoil} {with_index}")
+async def test_damage_is_named_costs_itself_and_is_left_alone(tmp_path: Path, spoil: str) -> None:
+    draw = random.Random(spoil)
     for attempt in range(6):
         directory = tmp_path / str(attempt)
         await write(directory, 0, COUNT)
@@ -105,8 +103,6 @@ async def test_damage_is_named_costs_itself_and_is_left_alone(tmp_path: Path, sp
             "garbage behind": data + draw.randbytes(50),
         }[spoil]
         path.write_bytes(spoiled)
-        if not with_index:
-            (directory / INDEX_FILE).unlink()
         await write(directory, COUNT, 2)
         assert path.read_bytes() == spoiled, "nothing is deleted that could not be read"
         found = kept(directory)
@@ -118,54 +114,17 @@ async def test_damage_is_named_costs_itself_and_is_left_alone(tmp_path: Path, sp
             for row in reader.rows():
                 reader.load(row)
             assert {span.kind for span in reader.damage()} <= {"others"}
-            assert reader.damage() or not lost  # a header may be damaged: the index has its contents
+            assert reader.damage() or not lost
             missing = {n for first, last in reader.gaps() for n in range(first, last + 1)}
             unreadable = {span.number for span in reader.damage() if span.reason is DamageReason.CHECKSUM}
         told = {n - 1 for n in missing | unreadable}
-        if spoil == "cut" and not with_index:  # that there was a last record of all is not known any more
+        if spoil in ("cut", "zeros"):  # that there was a last record of all is not known any more
             lost.discard(COUNT - 1)
             told.discard(COUNT - 1)
         assert told == lost, "every lost record is told by its number"
 
 
-async def test_a_lost_segment_is_told_with_its_numbers_and_they_are_not_given_again(tmp_path: Path) -> None:
-    await write(tmp_path, 0, 10)
-    await write(tmp_path, 10, 10)
-    segment_path(tmp_path, "others", 2).unlink()
-    journal = Journal(tmp_path)
-    assert [(d.kind, d.segment, d.reason, d.num_records) for d in journal.damage] == [
-        ("others", 2, DamageReason.LOST, 5)
-    ]
-    journal.start()
-    await put(journal, range(20, 21))
-    await journal.close()
-    assert gaps(tmp_path) == [(n, n) for n in (12, 14, 16, 18, 20)]
-    with closing(JournalReader(tmp_path)) as reader:
-        assert [row.number for row in reader.rows()][-1] == 21
-        assert [span.reason for span in reader.damage()] == [DamageReason.LOST]
-    assert Journal(tmp_path).damage == [], "told once as new"
-
-
-async def test_a_segment_that_comes_back_is_read_again(tmp_path: Path) -> None:
-    await write(tmp_path, 0, COUNT)
-    for spoiled in (None, lambda data: data[:100], lambda data: flipped(data, 50)):
-        path = segment_path(tmp_path, "others", 1)
-        data = path.read_bytes()
-        if spoiled is None:
-            path.unlink()
-        else:
-            path.write_bytes(spoiled(data))
-            (tmp_path / INDEX_FILE).unlink()
-        await write(tmp_path, COUNT, 0)
-        assert len(kept(tmp_path)) < COUNT
-        path.write_bytes(data)
-        await write(tmp_path, COUNT, 0)
-        assert kept(tmp_path) == list(range(COUNT))
-        assert damage(tmp_path) == []
-
-
-@pytest.mark.parametrize("with_index", [True, False])
-async def test_a_segment_that_retention_deleted_is_not_lost(tmp_path: Path, with_index: bool) -> None:
+async def test_a_segment_that_retention_deleted_is_not_lost(tmp_path: Path) -> None:
     journal = Journal(tmp_path, segment_bytes=200)
     journal.start()
     for n in range(20):
@@ -174,10 +133,7 @@ async def test_a_segment_that_retention_deleted_is_not_lost(tmp_path: Path, with
     await journal.close()
     left = kept(tmp_path)
     assert len(left) < 20 and not segment_path(tmp_path, "things", 1).exists()
-    if not with_index:
-        (tmp_path / INDEX_FILE).unlink()
-    again = Journal(tmp_path)
-    assert (again.damage, damage(tmp_path), gaps(tmp_path)) == ([], [], [])
+    assert (damage(tmp_path), gaps(tmp_path)) == ([], [])
     assert kept(tmp_path) == left
 
 
@@ -192,15 +148,14 @@ async def test_a_crash_between_the_record_of_a_deletion_and_the_deletion_loses_n
     await asyncio.to_thread(again.remove_segments, "things", [1])
     await again.close()
     segment_path(tmp_path, "things", 1).write_bytes(data)
-    assert Journal(tmp_path).damage == []
+    assert damage(tmp_path) == []
     assert kept(tmp_path) == list(range(10))
 
 
 async def test_a_segment_under_two_numbers_is_read_once(tmp_path: Path) -> None:
     await write(tmp_path, 0, 20)
     shutil.copy(segment_path(tmp_path, "things", 1), segment_path(tmp_path, "things", 7))
-    journal = Journal(tmp_path)
-    assert {(span.segment, span.reason) for span in journal.damage} == {(7, DamageReason.REPEATED)}
+    assert {(span.segment, span.reason) for span in damage(tmp_path)} == {(7, DamageReason.REPEATED)}
     assert kept(tmp_path) == list(range(20))
 
 
@@ -211,7 +166,6 @@ async def test_records_of_a_later_format_are_refused_and_left_alone(
     await write(tmp_path, 0, 2)
     before = {place: segment_path(tmp_path, *place).read_bytes() for place in sizes_in(tmp_path)}
     monkeypatch.setattr(segments, "FORMAT", 1)
-    (tmp_path / INDEX_FILE).unlink()
     with pytest.raises(CorruptDataError, match="format 2, and this release reads format 1"):
         Journal(tmp_path)
     assert {place: segment_path(tmp_path, *place).read_bytes() for place in sizes_in(tmp_path)} == before
@@ -221,10 +175,10 @@ async def test_the_first_intact_record_of_a_key_is_found(tmp_path: Path) -> None
     journal = Journal(tmp_path)
     journal.start()
     for n in (1, 2):
-        await journal.append("things", "same", lambda n=n: {"n": n})
+        await journal.append("things", "same", {"n": n})
     await journal.close()
     path = segment_path(tmp_path, "things", 1)
-    path.write_bytes(flipped(path.read_bytes(), segments.header_bytes("same") + 3))
+    path.write_bytes(flipped(path.read_bytes(), (segments.MIN_HEADER_BYTES + len(b"same")) + 3))
     with closing(JournalReader(tmp_path)) as reader:
         assert reader.find("things", ["same"]) == {"same": {"n": 2}}
 
@@ -235,7 +189,7 @@ def test_a_header_tells_a_record_and_nothing_else_does() -> None:
     assert segments.read_header(whole) == segments.Header(
         7, 1.5, "gruppe-ä", len(payload), segments.checksum_of(payload), len(whole) - len(payload)
     )
-    size = segments.header_bytes("gruppe-ä")
+    size = segments.MIN_HEADER_BYTES + len("gruppe-ä".encode())
     for length in range(size):
         with pytest.raises(segments.Incomplete):
             segments.read_header(whole[:length])
@@ -256,7 +210,6 @@ async def test_a_place_that_the_disk_cannot_read_costs_what_follows_in_its_segme
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await write(tmp_path, 0, COUNT)
-    (tmp_path / INDEX_FILE).unlink()
     path, real = segment_path(tmp_path, "others", 1), os.pread
     inode = path.stat().st_ino
 
@@ -267,8 +220,7 @@ async def test_a_place_that_the_disk_cannot_read_costs_what_follows_in_its_segme
 
     monkeypatch.setattr(os, "pread", pread)
     monkeypatch.setattr("services.orchestrator.journal.segments._READ_BYTES", 100)
-    journal = Journal(tmp_path)
-    assert [(span.kind, span.reason) for span in journal.damage] == [("others", DamageReason.UNREADABLE)]
+    assert [(span.kind, span.reason) for span in damage(tmp_path)] == [("others", DamageReason.UNREADABLE)]
     found = kept(tmp_path)
     assert [n for n in found if n % 2 == 0] == list(range(0, COUNT, 2))
     assert 0 < sum(n % 2 for n in found) < COUNT // 2
@@ -278,10 +230,9 @@ async def test_a_segment_that_is_deleted_while_it_is_looked_at_fails_nothing(tmp
     """As retention does beside a reader."""
     await write(tmp_path, 0, COUNT)
     sizes = sizes_in(tmp_path)
-    (tmp_path / INDEX_FILE).unlink()
     segment_path(tmp_path, "others", 1).unlink()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.orchestrator.journal.index.sizes_in", lambda directory: sizes)
+        patch.setattr("services.orchestrator.journal.reader.sizes_in", lambda directory: sizes)
         assert kept(tmp_path) == list(range(0, COUNT, 2))
     assert kept(tmp_path) == list(range(0, COUNT, 2))
 
@@ -304,7 +255,6 @@ async def test_a_record_that_no_journal_writes_stops_no_start(tmp_path: Path, fo
     await write(tmp_path, 0, 6)
     path = segment_path(tmp_path, "things", 1)
     path.write_bytes(path.read_bytes() + forged)
-    (tmp_path / INDEX_FILE).unlink()
     await write(tmp_path, 6, 2)
     assert kept(tmp_path) == list(range(8))
     with closing(JournalReader(tmp_path)) as reader:

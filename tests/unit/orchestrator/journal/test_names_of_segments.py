@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ConfigError
-from services.orchestrator.journal import index, segments
-from services.orchestrator.journal.index import INDEX_FILE
+from services.orchestrator.journal import segments
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.segments import Packer, segment_path, write_header
 from tests.unit.orchestrator.journal.helpers import (
@@ -31,19 +30,14 @@ NO_FILES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("with_index", [True, False])
 @pytest.mark.parametrize("what", NO_FILES)
-async def test_a_name_of_a_segment_that_is_no_file_costs_only_what_was_there(
-    tmp_path: Path, what: str, with_index: bool
-) -> None:
+async def test_a_name_of_a_segment_that_is_no_file_costs_only_what_was_there(tmp_path: Path, what: str) -> None:
     await write(tmp_path, 0, 20)
     await write(tmp_path, 20, 20)
     for number in (1, 3):  # in the place of a segment, and where the next one would be
         path = segment_path(tmp_path, "things", number)
         path.unlink(missing_ok=True)
         NO_FILES[what](path)
-    if not with_index:
-        index.remove_index(tmp_path / INDEX_FILE)
     expected = [n for n in range(40) if n % 2 or n >= 20]
     assert kept(tmp_path) == expected, "read without a writer"
     for life in range(2):
@@ -76,7 +70,6 @@ async def test_a_start_behind_the_highest_number_of_a_record_is_refused(tmp_path
 
 async def test_a_segment_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await write(tmp_path, 0, 6)
-    index.remove_index(tmp_path / INDEX_FILE)
     forbidden = segment_path(tmp_path, "things", 1)
     opened = Path.open
 
@@ -97,8 +90,6 @@ async def test_files_that_are_no_segments_are_left_alone(tmp_path: Path) -> None
     names = ("things-99999999999999999999.jsonl.zst", "things-1.jsonl.zst", "Things-000001.jsonl.zst", "notes.txt")
     for name in names:
         (tmp_path / name).write_bytes(b"mine")
-    (tmp_path / INDEX_FILE).unlink()
-    (tmp_path / INDEX_FILE).mkdir()  # not even this stops a start
     await write(tmp_path, 6, 2)
     assert kept(tmp_path) == list(range(8))
     assert all((tmp_path / name).read_bytes() == b"mine" for name in names)

@@ -103,7 +103,7 @@ async def test_the_record_of_a_group_of_a_damaged_assignment_is_taken_before_its
     world.core.pool.expire()
     (name,) = [order.task_group_id for order in await world.orders(world.join("other", slots=4))]
     await spoiled(world, entries.ASSIGNMENT, name)
-    assert not world.core.pool.has_met("other", "1"), "no other record says who it was"
+    assert not world.core.pool.has_met(("other", "1")), "no other record says who it was"
     answers: list[Answer] = []
     world.core.ingest.submit(trajectory(name, 0), answers.append, ("other", "1"))
     world.core.ingest.submit(trajectory(name, 1), answers.append, ("other", ""))
@@ -141,7 +141,7 @@ async def test_a_damaged_record_of_another_kind_stops_nothing(worlds: Make, kind
     await world.settle()
     mark, started = mark_of(world), world.core.started_at
     if kind == entries.RUN:
-        world.journal.submit(entries.RUN, "", lambda: {"run_id": "unit", "mark": "abc", "started_at": 0.0})
+        world.journal.submit(entries.RUN, "", {"run_id": "unit", "mark": "abc", "started_at": 0.0})
         await world.settle()
     key = rows(world.run_dir, kind)[-1].key
     await spoiled(world, kind, key, -1)

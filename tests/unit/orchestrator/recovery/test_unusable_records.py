@@ -75,8 +75,8 @@ async def test_a_trajectory_that_says_nothing_sensible_is_unreadable(worlds: Mak
     world = worlds()
     orders = await begun(world)
     name = orders[0].task_group_id
-    record = {**entries.trajectory_to_json(trajectory(name, 2)), **change}
-    world.journal.submit(entries.TRAJECTORY, f"{name}/2", lambda: record)
+    record = {**entries.to_json(trajectory(name, 2)), **change}
+    world.journal.submit(entries.TRAJECTORY, f"{name}/2", record)
     await world.settle()
     await world.crash()
     assert world.core.groups[name].unresolved == (0, 1, 2, 3)
@@ -98,7 +98,7 @@ async def test_a_record_that_can_be_read_and_not_applied_is_set_aside(
 ) -> None:
     world = worlds()
     await begun(world)
-    world.journal.submit(kind, key, lambda: record)
+    world.journal.submit(kind, key, record)
     await world.settle()
     await world.crash()
     assert (kind, key, SetAsideReason.REFUSED) in set_aside(world)
@@ -115,9 +115,7 @@ async def test_versions_after_a_gap_are_taken_in_the_order_of_their_numbers(worl
     await world.publish(0)
     for number in (3, 4):
         version = WeightVersion(policy="model0", number=number, digest=f"d{number}")
-        world.journal.submit(
-            entries.VERSION, f"model0/{number}", lambda version=version: entries.version_to_json(version, 0, {})
-        )
+        world.journal.submit(entries.VERSION, f"model0/{number}", entries.version_to_json(version, 0, {}))
     await world.settle()
     await world.crash()
     assert world.core.ledgers["model0"].newest_number == 4

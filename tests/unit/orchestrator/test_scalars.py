@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.cli.inspect.run_state import read_metrics
-from services.orchestrator.metrics import UNITS, scalars_of, unit_of
-from tests.documented import DOCS
-from tests.metrics_catalogue import is_documented, step_metrics
-from tests.unit.orchestrator.trackers.rows import STEP, write_run
+from services.orchestrator.metrics import scalars_of
+from tests.unit.orchestrator.metrics_rows import STEP, write_run
 
 
 def test_scalars_have_group_step_and_time(tmp_path: Path) -> None:
@@ -44,28 +42,3 @@ def test_what_is_no_finite_number_is_left_out(value: object) -> None:
 def test_rows_without_scalars_have_none() -> None:
     for kind in ("stall", "accounts", "summary", "threshold", "of a newer version"):
         assert scalars_of({"time": 1.0, "kind": kind}) is None
-
-
-def test_the_names_of_the_tests_are_those_of_the_run() -> None:
-    assert all(is_documented(name) for name in STEP)
-
-
-def test_units_are_documented() -> None:
-    page = (DOCS / "trackers.md").read_text()
-    for _, unit in UNITS:
-        assert f"`{unit}`" in page
-    for metric in step_metrics():
-        assert unit_of(metric.name.replace("{", "").replace("}", ""))
-
-
-@pytest.mark.parametrize(
-    ("name", "unit"),
-    [
-        ("compute_s", "s"), ("trainer/seconds", "s"), ("payload_bytes", "By"), ("tokens_per_s", "{token}/s"),
-        ("trainer/entropy", "nat"), ("trainer/mismatch_fresh_abs", "nat"), ("trainer/clipped_share", "1"),
-        ("num_trained_tokens", "{token}"), ("rollouts_finished", "{rollout}"), ("staleness_mean", "{version}"),
-        ("rollout_reward_mean", "1"), ("trainer/loss", "1"), ("bits_per_change", "bit"),
-    ],
-)  # fmt: skip
-def test_units(name: str, unit: str) -> None:
-    assert unit_of(name) == unit

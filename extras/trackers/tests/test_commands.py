@@ -10,21 +10,22 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from extras.trackers import follow
+from extras.trackers.follow import Follower
+from extras.trackers.sinks import TrackerDown
 from services.cli.__main__ import app
 from services.cli.check.recipe import launch_problems
 from services.cli.watch import LOOK_EVERY_S, TrackersTold
 from services.common import run_files
 from services.common.config import processes
 from services.common.config.loading import load_recipe, save_resolved
-from services.common.config.processes import Tracker, missing_packages
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.installing import install
-from services.orchestrator import trackers as orchestrator_trackers
 from services.orchestrator.metrics import RunMetrics
-from services.orchestrator.trackers import Follower, TrackerDown, TrackersProcess, followed
+from services.orchestrator.trackers import TrackersProcess, followed
 from tests.clock import Clock
-from tests.unit.orchestrator.trackers.rows import STEP, write_run
+from tests.unit.orchestrator.metrics_rows import STEP, write_run
 from tests.waiting import WAIT_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,10 +46,9 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_command(none_instal
     assert "tensorboard" not in told, "its files need no package"
 
 
-def test_packages_are_looked_for_without_importing_them() -> None:
-    assert missing_packages([Tracker.TENSORBOARD]) == []
-    for tracker in Tracker:
-        missing_packages([tracker])  # also where a parent package is absent
+def test_a_tracker_without_its_extra_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "provided", lambda kind: {})
+    assert "extras/trackers" in "\n".join(launch_problems(recipe("wandb")))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_track_sends_what_is_left_and_says_what_is_not(tmp_path: Path, monkeypat
             pass
 
     monkeypatch.setattr(processes, "missing", lambda _: [])
-    monkeypatch.setattr(orchestrator_trackers, "sink_maker", lambda *_: Sink)
+    monkeypatch.setattr(follow, "sink_maker", lambda *_: Sink)
     save_resolved(recipe("otlp", "tensorboard"), tmp_path)
     write_run(tmp_path)
     refused = CliRunner().invoke(app, ["track", str(tmp_path)])
@@ -144,8 +144,8 @@ def test_track_does_not_wait_for_a_tracker_that_hangs(tmp_path: Path, monkeypatc
             released.wait(WAIT_S)
 
     monkeypatch.setattr(processes, "missing", lambda _: [])
-    monkeypatch.setattr(orchestrator_trackers, "sink_maker", lambda *_: Sink)
-    monkeypatch.setattr(orchestrator_trackers, "SILENT_S", 0.05)
+    monkeypatch.setattr(follow, "sink_maker", lambda *_: Sink)
+    monkeypatch.setattr(follow, "SILENT_S", 0.05)
     save_resolved(recipe("otlp"), tmp_path)
     write_run(tmp_path)
     refused = CliRunner().invoke(app, ["track", str(tmp_path)])

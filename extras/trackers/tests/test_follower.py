@@ -11,11 +11,13 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extras.trackers.follow import Follower
+from extras.trackers.sinks import TrackerDown
 from services.common import run_files
 from services.common.telemetry.metrics import MetricsWriter, RowKind
-from services.orchestrator import trackers
-from services.orchestrator.trackers import Follower, Row, TrackerDown, all_sent, position_file, read_position
-from tests.unit.orchestrator.trackers.rows import write_run
+from services.orchestrator.metrics import Row
+from services.orchestrator.trackers import all_sent, position_file, read_position
+from tests.unit.orchestrator.metrics_rows import write_run
 
 
 class Recorder:
@@ -82,21 +84,6 @@ def test_what_a_tracker_that_is_down_did_not_take_is_sent_when_it_is_back(tmp_pa
     )
 
 
-def test_an_outage_is_logged_once(tmp_path: Path, capsys: object) -> None:
-    import structlog
-
-    write_run(tmp_path)
-    sink = Recorder()
-    sink.down = True
-    following = follower_of(tmp_path, sink)
-    with structlog.testing.capture_logs() as logged:
-        for _ in range(5):
-            following.poll()
-        sink.down = False
-        following.poll()
-    assert [event["event"] for event in logged] == ["tracker.down", "tracker.back"]
-
-
 def test_a_tracker_that_cannot_be_opened_is_down(tmp_path: Path) -> None:
     write_run(tmp_path)
 
@@ -139,15 +126,3 @@ def test_a_damaged_position_begins_again(tmp_path: Path) -> None:
     for damaged in ("{", json.dumps({"unknown": 1}), ""):
         position_file(tmp_path, "recorder").write_text(damaged)
         assert read_position(tmp_path, "recorder").offset == 0
-
-
-def test_a_run_without_metrics_is_waited_for(tmp_path: Path) -> None:
-    sink = Recorder()
-    following = follower_of(tmp_path, sink)
-    assert following.poll() and not sink.rows
-    write_run(tmp_path)
-    assert following.poll() and sink.rows
-
-
-def test_delays_of_an_outage_are_bounded() -> None:
-    assert trackers.FIRST_DELAY_S <= trackers.LONGEST_DELAY_S <= 60.0

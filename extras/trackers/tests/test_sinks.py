@@ -11,10 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
+from extras.trackers import sinks
+from extras.trackers.follow import Follower
+from extras.trackers.sinks import OtlpSink, RunFacts, WandbSink
 from services.cli.inspect.run_state import read_metrics
-from services.orchestrator import trackers
-from services.orchestrator.trackers import Follower, RunFacts, all_sent
-from tests.unit.orchestrator.trackers.rows import write_run
+from services.orchestrator.trackers import all_sent
+from tests.unit.orchestrator.metrics_rows import write_run
 from tests.waiting import wait_until
 
 
@@ -75,8 +77,6 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 @pytest.mark.needs("opentelemetry")
 def test_a_collector_gets_gauges_with_units_and_times(tmp_path: Path, collector: Collector) -> None:
-    from services.orchestrator.trackers import OtlpSink
-
     write_run(tmp_path)
     sink = OtlpSink(facts(tmp_path))
     rows = read_metrics(tmp_path)
@@ -93,8 +93,6 @@ def test_a_collector_gets_gauges_with_units_and_times(tmp_path: Path, collector:
 
 @pytest.mark.needs("opentelemetry")
 def test_a_collector_gets_one_trace_of_steps_transfers_and_stalls(tmp_path: Path, collector: Collector) -> None:
-    from services.orchestrator.trackers import OtlpSink
-
     write_run(tmp_path)
     sink = OtlpSink(facts(tmp_path))
     sink.send(read_metrics(tmp_path))
@@ -121,10 +119,10 @@ def test_a_collector_that_comes_late_gets_everything(
     tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    monkeypatch.setattr(trackers, "SEND_TIMEOUT_S", 1)
+    monkeypatch.setattr(sinks, "SEND_TIMEOUT_S", 1)
     collector.stop()
     write_run(tmp_path)
-    follower = Follower(tmp_path, "otlp", lambda: trackers.OtlpSink(facts(tmp_path)))
+    follower = Follower(tmp_path, "otlp", lambda: OtlpSink(facts(tmp_path)))
     assert not follower.poll() and follower.is_down
     again = Collector(collector.port)
     try:
@@ -152,8 +150,8 @@ def test_trackio_keeps_the_scalars_of_a_resumed_run_in_one_run(tmp_path: Path, m
     write_run(tmp_path, steps=range(1, 3), summary=False)
     # Each launch has a process of its own; trackio reads its variables when it is imported.
     script = (
-        "import sys; from pathlib import Path; from services.orchestrator.trackers import TrackioSink; "
-        "from services.orchestrator.trackers import Follower; from services.orchestrator.trackers import RunFacts; "
+        "import sys; from pathlib import Path; from extras.trackers.follow import Follower; "
+        "from extras.trackers.sinks import RunFacts, TrackioSink; "
         "run = Path(sys.argv[1]); facts = RunFacts(run_id='run0', project='quickstart', directory=run, settings={}); "
         "follower = Follower(run, 'trackio', lambda: TrackioSink(facts)); assert follower.poll(); follower.close()"
     )
@@ -203,7 +201,6 @@ def test_wandb_offline_has_the_scalars_under_one_id_when_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    from services.orchestrator.trackers import WandbSink
 
     for steps in (range(1, 3), range(3, 5)):  # two launches
         write_run(tmp_path, steps=steps, summary=steps.stop == 5)
@@ -226,10 +223,10 @@ def test_wandb_offline_has_the_scalars_under_one_id_when_resumed(
 def test_a_wandb_server_that_is_down_keeps_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.ports import free_port
 
-    monkeypatch.setattr(trackers, "INIT_TIMEOUT_S", 3)
+    monkeypatch.setattr(sinks, "INIT_TIMEOUT_S", 3)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
     write_run(tmp_path)
-    follower = Follower(tmp_path, "wandb", lambda: trackers.WandbSink(facts(tmp_path)))
+    follower = Follower(tmp_path, "wandb", lambda: WandbSink(facts(tmp_path)))
     assert not follower.poll() and follower.is_down and not all_sent(tmp_path, "wandb")
