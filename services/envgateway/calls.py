@@ -1,15 +1,12 @@
-"""Calls user functions, sync or async, joins calls that repeat a key, and waits for a place among calls that run."""
+"""Threads for user functions; joins calls that repeat a key, and waits for a place among calls that run."""
 
 from __future__ import annotations
 
 import asyncio
 import enum
-import inspect
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from types import FunctionType
 from typing import Any, Generic, TypeVar
 
 from services.common.dataset_rows import TRUTH_FIELDS, truth_in
@@ -22,27 +19,6 @@ THREADS = DaemonThreads(64)  # they run mostly Python, so more would only take t
 Result = TypeVar("Result")
 
 
-async def call_plain_or_async(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Await an async function; run a plain one in a thread, so that the event loop goes on even when the function never
-    returns.
-
-    Raises:
-        RuntimeError: the function raised ``SystemExit`` or the like, which would end the process, or cancelled itself.
-    """
-    try:
-        if _is_async(function):
-            return await function(*arguments)
-        result = await THREADS.run(function, *arguments)
-        return await result if inspect.isawaitable(result) else result
-    except (Exception, GeneratorExit):
-        raise
-    except BaseException as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise  # its caller has given up
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-
 async def take_place(places: asyncio.Semaphore | asyncio.Lock, limit_s: float | None, busy: str) -> None:
     """Acquire a semaphore or lock. Raises ``CapacityError`` with the text ``busy`` where that takes longer than ``limit_s``."""
     try:
@@ -50,16 +26,6 @@ async def take_place(places: asyncio.Semaphore | asyncio.Lock, limit_s: float | 
             await places.acquire()
     except TimeoutError:
         raise CapacityError(busy, retry_after_s=1.0) from None
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    plain = getattr(function, "__func__", function)  # under a method
-    if isinstance(plain, FunctionType):
-        return _is_coroutine_function(plain)
-    return inspect.iscoroutinefunction(function) or _is_coroutine_function(type(function).__call__)
-
-
-_is_coroutine_function = lru_cache(1024)(inspect.iscoroutinefunction)  # asked at every call, and slow to say
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,7 @@ import structlog
 from services.common.config.envgateway import MCP, McpServerConfig, ToolConfig, split_name
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
 from services.common.installing import install
-from services.common.text.tools import ToolStatus
+from services.common.text.tools import ArgumentSchema, ToolStatus
 from services.common.tools import ToolResult
 from services.envgateway.calls import take_place
 from services.envgateway.tools.tools import RegisteredTool, StateLostError
@@ -46,7 +46,7 @@ class Offer:
     own_name: str
     description: str
     parameters: Mapping[str, Any]
-    schema: Any  # ArgumentSchema
+    schema: ArgumentSchema
 
 
 class McpServer:
@@ -262,8 +262,6 @@ def _checked(listed: Sequence[Any], config: McpServerConfig, where: str) -> dict
     Raises:
         ConfigError: an invalid schema, with the tool's name; a tool that the recipe names and the server lacks; no tool.
     """
-    from services.envgateway.tools.mcp_client import ArgumentSchema
-
     names = [tool.name for tool in listed]
     for wanted in config.tools:
         if wanted not in names:
@@ -279,7 +277,7 @@ def _checked(listed: Sequence[Any], config: McpServerConfig, where: str) -> dict
         if tool.name in offers:
             raise ConfigError(f"{where}: the server has two tools named {tool.name!r}")
         try:
-            schema = ArgumentSchema(tool.input_schema)
+            schema = ArgumentSchema(tool.input_schema, "inputSchema", is_closed=False)
         except ValueError as error:
             raise ConfigError(
                 f"{where}: the schema of the tool {tool.name!r} is invalid: {error}; correct the server, or offer other tools of "
@@ -297,7 +295,6 @@ class McpTool:
         self.name = offer.name
         self.description = offer.description
         self.parameters = offer.parameters
-        self.problem_with = offer.schema.problem_with
         self._session, self._offer, self._max_chars = session, offer, max_chars
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
@@ -351,8 +348,8 @@ def _registered(server: McpServer, session: McpSession, offer: Offer, max_chars:
     most = max_chars or server.config.max_chars
     return RegisteredTool(
         tool=McpTool(session, offer, most),
-        config=ToolConfig(max_chars=most),
+        schema=offer.schema,
         timeout_s=None,  # the session's own
+        config=ToolConfig(max_chars=most),
         running=server.running,
-        has_state=False,
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import difflib
 import enum
-import inspect
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -523,10 +522,9 @@ async def call_reward(function: Callable[..., Any], reward: str, task: Task, jud
     with during_here(ActivityName.RUNNING_REWARD.of(reward)):
         async with limit:
             # In a thread: a function that never returns must not stop the replica's other rollouts.
-            value = await REWARD_THREADS.run(
+            return await REWARD_THREADS.call(
                 function, task.data, judged, on_begin=lambda: limit.begin_again(REWARD_TIMEOUT_S, what)
             )
-            return await value if inspect.isawaitable(value) else value
 
 
 def _no_reward(name: str) -> str:
