@@ -48,19 +48,8 @@ from services.common.security.keys import Role
 from services.common.system.surroundings import reach_directly
 from services.common.text.chat import Message
 from services.common.text.tools import OPEN
-from services.inference.endpoint.dialects import (
-    CHAT,
-    DIALECTS,
-    MESSAGES,
-    RESPONSES,
-    AnswerWriter,
-    Dialect,
-    Form,
-    ItemLimits,
-    Refusal,
-    UnknownSessionError,
-    known,
-)
+from services.inference.endpoint.dialects import CHAT, DIALECTS, MESSAGES, RESPONSES, AnswerWriter
+from services.inference.endpoint.forms import Dialect, Form, ItemLimits, Refusal, UnknownSessionError, known
 from services.inference.workflows.agents import (
     DEFAULT_MODEL,
     CapturedSession,

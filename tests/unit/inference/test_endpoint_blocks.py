@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequestError
-from services.inference.endpoint.dialects import (
+from services.inference.endpoint.dialects import split_growing
+from services.inference.endpoint.forms import (
     ItemLimits,
     check_tools,
     function_tool,
     read_chat,
     read_input,
     read_messages,
-    split_growing,
 )
 from services.inference.workflows.agents import (
     Call,
