@@ -14,11 +14,12 @@ import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -80,29 +81,14 @@ MAX_PHASES = 512  # of one rollout; one last phase counts the phases beyond
 MAX_DETAIL = 120  # characters
 
 
+@dataclass(slots=True)
 class OpenPhase:
-    """A phase of a rollout: the body of its ``with``, also when that raises. The body may set detail and segments."""
+    """A phase of a rollout: the body of a ``with``, which may set detail and segments."""
 
-    __slots__ = ("_begin", "_clock", "detail", "policy", "segments", "what")
-
-    def __init__(self, clock: RolloutClock, what: PhaseKind, policy: str) -> None:
-        self._clock = clock
-        self._begin = 0.0
-        self.what = what
-        self.policy = policy
-        self.detail = ""
-        self.segments: tuple[Segment, ...] = ()  # that were generated
-
-    def __enter__(self) -> OpenPhase:
-        self._begin = self._clock.opened(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.detail = error.reason if isinstance(error, RollmillError) else type(error).__name__
-        self._clock.closed(self, self._begin, cut_short=isinstance(error, asyncio.CancelledError))
+    what: PhaseKind
+    policy: str
+    detail: str = ""
+    segments: tuple[Segment, ...] = ()  # that were generated
 
 
 class RolloutClock:
@@ -127,22 +113,23 @@ class RolloutClock:
         """Kinds of phases that a cancellation has cut short since then (time.monotonic), or is about to."""
         return {what for what, at in self._cut_short.items() if at >= since} | {w for w, n in self._open.items() if n}
 
-    def phase(self, what: PhaseKind, policy: str = "") -> OpenPhase:
-        """A context manager that records its body as a phase, also when the body raises."""
-        return OpenPhase(self, what, policy)
-
-    def opened(self, phase: OpenPhase) -> float:
-        """For ``OpenPhase``: note that a phase begins; returns the time in seconds of this clock."""
-        self._open[phase.what] = self._open.get(phase.what, 0) + 1
-        return time.perf_counter() - self._zero
-
-    def closed(self, phase: OpenPhase, begin_s: float, *, cut_short: bool) -> None:
-        """For ``OpenPhase``: note that a phase ends, ``cut_short`` by a cancellation or not."""
-        self._open[phase.what] -= 1
-        if cut_short:
-            self._cut_short[phase.what] = time.monotonic()
-        if self._enabled:
-            self._keep(phase, begin_s, time.perf_counter() - self._zero - begin_s)
+    @contextmanager
+    def phase(self, what: PhaseKind, policy: str = "") -> Iterator[OpenPhase]:
+        """Record the body as a phase, also when it raises."""
+        phase = OpenPhase(what, policy)
+        self._open[what] = self._open.get(what, 0) + 1
+        begin_s = time.perf_counter() - self._zero
+        try:
+            yield phase
+        except BaseException as error:
+            phase.detail = error.reason if isinstance(error, RollmillError) else type(error).__name__
+            if isinstance(error, asyncio.CancelledError):
+                self._cut_short[what] = time.monotonic()
+            raise
+        finally:
+            self._open[what] -= 1
+            if self._enabled:
+                self._keep(phase, begin_s, time.perf_counter() - self._zero - begin_s)
 
     def timing(self) -> RolloutTiming:
         """The phases recorded so far, in order of beginning."""

@@ -215,10 +215,10 @@ class ExternalAgent:
                 raise AgentFailedError(f"the agent returned the reward {reward}; must be a finite number")
             return Reward(value=reward)
         if self._grade_all is not None:
-            rewards = await self._grade_all(task, session.conversations())
-            if rewards.each is not None:
-                session.reward_each(rewards.each)
-            return Reward(value=rewards.rollout)
+            reward, each = await self._grade_all(task, session.conversations())
+            if each is not None:
+                session.reward_each(each)
+            return Reward(value=reward)
         if self._grade is None or session.last is None:
             raise ConfigError(
                 "the agent returned no reward, posted none to /v1/rewards, and workflow.settings.reward names none"
