@@ -95,6 +95,12 @@ def described(**code: Any) -> dict[str, Any]:
         (described(pattern=r"(?<=a)b"), r"parameters\.code\.pattern .*linear time"),
         (described(pattern=r"(a)\1"), "linear time"),
         (described(pattern="["), "is not a 'regex'"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}}, "#/\\$defs/A, which it does not have"),
+        (
+            {"type": "object", "properties": {"a": {"$ref": "https://x.org/a.json"}}},
+            "only references inside the schema",
+        ),
+        ({"type": "object", "$ref": "#"}, "refers to itself without end"),
     ],
 )
 def test_a_schema_that_cannot_be_checked_is_refused_with_its_place(schema: Any, told: str) -> None:
@@ -109,3 +115,13 @@ def test_a_pattern_that_repeats_a_repetition_is_checked_in_linear_time() -> None
     assert schema.problem_with({"code": "a" * 32_000 + "!"}) is not None
     assert schema.problem_with({"code": "\ud800"}) is not None
     assert time.process_time() - began < 1.0  # for ever, with backtracking
+
+
+def test_an_open_schema_takes_what_it_does_not_name_and_follows_its_references() -> None:
+    parts = {"text": {"$ref": "#/$defs/Text"}, "n": {"oneOf": [{"type": "integer"}, {"type": "null"}]}}
+    text = {"type": "string", "maxLength": 3, "pattern": "(?=a)"}
+    schema = {"type": "object", "properties": parts, "required": ["text"], "$defs": {"Text": text}}
+    checked = ArgumentSchema(schema, "inputSchema", is_closed=False)
+    assert checked.problem_with({"text": "abc", "n": None, "more": 1}) is None
+    for wrong in ({"text": "abcd"}, {"text": "b"}, {"text": "abc", "n": "1"}, {}):
+        assert checked.problem_with(wrong)

@@ -15,7 +15,7 @@ from services.common.errors import CapacityError, ConfigError, DeadlineError, In
 from services.common.text.tools import ToolCall, ToolStatus
 from services.common.tools import ToolError, ToolResult
 from services.envgateway.tools import registry as session_module
-from services.envgateway.tools.registry import GatewayToolSession, ToolBox, load_tools
+from services.envgateway.tools.registry import GatewayToolSession, ToolBox
 from services.envgateway.tools.tools import StateLostError
 from tests.waiting import WAIT_S
 
@@ -219,16 +219,6 @@ async def test_a_lost_state_is_an_error_of_its_own() -> None:
         await session.answer(ToolCall(name="count", arguments={"lose": True}))
 
 
-async def test_statistics_are_of_one_trajectory() -> None:
-    session = _session(echo=BRIEF)
-    for content in (_call("echo", {"text": "x"}), "{", _call("echo", {"text": "sleep"})):
-        await session.answer(content)
-    metrics = session.statistics.metrics()
-    assert (metrics["tool_calls"], metrics["tool_errors"], metrics["tool_calls_echo"]) == (3, 2, 2)
-    assert metrics["tool_errors_malformed_call"] == metrics["tool_errors_time_limit"] == 1
-    assert 0.9 <= metrics["tool_latency_max_s"] <= metrics["tool_latency_s"]
-
-
 def test_a_tool_that_is_not_there_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="the gateway has echo"):
         GatewayToolSession(ToolBox([Echo()]), ["python"])
@@ -261,10 +251,3 @@ class Callless:
 def test_a_tool_that_cannot_be_used_is_refused_at_start(tools: Any, limits: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         ToolBox(tools, limits)
-
-
-def test_tools_are_loaded_by_import_path() -> None:
-    (tool,) = load_tools([f"{__name__}:Echo"])
-    assert tool.name == "echo"
-    with pytest.raises(ConfigError, match="has no 'Missing'"):
-        load_tools([f"{__name__}:Missing"])
