@@ -6,7 +6,7 @@ import asyncio
 import enum
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from services.common.dataset_rows import TRUTH_FIELDS, truth_in
@@ -30,8 +30,8 @@ async def take_place(places: asyncio.Semaphore | asyncio.Lock, limit_s: float | 
 
 @dataclass(slots=True, eq=False)
 class _Running(Generic[Result]):
-    task: asyncio.Task[None] | None = None
-    waiting: set[asyncio.Future[Result]] = field(default_factory=set)
+    task: asyncio.Task[Result]
+    num_waiting: int = 0
 
 
 class SharedCalls(Generic[Result]):
@@ -63,23 +63,18 @@ class SharedCalls(Generic[Result]):
             return await call()
         if key in self._stored:
             return self._stored[key]
-        loop = asyncio.get_running_loop()
-        entry = self._running.get(key)
-        if entry is None:
-            entry = self._running[key] = _Running()
-            entry.task = loop.create_task(self._carry_out(key, entry, call))
-        # A future of each caller's own: the task, which outlives callers, is not theirs to cancel.
-        answer: asyncio.Future[Result] = loop.create_future()
-        entry.waiting.add(answer)
+        if key not in self._running:
+            self._running[key] = _Running(asyncio.create_task(self._carry_out(key, call)))
+        running = self._running[key]
+        running.num_waiting += 1
         try:
-            return await answer
-        except asyncio.CancelledError:
-            entry.waiting.discard(answer)
-            if not entry.waiting and entry.task is not None and not entry.task.done():
-                if self._running.get(key) is entry:
+            return await asyncio.shield(running.task)
+        finally:
+            running.num_waiting -= 1
+            if not running.num_waiting and not running.task.done():
+                if self._running.get(key) is running:
                     del self._running[key]
-                entry.task.cancel()
-            raise
+                running.task.cancel()
 
     def __contains__(self, key: str) -> bool:
         """Whether a call with this key runs."""
@@ -89,34 +84,17 @@ class SharedCalls(Generic[Result]):
         """Running calls and stored results."""
         return len(self._running) + len(self._stored)
 
-    async def _carry_out(self, key: str, entry: _Running[Result], call: Callable[[], Awaitable[Result]]) -> None:
-        """Make the call and answer all waiters at once: the end of a task would reach them two rounds of the loop
-        later."""
+    async def _carry_out(self, key: str, call: Callable[[], Awaitable[Result]]) -> Result:
         try:
             result = await call()
-            if self._forget(key, entry) and self._keep(result):
-                self._store(key, result)
-        except asyncio.CancelledError:
-            self._forget(key, entry)
-            for answer in entry.waiting:
-                answer.cancel()
-            raise
-        except Exception as error:  # noqa: BLE001 - raised to all waiters
-            self._forget(key, entry)
-            for answer in entry.waiting:
-                if not answer.done():
-                    answer.set_exception(error)
-        else:
-            for answer in entry.waiting:
-                if not answer.done():
-                    answer.set_result(result)
-
-    def _forget(self, key: str, entry: _Running[Result]) -> bool:
-        """Drop a call without waiters. Returns False when no waiter was left: the result is dropped."""
-        if self._running.get(key) is not entry:
-            return False
-        del self._running[key]
-        return True
+        finally:
+            running = self._running.get(key)
+            is_waited_for = running is not None and running.task is asyncio.current_task()
+            if is_waited_for:
+                del self._running[key]
+        if is_waited_for and self._keep(result):
+            self._store(key, result)
+        return result
 
     def _store(self, key: str, result: Result) -> None:
         self._stored[key] = result

@@ -14,13 +14,13 @@ import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import structlog
@@ -77,6 +77,7 @@ from services.inference.workflows.scripts import Scene, ScriptBook
 # --- Records the phases of one rollout for its record; costs a few microseconds per phase.
 
 
+Found = TypeVar("Found")
 MAX_PHASES = 512  # of one rollout; one last phase counts the phases beyond
 MAX_DETAIL = 120  # characters
 
@@ -174,42 +175,44 @@ class TimedGateway:
     async def execute_code(
         self, code: str, *, stdin: bytes = b"", print_trailing_expression: bool = False
     ) -> Execution:
-        with self._clock.phase(PhaseKind.EXECUTE_CODE) as phase:
-            execution = await self._gateway.execute_code(
-                code, stdin=stdin, print_trailing_expression=print_trailing_expression
-            )
-            phase.detail = execution.status.value
-            return execution
+        call = self._gateway.execute_code(code, stdin=stdin, print_trailing_expression=print_trailing_expression)
+        return await self._timed(PhaseKind.EXECUTE_CODE, call, lambda execution: execution.status.value)
 
     async def create_episode(self, environment: str, task: Task, seed: int) -> Episode:
-        with self._clock.phase(PhaseKind.CREATE_EPISODE) as phase:
-            episode = await self._gateway.create_episode(environment, task, seed)
-            phase.detail = environment
-            return episode
+        call = self._gateway.create_episode(environment, task, seed)
+        return await self._timed(PhaseKind.CREATE_EPISODE, call, lambda _: environment)
 
     async def step(self, episode_id: str, turn: int, action: str) -> Step:
-        with self._clock.phase(PhaseKind.STEP) as phase:
-            step = await self._gateway.step(episode_id, turn, action)
-            phase.detail = f"turn {turn}, reward {step.reward:g}" + (", done" if step.done else "")
-            return step
+        return await self._timed(
+            PhaseKind.STEP,
+            self._gateway.step(episode_id, turn, action),
+            lambda step: f"turn {turn}, reward {step.reward:g}" + (", done" if step.done else ""),
+        )
 
     async def close(self, episode_id: str) -> None:
-        with self._clock.phase(PhaseKind.CLOSE_EPISODE):
-            await self._gateway.close(episode_id)
+        await self._timed(PhaseKind.CLOSE_EPISODE, self._gateway.close(episode_id), lambda _: "")
 
     async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward:
-        with self._clock.phase(PhaseKind.COMPUTE_REWARD) as phase:
-            found = await self._gateway.compute_reward(reward, task, completion)
-            phase.detail = f"{reward}: {found.value:g}" + (", unparsed" if found.unparsed else "")
-            return found
+        return await self._timed(
+            PhaseKind.COMPUTE_REWARD,
+            self._gateway.compute_reward(reward, task, completion),
+            lambda found: f"{reward}: {found.value:g}" + (", unparsed" if found.unparsed else ""),
+        )
 
     async def judge(
         self, code: str, cases: Sequence[JudgeCase], *, entry_point: str = "", case_time_s: float = 6.0
     ) -> tuple[CaseOutcome, ...]:
-        with self._clock.phase(PhaseKind.JUDGE) as phase:
-            outcomes = await self._gateway.judge(code, cases, entry_point=entry_point, case_time_s=case_time_s)
-            phase.detail = f"{sum(outcome.passed for outcome in outcomes)} of {len(outcomes)} cases passed"
-            return outcomes
+        return await self._timed(
+            PhaseKind.JUDGE,
+            self._gateway.judge(code, cases, entry_point=entry_point, case_time_s=case_time_s),
+            lambda found: f"{sum(outcome.passed for outcome in found)} of {len(found)} cases passed",
+        )
+
+    async def _timed(self, what: PhaseKind, call: Awaitable[Found], detail: Callable[[Found], str]) -> Found:
+        with self._clock.phase(what) as phase:
+            found = await call
+            phase.detail = detail(found)
+            return found
 
 
 # --- A replica's served policies, and the policy object that one rollout uses.

@@ -153,13 +153,8 @@ class ServerProcess:
 
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
-        rest = b""
         while data := await process.stderr.read(_LINE_BYTES):
-            *lines, rest = (rest + data).split(b"\n")
-            rest = rest[-_LINE_BYTES:]
-            self.last_words.extend(_text(line) for line in lines if line.strip())
-        if rest.strip():
-            self.last_words.append(_text(rest))
+            self.last_words.extend(_text(line) for line in data.splitlines() if line.strip())
 
 
 def _text(line: bytes) -> str:
@@ -338,7 +333,7 @@ class Connection:
             try:
                 page = await client.list_tools(cursor=cursor)
             except SettingsError as error:
-                raise ConfigError(f"{self._where}: {await _invalid_tool(client, cursor, error)}") from error
+                raise ConfigError(f"{self._where}: {_invalid_list(error)}") from error
             tools.extend(page.tools)
             cursor = page.next_cursor
             if not cursor:
@@ -367,24 +362,14 @@ class Connection:
         return f"{self._where}: the MCP server {what}{f' ({stands})' if stands else ''}"
 
 
-async def _invalid_tool(client: Client, cursor: str | None, error: SettingsError) -> str:
-    """The error about a list of tools that is not the protocol's, with the name of the tool."""
+def _invalid_list(error: SettingsError) -> str:
+    """The error about a list of tools that is not the protocol's, with the place of the tool."""
     first = error.errors()[0]
     root, number, *inside = (*first["loc"], "", "")
-    said = f"{'.'.join(str(part) for part in inside if part != '')}: {first['msg']}; correct the server"
     if root != "tools" or not isinstance(number, int):
         return f"the server's list of tools is invalid: {root}: {first['msg']}; correct the server"
-    return f"the schema of the tool {await _name_of(client, cursor, number)!r} is invalid: {said}"
-
-
-async def _name_of(client: Client, cursor: str | None, number: int) -> str:
-    """The name of a tool by its place. Nothing public of the package returns a list that the package has refused."""
-    try:
-        dispatcher = client.session._dispatcher
-        page = await dispatcher.send_raw_request("tools/list", {"cursor": cursor} if cursor else None)
-        return str(page["tools"][number]["name"])
-    except (AttributeError, LookupError, TypeError, MCPError):
-        return f"number {number + 1}"
+    place = ".".join(str(part) for part in inside if part != "")
+    return f"the schema of the server's tool {number + 1} is invalid: {place}: {first['msg']}; correct the server"
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
@@ -19,12 +19,8 @@ from services.common.importing import check_names, told
 from services.common.text.tools import ArgumentSchema, MalformedCall, ToolCall, cut_text
 from services.common.tools import DEFAULT_TIMEOUT_S, AnyTool, ToolResult, ToolSession, check_tool
 from services.envgateway.calls import THREADS, take_place
-from services.envgateway.tools.mcp import McpTools
+from services.envgateway.tools.mcp import McpServer, McpSession, open_tools
 from services.envgateway.tools.tools import RegisteredTool
-
-if TYPE_CHECKING:
-    from services.envgateway.tools.mcp import McpServer
-
 
 DEFAULT_CONCURRENCY = 64
 
@@ -108,20 +104,25 @@ class GatewayToolSession(ToolSession):
     """The calls of one trajectory, within the limits that all share. Whatever a tool raises is an infrastructure failure."""
 
     def __init__(
-        self, box: ToolBox, names: Sequence[str], max_chars: int | None = None, borrowed: McpTools | None = None
+        self,
+        box: ToolBox,
+        names: Sequence[str],
+        max_chars: int | None = None,
+        borrowed: Sequence[RegisteredTool] = (),
+        sessions: Sequence[McpSession] = (),
     ) -> None:
         """``names``: the tools that may be called; ``max_chars``: of a response, before the tools' own; ``borrowed``: tools of
-        MCP servers, closed with this session.
+        MCP servers, whose ``sessions`` are closed with this one.
 
         Raises:
             InvalidRequestError: a tool that the gateway does not have, or two of one name.
         """
-        tools = [*box.named(names), *(borrowed.tools if borrowed is not None else ())]
+        tools = [*box.named(names), *borrowed]
         super().__init__(tools, THREADS, max_chars or ToolConfig().max_chars)
         if len(self._tools) < len(tools):
             raise InvalidRequestError(f"two tools have one name among {', '.join(one.tool.name for one in tools)}")
         self._box = box
-        self._borrowed = borrowed
+        self._sessions = sessions
         self._most = max_chars
 
     @classmethod
@@ -134,11 +135,12 @@ class GatewayToolSession(ToolSession):
         """
         remote = [name for name in names if name.startswith(MCP)]
         local = [name for name in names if not name.startswith(MCP)]
-        borrowed = await McpTools.open(box.servers, remote, max_chars)
+        borrowed, sessions = await open_tools(box.servers, remote, max_chars)
         try:
-            return cls(box, local, max_chars, borrowed)
+            return cls(box, local, max_chars, borrowed, sessions)
         except BaseException:
-            await borrowed.close()
+            for session in sessions:
+                await session.close()
             raise
 
     async def answer(self, content: str | ToolCall | MalformedCall) -> ToolResult:
@@ -152,8 +154,8 @@ class GatewayToolSession(ToolSession):
 
     async def close(self) -> None:
         await super().close()
-        if self._borrowed is not None:
-            await self._borrowed.close()
+        for session in self._sessions:
+            await session.close()
 
     async def _run(self, one: RegisteredTool, arguments: Mapping[str, Any]) -> ToolResult:
         name, most = one.tool.name, self._most or one.config.max_chars
