@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -46,12 +45,11 @@ from services.inference.workflows.base import (
     Execution,
     Gateway,
     Outcome,
-    PromptSettings,
     Turn,
     WorkflowContext,
-    build_grader,
     build_messages,
 )
+from services.inference.workflows.single import Workflow, WorkflowSettings
 
 # --- Tools that the gateway runs for one rollout: an episode of its environment ``tools``.
 
@@ -227,9 +225,7 @@ _STOP_REASONS = {
 }
 
 
-class ToolUseSettings(PromptSettings):
-    reward: str = "math"
-    """A reward of the gateway (`math`, `boxed`), or the import path of a function (`package.module:function`)."""
+class ToolUseSettings(WorkflowSettings):
     format: Literal["json", "code"] = "json"
     """The text between the tool_call tags: a JSON object {name, arguments}, or the Python code itself."""
     tools: list[str] = Field(default=[BuiltInTool.PYTHON_WITH_INPUT.value], min_length=1)
@@ -248,74 +244,59 @@ class ToolUseSettings(PromptSettings):
     """With `format: code`: also print the value of a trailing expression, as a notebook does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolDialogue:
-    """A finished tool loop, not graded yet."""
-
-    conversation: Conversation
-    turns: tuple[Turn, ...]  # at least one
-    stop_reason: StopReason
-    metrics: Mapping[str, float]
-
-
-class ToolUse:
-    Settings: ClassVar[type[ToolUseSettings]] = ToolUseSettings
+class ToolUse(Workflow):
+    Settings: ClassVar[type[WorkflowSettings]] = ToolUseSettings
 
     def __init__(self, settings: ToolUseSettings) -> None:
-        self._settings = settings
-        self._grade = build_grader(settings.reward)
+        super().__init__(settings)
         names = settings.tools if settings.format == "json" else []
         self._tools = build_tools(names)
         self._remote = [name for name in names if name.startswith(MCP)]
-
-    def policies(self) -> tuple[str, ...]:
-        return self._settings.named_policies()
 
     def check(self, recipe: Recipe) -> None:
         """Raises ``ConfigError`` for an MCP server that the recipe's gateway lacks."""
         check_servers(self._remote, recipe)
 
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
-        played = await self.play(task, context)
-        reward = await self._grade(context.gateway, task, played.turns[-1].text)
-        sequence = played.conversation.sequence(
-            reward=reward.value,
-            stop_reason=played.stop_reason,
-            metrics={**reward.metrics, **played.metrics},
-        )
-        return Outcome(sequences=(sequence,), reward=reward.value)
-
-    async def play(self, task: Task, context: WorkflowContext) -> ToolDialogue:
-        """Take turns until one calls no tool or a budget ends the dialogue, without grading."""
         turns: list[Turn] = []
-        seed, most = context.episode_seed, self._settings.max_tool_response_chars
+        seed, most = context.episode_seed, self.settings.max_tool_response_chars
         async with opened(self._tools, self._remote, task, seed, context.gateway, most) as tools:
             conversation = self._begin(task, context, tools.schemas)
             end = await self._play(conversation, context.gateway, tools, turns)
-        return ToolDialogue(
-            conversation=conversation,
-            turns=tuple(turns),
+        reward = await self.grader(context.gateway, task, turns[-1].text)
+        counted = {
+            RolloutKey.TRUNCATED.value: float(end == "length"),
+            **{f"end_{name}": float(name == end) for name in _STOP_REASONS},
+            **tools.statistics.metrics(),
+        }
+        sequence = conversation.sequence(
+            reward=reward.value,
             stop_reason=_STOP_REASONS[end],
-            metrics={
-                RolloutKey.TRUNCATED.value: float(end == "length"),
-                **{f"end_{name}": float(name == end) for name in _STOP_REASONS},
-                **tools.statistics.metrics(),
-            },
+            metrics={**reward.metrics, **self.penalties(counted, turns), **counted},
         )
+        return Outcome(sequences=(sequence,), reward=reward.value)
+
+    def penalties(self, counted: Mapping[str, float], turns: Sequence[Turn]) -> Mapping[str, float]:
+        """Further metrics of a finished dialogue."""
+        return {}
+
+    def most_response_tokens(self, purpose: Purpose) -> int | None:
+        found: int | None = self.settings.max_response_tokens
+        return found
 
     def _begin(self, task: Task, context: WorkflowContext, schemas: Sequence[Mapping[str, Any]]) -> Conversation:
-        policy = context.policy(self._settings.policy)
+        policy = context.policy(self.settings.policy)
         listed_by_template = bool(schemas) and policy.chat.lists_tools
         suffix = describe_tools(schemas) if schemas and not listed_by_template else ""
         return Conversation(
             policy,
-            build_messages(self._settings, task, system_suffix=suffix),
+            build_messages(self.settings, task, system_suffix=suffix),
             context.sampling,
             tools=schemas if listed_by_template else None,
-            max_prompt_tokens=self._settings.max_prompt_tokens,
-            max_response_tokens=self._settings.max_response_tokens,
-            thinking=self._settings.thinking,
-            assistant_prefill=self._settings.assistant_prefill,
+            max_prompt_tokens=self.settings.max_prompt_tokens,
+            max_response_tokens=self.most_response_tokens(context.purpose),
+            thinking=self.settings.thinking,
+            assistant_prefill=self.settings.assistant_prefill,
         )
 
     async def _play(self, conversation: Conversation, gateway: Gateway, tools: ToolSession, turns: list[Turn]) -> str:
@@ -328,18 +309,18 @@ class ToolUse:
             call = find_call(turn.text)
             if call is None:
                 return "no_call"
-            if conversation.num_turns >= self._settings.max_turns:
+            if conversation.num_turns >= self.settings.max_turns:
                 return "turn_limit"
             result = await self._answer(call, gateway, tools)
-            text = cut_text(result.text, self._settings.max_tool_response_chars)
+            text = cut_text(result.text, self.settings.max_tool_response_chars)
             if not conversation.add({"role": "tool", "content": text}):
                 return "tool_response"
 
     async def _answer(self, content: str | MalformedCall, gateway: Gateway, tools: ToolSession) -> ToolResult:
-        if self._settings.format == "json" or isinstance(content, MalformedCall):
+        if self.settings.format == "json" or isinstance(content, MalformedCall):
             return await tools.answer(content)
         began = time.perf_counter()
-        echo = self._settings.print_trailing_expression
+        echo = self.settings.print_trailing_expression
         result = execution_result(await gateway.execute_code(content.strip(), print_trailing_expression=echo))
         tools.statistics.count(result.status, time.perf_counter() - began)
         return result
@@ -381,40 +362,19 @@ class ToolMathSettings(ToolUseSettings):
     """The same in evaluation."""
 
 
-class ToolMath:
-    Settings: ClassVar[type[ToolMathSettings]] = ToolMathSettings
+class ToolMath(ToolUse):
+    Settings: ClassVar[type[WorkflowSettings]] = ToolMathSettings
 
-    def __init__(self, settings: ToolMathSettings) -> None:
-        self._settings = settings
-        self._grade = build_grader(settings.reward)
-        in_evaluation = settings.model_copy(update={"max_response_tokens": settings.evaluation_max_response_tokens})
-        self._dialogues = {Purpose.TRAIN: ToolUse(settings), Purpose.EVALUATION: ToolUse(in_evaluation)}
+    def penalties(self, counted: Mapping[str, float], turns: Sequence[Turn]) -> Mapping[str, float]:
+        errors = tool_error_share(counted["tool_calls"], counted["tool_errors"])
+        shape = format_term([turn.text for turn in turns], self.settings.answer_tag)
+        return {"tool_error_share": errors, "format_penalty": shape, "penalty": errors + shape}
 
-    def policies(self) -> tuple[str, ...]:
-        return self._settings.named_policies()
-
-    def check(self, recipe: Recipe) -> None:
-        """Raises ``ConfigError`` for an MCP server that the recipe's gateway lacks."""
-        self._dialogues[Purpose.TRAIN].check(recipe)
-
-    async def run(self, task: Task, context: WorkflowContext) -> Outcome:
-        played = await self._dialogues[context.purpose].play(task, context)
-        reward = await self._grade(context.gateway, task, played.turns[-1].text)
-        calls, failed = played.metrics["tool_calls"], played.metrics["tool_errors"]
-        errors = tool_error_share(calls, failed)
-        shape = format_term([turn.text for turn in played.turns], self._settings.answer_tag)
-        sequence = played.conversation.sequence(
-            reward=reward.value,
-            stop_reason=played.stop_reason,
-            metrics={
-                **reward.metrics,
-                "tool_error_share": errors,
-                "format_penalty": shape,
-                "penalty": errors + shape,
-                **played.metrics,
-            },
-        )
-        return Outcome(sequences=(sequence,), reward=reward.value)
+    def most_response_tokens(self, purpose: Purpose) -> int | None:
+        if purpose is Purpose.TRAIN:
+            return super().most_response_tokens(purpose)
+        found: int | None = self.settings.evaluation_max_response_tokens
+        return found
 
 
 def tool_error_share(calls: float, failed: float) -> float:
