@@ -72,12 +72,15 @@ async def test_tools_are_offered_with_their_schemas_and_answer() -> None:
         await session.close()
 
 
-async def test_a_protocol_error_about_the_arguments_is_told_to_the_policy() -> None:
-    async with serving(a=raw()) as box:
-        session = await GatewayToolSession.open(box, ["mcp:a"])
+async def test_odd_answers_of_a_server_that_prints_are_told_or_are_failures() -> None:
+    async with serving(a=raw("--say", "Loading the index..."), b=raw(prefix="b_", sessions="shared")) as box:
+        session = await GatewayToolSession.open(box, ["mcp:a", "mcp:b"])
         result = await session.answer(call("refuse"))
         assert (result.text, result.status) == ("Error: no such month", ToolStatus.TOOL_ERROR)
-        assert box.gauges["mcp_a_failures"] == 0
+        assert box.gauges["mcp_a_failures"] == 0, "a protocol error about the arguments is the policy's"
+        assert (await session.answer(call("b_echo", text="x"))).text == "x"
+        with pytest.raises(InfrastructureError):
+            await session.answer(call("b_broken"))
 
 
 async def test_a_result_of_ten_megabytes_is_cut_and_says_so() -> None:
@@ -175,19 +178,6 @@ async def test_a_slow_tool_of_a_server_that_answers_is_told_to_the_policy(monkey
         assert box.gauges["mcp_a_failures"] == 0
 
 
-async def test_what_is_no_result_is_a_failure_and_no_result() -> None:
-    async with serving(a=raw(sessions="shared")) as box:
-        session = await GatewayToolSession.open(box, ["mcp:a"])
-        with pytest.raises(InfrastructureError):
-            await session.answer(call("broken"))
-
-
-async def test_a_server_that_prints_is_understood_all_the_same() -> None:
-    async with serving(a=raw("--say", "Loading the index...")) as box:
-        session = await GatewayToolSession.open(box, ["mcp:a"])
-        assert (await session.answer(call("echo", text="x"))).text == "x"
-
-
 @pytest.mark.parametrize(
     ("config", "told"),
     [
@@ -239,12 +229,6 @@ async def test_what_the_recipe_says_wrong_is_told(config: McpServerConfig, names
         with pytest.raises(InvalidRequestError) as refused:
             await GatewayToolSession.open(box, names)
         assert told in refused.value.message
-
-
-async def test_a_prefix_keeps_two_servers_apart() -> None:
-    async with serving(a=raw(), b=raw(prefix="b_", tools=["echo"])) as box:
-        session = await GatewayToolSession.open(box, ["mcp:a/echo", "mcp:b"])
-        assert [(await session.answer(call(name, text=name))).text for name in ("echo", "b_echo")] == ["echo", "b_echo"]
 
 
 async def test_the_environment_of_the_gateway_does_not_reach_the_server(
