@@ -1,15 +1,14 @@
 """Is the math reward right, strict and quick? Against Math-Verify called directly, in one run.
 
 - Agreement: answers of MATH-500, AIME, AMC and MATH train inside free-form completions (boxed, prose, plain words,
-  reformulated, wrong, none; made by seed) are graded by the reward and by Math-Verify called directly: its own
-  defaults, and once more with boxed answers first, as the reward reads them. Must agree on at least 99%.
+  reformulated, wrong, none; made by seed) are graded by the reward and by Math-Verify called directly. Must agree on at
+  least 99%.
 - Traps: numbers that are near (10001 for 10000, 203.9999999 for 204) and bare lists that end in the right number. Not
   one may be called right.
 - Classes: written answers by class (tests/integration/envgateway/math_pairs.py), false positives and negatives of each.
 - Throughput: the pool of workers, every case through Math-Verify (the reward's own short cuts off), against one
-  Math-Verify in this process times the number of workers. sympy's caches are off on both sides (--sympy-cache leaves
-  them on), and each repeat has cases that neither side has seen before, so that no answer comes from memory; the sides
-  take turns. Other work on the machine lowers the figure: see ``load``, and ``cpu_ratio``, the CPU time of one
+  Math-Verify in this process times the number of workers. Each repeat has cases that neither side has seen before; the
+  sides take turns. Other work on the machine lowers the figure: see ``load``, and ``cpu_ratio``, the CPU time of one
   Math-Verify over that of the pool, owner included: the ratio to expect on idle cores. ``throughput_ratio``
   is ours / (workers x theirs).
 
@@ -81,18 +80,17 @@ async def graded(grade: Any, cases: list[Any]) -> list[RewardResult]:
 async def agreement(pool: MathPool, direct: Direct, cases: list[Case]) -> dict[str, Any]:
     reward = MathReward(pool)
     results = await graded(lambda case: reward({"answer": case.truth}, case.completion), cases)
-    agreed: dict[str, Counter[str]] = {"defaults": Counter(), "boxed_first": Counter()}
+    agreed: Counter[str] = Counter()
     labelled, as_labelled = 0, 0
     shown = 0
     for case, result in zip(cases, results, strict=True):
         ours = result.outcome is RewardOutcome.CORRECT
-        theirs = {"defaults": direct.is_right(case), "boxed_first": direct.is_right(case, boxed_first=True)}
-        for name, right in theirs.items():
-            agreed[name][case.kind] += ours is right
+        theirs = direct.is_right(case)
+        agreed[case.kind] += ours is theirs
         if case.right is not None:
             labelled += 1
             as_labelled += ours is case.right
-        if ours is not theirs["defaults"] and shown < _SHOWN:
+        if ours is not theirs and shown < _SHOWN:
             shown += 1
             end = case.completion[-60:].replace("\n", " ")
             print(
@@ -101,9 +99,8 @@ async def agreement(pool: MathPool, direct: Direct, cases: list[Case]) -> dict[s
     total = Counter(case.kind for case in cases)
     return {
         "cases": len(cases),
-        "agreement": agreed["defaults"].total() / len(cases),
-        "agreement_boxed_first": agreed["boxed_first"].total() / len(cases),
-        "agreement_by_kind": {kind: agreed["defaults"][kind] / n for kind, n in total.items()},
+        "agreement": agreed.total() / len(cases),
+        "agreement_by_kind": {kind: agreed[kind] / n for kind, n in total.items()},
         "as_labelled": as_labelled / labelled,
         "outcomes": dict(Counter(result.outcome.value for result in results)),
     }
@@ -191,7 +188,7 @@ async def measure(
         fresh = completions(data, num_timed + num_cases, seed)
         print(f"throughput: {repeats} repeats over {per_repeat} fresh completions each")
         speed = await throughput(pool, direct, fresh[:num_timed], repeats, workers)
-        print(f"agreement: {num_cases} other completions, both settings of Math-Verify")
+        print(f"agreement: {num_cases} other completions")
         right = await agreement(pool, direct, fresh[num_timed:])
         print(f"traps: {num_traps}")
         strict = await strictness(pool, direct, traps(data, num_traps, seed))
@@ -209,7 +206,6 @@ async def measure(
         throughput_ratio=ratio,
         throughput_spread=spread,
         workers=workers,
-        sympy_cache=os.environ.get("SYMPY_USE_CACHE", "yes"),
         seed=seed,
         one_in_process=speed.pop("theirs"),
         **speed,
@@ -226,7 +222,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=max(1, int(num_cores()) // 2), help="of the pool")
     parser.add_argument("--cases", type=int, default=6000, help="completions of the comparison")
     parser.add_argument("--per-repeat", type=int, default=2000, help="completions of each repeat of the timing")
-    parser.add_argument("--sympy-cache", action="store_true", help="leave sympy's caches on")
     parser.add_argument("--seed", type=int, default=1, help="of the completions")
     arguments = parser.parse_args()
     if reason := why_no_rows(arguments.data, ROWS.values()):
@@ -236,8 +231,6 @@ def main() -> None:
     per_repeat = min(arguments.per_repeat, 800) if arguments.quick else arguments.per_repeat
     repeats = _QUICK_REPEATS if arguments.quick else _REPEATS
     num_traps = 400 if arguments.quick else 4000
-    if not arguments.sympy_cache:
-        os.environ["SYMPY_USE_CACHE"] = "no"  # before anything imports sympy; the workers are told, too
     asyncio.run(measure(arguments.data, num_cases, repeats, per_repeat, num_traps, arguments.workers, arguments.seed))
 
 

@@ -18,8 +18,8 @@ One object serves all trajectories. A tool with a state per trajectory has ``ope
 None for no limit).
 
 A recipe names a tool by import path, at one of two places: ``envgateway.tools.paths`` (runs in the gateway), or
-``workflow.settings.tools`` (runs in the replica). In the replica ``call`` and ``close`` may also take ``gateway``, and
-``open`` may take ``task`` and ``seed``.
+``workflow.settings.tools`` (runs in the replica). In the replica ``open``, ``call`` and ``close`` may also take ``gateway``,
+``task`` and ``seed``. Both run the calls of a trajectory in a ``ToolSession``.
 
     ToolError             the tool cannot do the request: shown to the policy, counted as its failure
     InfrastructureError,  the machinery failed or is full: no result, the call did not happen and may be repeated
@@ -29,19 +29,36 @@ A recipe names a tool by import path, at one of two places: ``envgateway.tools.p
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
+import time
 import types
 import typing
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Union, overload, runtime_checkable
 
+import structlog
+
+from services.common.dataset_rows import BuiltInTool
 from services.common.errors import ConfigError
 from services.common.importing import check_call, extras_of, load_object, place_of
-from services.common.text.tools import ToolStatus, check_schema
+from services.common.system.threads import DaemonThreads
+from services.common.text.tools import (
+    ArgumentSchema,
+    MalformedCall,
+    ToolCall,
+    ToolStatistics,
+    ToolStatus,
+    cut_text,
+    parse_json_call,
+)
 
+log = structlog.get_logger()
 DEFAULT_TIMEOUT_S = 30.0
+REPLICA_EXTRAS = ("gateway", "task", "seed")  # that functions of a tool may take in a replica
+_CLOSE_S = 4.0  # of one tool's state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +89,7 @@ class ToolDescription(Protocol):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """JSON schema of an object, in the part that ``services.common.text.tools`` checks."""
+        """JSON Schema of an object, as ``ArgumentSchema`` takes it."""
         ...
 
 
@@ -267,18 +284,122 @@ def check_tool(tool: AnyTool, where: str, *, in_replica: bool) -> None:
             f"{place}{where}: {tool.name} has neither call() nor open(): write `async def call(self, arguments)`"
         )
     try:
-        check_schema(getattr(tool, "parameters", None))
+        ArgumentSchema(getattr(tool, "parameters", None))
     except ValueError as error:
         raise ConfigError(f"{place}{where}: {tool.name}: {error}") from error
     if getattr(tool, "takes_gateway", False) and not in_replica:
         raise ConfigError(
             f"{place}{where}: {tool.name} takes `gateway`, which a tool of workflow.settings.tools gets: name it there"
         )
-    if callable(opening) and not callable(call):
-        extras = extras_of(opening, ("task", "seed")) if in_replica else ()
-        check_call(opening, f"{tool.name}.open", "def open(self)", keywords=dict.fromkeys(extras))
+    is_stateful = callable(opening) and not callable(call)
+    function: Any = opening if is_stateful else call
+    extras = dict.fromkeys(extras_of(function, REPLICA_EXTRAS) if in_replica else ())
+    if is_stateful:
+        check_call(function, f"{tool.name}.open", "def open(self)", keywords=extras)
     else:
-        extras = extras_of(call, ("gateway",)) if in_replica and call is not None else ()
-        check_call(
-            call, f"{tool.name}.call", "async def call(self, arguments)", "arguments", keywords=dict.fromkeys(extras)
-        )
+        wanted = "async def call(self, arguments)"
+        check_call(function, f"{tool.name}.call", wanted, "arguments", keywords=extras)
+
+
+class JupyterDescription:
+    """What policies are told of ``jupyter_code``."""
+
+    name = BuiltInTool.JUPYTER.value
+    description = (
+        "Execute a cell of Python code and return what it prints. Variables, functions and imports stay for later calls. "
+        "The value of a trailing expression is printed as in a notebook."
+    )
+    parameters: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "The Python code of the cell."}},
+        "required": ["code"],
+    }
+    timeout_s = None  # the sandbox holds the cell's
+
+
+# --- The tool calls of one trajectory: reading them, checking them, running them, counting them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedTool:
+    """A tool with what its calls need. ``schema``: None where the place that runs the tool checks the arguments."""
+
+    tool: AnyTool
+    schema: ArgumentSchema | None
+    timeout_s: float | None  # None: the tool keeps its own
+
+
+class ToolSession:
+    """One trajectory's calls, one after the other. ``close`` ends the state that tools keep for the trajectory."""
+
+    def __init__(self, tools: Iterable[OfferedTool], threads: DaemonThreads, max_chars: int, **given: Any) -> None:
+        """``threads`` run plain functions. ``max_chars``: of an error that a call is answered with. ``given``: what functions of
+        tools may take by these names."""
+        self._tools = {one.tool.name: one for one in tools}
+        self._threads = threads
+        self._max_chars = max_chars
+        self._given = given
+        self._states: dict[str, ToolState] = {}
+        self.schemas = [schema_of(one.tool) for one in self._tools.values()]
+        self.statistics = ToolStatistics()
+
+    async def answer(self, content: str | ToolCall | MalformedCall) -> ToolResult:
+        """Answer a call, or the text between its tags: one JSON object ``{"name": ..., "arguments": {...}}``.
+
+        Raises:
+            InfrastructureError, CapacityError: the call did not happen, is not counted, and may be repeated.
+        """
+        began = time.perf_counter()
+        call = parse_json_call(content) if isinstance(content, str) else content
+        one = None if isinstance(call, MalformedCall) else self._tools.get(call.name)
+        if isinstance(call, MalformedCall):
+            result = self._error(ToolStatus.MALFORMED_CALL, f"malformed tool call: {call.error}")
+        elif one is None:
+            there_is = ", ".join(self._tools)
+            result = self._error(ToolStatus.UNKNOWN_TOOL, f"no tool {call.name!r}; there is {there_is}")
+        elif one.schema is not None and (problem := one.schema.problem_with(call.arguments)) is not None:
+            result = self._error(ToolStatus.INVALID_ARGUMENTS, problem)
+        else:
+            result = await self._run(one, call.arguments)
+        self.statistics.count(result.status, time.perf_counter() - began, one.tool.name if one is not None else "")
+        return result
+
+    async def close(self) -> None:
+        states, self._states = self._states, {}
+        for name, state in states.items():
+            try:
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._call(state.close)
+            except Exception as error:  # a user's tool may raise anything; the others are closed all the same
+                log.warning("tool.close_failed", tool=name, exc_info=error)
+
+    def _error(self, status: ToolStatus, text: str) -> ToolResult:
+        return ToolResult(status=status, text=cut_text(f"Error: {text}", self._max_chars))
+
+    async def _run(self, one: Any, arguments: Mapping[str, Any]) -> ToolResult:
+        """The result of a call whose arguments fit; ``one`` is an ``OfferedTool``."""
+        scope = asyncio.timeout(one.timeout_s)
+        try:
+            async with scope:
+                said = await self._call(self._opened(one.tool).call, arguments)
+        except ToolError as error:
+            return ToolResult(status=ToolStatus.TOOL_ERROR, text=f"Error: {error}")
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            limit = f"TimeoutError: stopped after {one.timeout_s:g} s"
+            return ToolResult(status=ToolStatus.TIME_LIMIT, text=limit)
+        return said if isinstance(said, ToolResult) else ToolResult(text=str(said))
+
+    def _opened(self, tool: AnyTool) -> Tool | ToolState:
+        if not isinstance(tool, StatefulTool):
+            return tool
+        if tool.name not in self._states:
+            self._states[tool.name] = tool.open(**self._extras(tool.open))
+        return self._states[tool.name]
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await self._threads.call(function, *arguments, **self._extras(function))
+
+    def _extras(self, function: Callable[..., Any]) -> dict[str, Any]:
+        return {name: self._given[name] for name in extras_of(function, tuple(self._given))} if self._given else {}

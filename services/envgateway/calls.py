@@ -1,15 +1,12 @@
-"""Calls user functions, sync or async, joins calls that repeat a key, and waits for a place among calls that run."""
+"""Threads for user functions; joins calls that repeat a key, and waits for a place among calls that run."""
 
 from __future__ import annotations
 
 import asyncio
 import enum
-import inspect
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
-from types import FunctionType
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from services.common.dataset_rows import TRUTH_FIELDS, truth_in
@@ -22,27 +19,6 @@ THREADS = DaemonThreads(64)  # they run mostly Python, so more would only take t
 Result = TypeVar("Result")
 
 
-async def call_plain_or_async(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Await an async function; run a plain one in a thread, so that the event loop goes on even when the function never
-    returns.
-
-    Raises:
-        RuntimeError: the function raised ``SystemExit`` or the like, which would end the process, or cancelled itself.
-    """
-    try:
-        if _is_async(function):
-            return await function(*arguments)
-        result = await THREADS.run(function, *arguments)
-        return await result if inspect.isawaitable(result) else result
-    except (Exception, GeneratorExit):
-        raise
-    except BaseException as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise  # its caller has given up
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-
 async def take_place(places: asyncio.Semaphore | asyncio.Lock, limit_s: float | None, busy: str) -> None:
     """Acquire a semaphore or lock. Raises ``CapacityError`` with the text ``busy`` where that takes longer than ``limit_s``."""
     try:
@@ -52,20 +28,10 @@ async def take_place(places: asyncio.Semaphore | asyncio.Lock, limit_s: float | 
         raise CapacityError(busy, retry_after_s=1.0) from None
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
-    plain = getattr(function, "__func__", function)  # under a method
-    if isinstance(plain, FunctionType):
-        return _is_coroutine_function(plain)
-    return inspect.iscoroutinefunction(function) or _is_coroutine_function(type(function).__call__)
-
-
-_is_coroutine_function = lru_cache(1024)(inspect.iscoroutinefunction)  # asked at every call, and slow to say
-
-
 @dataclass(slots=True, eq=False)
 class _Running(Generic[Result]):
-    task: asyncio.Task[None] | None = None
-    waiting: set[asyncio.Future[Result]] = field(default_factory=set)
+    task: asyncio.Task[Result]
+    num_waiting: int = 0
 
 
 class SharedCalls(Generic[Result]):
@@ -97,23 +63,18 @@ class SharedCalls(Generic[Result]):
             return await call()
         if key in self._stored:
             return self._stored[key]
-        loop = asyncio.get_running_loop()
-        entry = self._running.get(key)
-        if entry is None:
-            entry = self._running[key] = _Running()
-            entry.task = loop.create_task(self._carry_out(key, entry, call))
-        # A future of each caller's own: the task, which outlives callers, is not theirs to cancel.
-        answer: asyncio.Future[Result] = loop.create_future()
-        entry.waiting.add(answer)
+        if key not in self._running:
+            self._running[key] = _Running(asyncio.create_task(self._carry_out(key, call)))
+        running = self._running[key]
+        running.num_waiting += 1
         try:
-            return await answer
-        except asyncio.CancelledError:
-            entry.waiting.discard(answer)
-            if not entry.waiting and entry.task is not None and not entry.task.done():
-                if self._running.get(key) is entry:
+            return await asyncio.shield(running.task)
+        finally:
+            running.num_waiting -= 1
+            if not running.num_waiting and not running.task.done():
+                if self._running.get(key) is running:
                     del self._running[key]
-                entry.task.cancel()
-            raise
+                running.task.cancel()
 
     def __contains__(self, key: str) -> bool:
         """Whether a call with this key runs."""
@@ -123,34 +84,17 @@ class SharedCalls(Generic[Result]):
         """Running calls and stored results."""
         return len(self._running) + len(self._stored)
 
-    async def _carry_out(self, key: str, entry: _Running[Result], call: Callable[[], Awaitable[Result]]) -> None:
-        """Make the call and answer all waiters at once: the end of a task would reach them two rounds of the loop
-        later."""
+    async def _carry_out(self, key: str, call: Callable[[], Awaitable[Result]]) -> Result:
         try:
             result = await call()
-            if self._forget(key, entry) and self._keep(result):
-                self._store(key, result)
-        except asyncio.CancelledError:
-            self._forget(key, entry)
-            for answer in entry.waiting:
-                answer.cancel()
-            raise
-        except Exception as error:  # noqa: BLE001 - raised to all waiters
-            self._forget(key, entry)
-            for answer in entry.waiting:
-                if not answer.done():
-                    answer.set_exception(error)
-        else:
-            for answer in entry.waiting:
-                if not answer.done():
-                    answer.set_result(result)
-
-    def _forget(self, key: str, entry: _Running[Result]) -> bool:
-        """Drop a call without waiters. Returns False when no waiter was left: the result is dropped."""
-        if self._running.get(key) is not entry:
-            return False
-        del self._running[key]
-        return True
+        finally:
+            running = self._running.get(key)
+            is_waited_for = running is not None and running.task is asyncio.current_task()
+            if is_waited_for:
+                del self._running[key]
+        if is_waited_for and self._keep(result):
+            self._store(key, result)
+        return result
 
     def _store(self, key: str, result: Result) -> None:
         self._stored[key] = result

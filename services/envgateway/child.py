@@ -46,35 +46,7 @@ class ChildLost(ChildFailed):
         super().__init__("failed on another question")
 
 
-def _spawn(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str]
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start ``python -m module <descriptor> *arguments`` in a group of its own; returns the process and our end of its
-    channel.
-
-    The child finds DIE_WITH_PARENT in its environment.
-    """
-    ours, theirs = socket.socketpair()
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        env={
-            "PATH": os.defpath,
-            "PYTHONPATH": os.pathsep.join([_ROOT, *filter(None, sys.path)]),
-            DIE_WITH_PARENT: str(os.getpid()),
-            **environment,
-        },
-        cwd="/",
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which then ends this
-    )
-    theirs.close()
-    ours.setblocking(False)
-    return process, ours
-
-
-class Child:
+class Child(asyncio.Protocol):
     """One process, in a group of its own, and our end of its channel. ``start`` first; after any ``ChildFailed`` only
     ``kill`` is left.
 
@@ -86,14 +58,28 @@ class Child:
     ) -> None:
         """Runs ``python -m module <descriptor> *arguments``; the child finds DIE_WITH_PARENT in its environment. Its
         first message says that it is ready."""
-        self._process, self._channel = _spawn(module, arguments, environment)
+        self._channel, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={
+                "PATH": os.defpath,
+                "PYTHONPATH": os.pathsep.join([_ROOT, *filter(None, sys.path)]),
+                DIE_WITH_PARENT: str(os.getpid()),
+                **environment,
+            },
+            cwd="/",
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which then ends this
+        )
+        theirs.close()
         self._frames = wire.FrameReader()
-        self._unsent = bytearray()
+        self._transport: asyncio.Transport | None = None
         self._asked: deque[asyncio.Future[dict[str, Any]]] = deque()  # the first is being answered
         self.failure: ChildFailed | None = None
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._loop.add_reader(self._channel, self._read)
 
     @property
     def pid(self) -> int:
@@ -107,6 +93,7 @@ class Child:
         """
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
+                self._transport, _ = await self._loop.create_connection(lambda: self, sock=self._channel)
                 await self._ready
         except (TimeoutError, ChildFailed) as error:
             self.kill()
@@ -122,14 +109,13 @@ class Child:
         Raises:
             ChildFailed: the child died or was ended; ``ChildLost`` when the question was not its first open one.
         """
-        if self.failure is not None:
+        if self.failure is not None or self._transport is None:
             raise ChildLost
         answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._asked.append(answer)
         if len(self._asked) == 1:
             self._turn()
-        self._unsent += frame
-        self._write()
+        self._transport.write(frame)
         return await answer
 
     def kill(self) -> None:
@@ -147,9 +133,10 @@ class Child:
         if self.failure is not None:
             return
         self.failure = failure
-        self._loop.remove_reader(self._channel)
-        self._loop.remove_writer(self._channel)
-        self._channel.close()
+        if self._transport is not None:
+            self._transport.abort()
+        else:
+            self._channel.close()
         asked = list(self._asked)
         self._asked.clear()
         self._turn()
@@ -168,30 +155,7 @@ class Child:
 
     # -- channel --------------------------------------------------------------------------------------------------
 
-    def _write(self) -> None:
-        """Write as much as the socket accepts; the rest when the socket is writable."""
-        try:
-            sent = self._channel.send(self._unsent)
-        except BlockingIOError:
-            sent = 0
-        except (BrokenPipeError, ConnectionResetError):  # the child has ended: the reader finds the reason
-            sent = len(self._unsent)
-        del self._unsent[:sent]
-        if self._unsent:
-            self._loop.add_writer(self._channel, self._write)
-        else:
-            self._loop.remove_writer(self._channel)
-
-    def _read(self) -> None:
-        try:
-            data = self._channel.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            self._fail(ChildDied(self._exit_signal()))
-            return
+    def data_received(self, data: bytes) -> None:
         for head, _ in self._frames.feed(data):
             if not self._ready.done():
                 self._ready.set_result(head)
@@ -203,3 +167,7 @@ class Child:
             else:  # no answer of ours: the channel is out of step
                 self._fail(ChildDied())
                 return
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.failure is None:
+            self._fail(ChildDied(self._exit_signal()))

@@ -15,8 +15,9 @@ import grpc
 import orjson
 import structlog
 
+from services.common import codec
 from services.common.aio import backoff
-from services.common.codec import json_object
+from services.common.codec import json_object, read, write
 from services.common.errors import ConfigError, DeadlineError, InvalidRequestError, RollmillError, UserError
 from services.common.pb import environment_pb2, judge_pb2_grpc, pool_pb2, pool_pb2_grpc
 from services.common.pb import environment_pb2 as pb
@@ -29,7 +30,7 @@ from services.common.security.keys import Peer
 from services.common.telemetry.logs import LogEvent
 from services.common.telemetry.metrics import Lane
 from services.common.text.encodable import encodable
-from services.common.wire import duration_from_proto, duration_to_proto
+from services.common.wire import duration_to_proto
 from services.envgateway.calls import RewardOutcome, RewardResult, SharedCalls
 from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.judge.records import (
@@ -41,50 +42,40 @@ from services.envgateway.judge.records import (
     ComparisonMode,
     JudgeRequest,
     JudgeResult,
-    StdinCase,
     StdinTests,
     Tests,
 )
 from services.envgateway.queue.local import JobQueue, on_behalf_of
 from services.envgateway.rewards.registry import Rewards
-from services.envgateway.sandbox.bare.statuses import STATUSES_OF_RUNS, RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
 
-_STATUS = {
-    status: environment_pb2.ExecutionStatus.Value(f"EXECUTION_STATUS_{status.name}") for status in STATUSES_OF_RUNS
-}
-_VERDICT = {verdict: judge_pb.Verdict.Value(f"VERDICT_{verdict.name}") for verdict in RunStatus}
 _MODE = {judge_pb.ComparisonMode.Value(f"COMPARISON_MODE_{mode.name}"): mode for mode in ComparisonMode}
+codec.DISPLAYED |= {CaseResult, ExecutionResult, JudgeResult}  # texts of programs
+codec.RENAMED |= {
+    ExecutionLimits: {"processes": "num_processes"},
+    ExecutionRequest: {"echo": "print_trailing_expression", "language": ""},
+    ExecutionResult: {"tier": "isolation_tier", "stdout": "", "stderr": ""},
+    JudgeResult: {"tier": "isolation_tier"},
+}
 
 
 def execution_from_proto(request: environment_pb2.ExecuteCodeRequest) -> ExecutionRequest:
-    return ExecutionRequest(
-        code=request.code,
-        stdin=request.stdin,
-        limits=_limits_from_proto(request.limits),
-        echo=request.print_trailing_expression,
-        language=request.language or "python",
-    )
+    execution = read(ExecutionRequest, request, language=request.language or "python")
+    _check_limits(execution.limits)
+    return execution
 
 
 def execution_to_proto(result: ExecutionResult) -> environment_pb2.ExecuteCodeResponse:
-    return environment_pb2.ExecuteCodeResponse(
-        status=_STATUS[result.status],
-        exit_code=result.exit_code,
-        signal=result.signal,
-        stdout=result.stdout.decode(errors="replace"),
-        stderr=result.stderr.decode(errors="replace"),
-        truncated=result.truncated,
-        wall_time=duration_to_proto(result.wall_s),
-        cpu_time=duration_to_proto(result.cpu_s),
-        peak_memory_bytes=result.peak_memory_bytes,
-        isolation_tier=result.tier,
-        detail=encodable(result.detail),
-    )
+    response = write(result, environment_pb2.ExecuteCodeResponse())
+    response.stdout = result.stdout.decode(errors="replace")
+    response.stderr = result.stderr.decode(errors="replace")
+    return response
 
 
 def judge_request_from_proto(proto: judge_pb.JudgeRequest) -> JudgeRequest:
     """Raises ``InvalidRequestError``, which names the field."""
+    limits = read(ExecutionLimits, proto.limits)
+    _check_limits(limits)
     return JudgeRequest(
         code=proto.code,
         tests=_tests_from_proto(proto),
@@ -92,24 +83,16 @@ def judge_request_from_proto(proto: judge_pb.JudgeRequest) -> JudgeRequest:
         comparison=Comparison(
             mode=_MODE.get(proto.comparison), tolerance=_not_negative("tolerance", proto.tolerance) or 1e-6
         ),
-        limits=_limits_from_proto(proto.limits),
+        limits=limits,
         stop_early=proto.stop_early,
     )
 
 
-def _limits_from_proto(limits: environment_pb2.ExecutionLimits) -> ExecutionLimits:
+def _check_limits(limits: ExecutionLimits) -> None:
     """Raises ``InvalidRequestError`` for a limit that cannot be kept."""
-    parsed = ExecutionLimits(
-        wall_s=duration_from_proto(limits.wall_time) if limits.HasField("wall_time") else None,
-        cpu_s=duration_from_proto(limits.cpu_time) if limits.HasField("cpu_time") else None,
-        memory_bytes=limits.memory_bytes if limits.HasField("memory_bytes") else None,
-        processes=limits.num_processes if limits.HasField("num_processes") else None,
-        output_bytes=limits.output_bytes if limits.HasField("output_bytes") else None,
-    )
-    for name, value in asdict(parsed).items():
+    for name, value in asdict(limits).items():
         if value is not None and not value > 0:
             raise InvalidRequestError(f"limits.{name} is {value:g}; it must be more than 0")
-    return parsed
 
 
 def _not_negative(name: str, value: float) -> float:
@@ -121,12 +104,7 @@ def _not_negative(name: str, value: float) -> float:
 def _tests_from_proto(proto: judge_pb.JudgeRequest) -> Tests:
     match proto.WhichOneof("tests"):
         case "stdin_tests":
-            return StdinTests(
-                cases=tuple(
-                    StdinCase(stdin=case.stdin, expected=case.expected if case.HasField("expected") else None)
-                    for case in proto.stdin_tests.cases
-                )
-            )
+            return read(StdinTests, proto.stdin_tests)
         case "call_tests":
             cases = enumerate(proto.call_tests.cases)
             return CallTests(
@@ -134,10 +112,7 @@ def _tests_from_proto(proto: judge_pb.JudgeRequest) -> Tests:
                 cases=tuple(_call_from_proto(index, case) for index, case in cases),
             )
         case "assert_tests":
-            tests = proto.assert_tests
-            return AssertTests(
-                tests=tests.tests, entry_point=tests.entry_point, preamble=tests.preamble, names=tuple(tests.names)
-            )
+            return read(AssertTests, proto.assert_tests)
     raise InvalidRequestError("a request without tests: set stdin_tests, call_tests or assert_tests")
 
 
@@ -155,33 +130,6 @@ def _json(name: str, data: bytes) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{name} is no JSON: {error}") from None
-
-
-def judge_result_to_proto(result: JudgeResult) -> judge_pb.JudgeResponse:
-    return judge_pb.JudgeResponse(
-        verdict=_VERDICT[result.verdict],
-        cases=[_case_to_proto(case) for case in result.cases],
-        num_cases=result.num_cases,
-        isolation_tier=result.tier,
-        detail=encodable(result.detail),
-        opaque=result.opaque,
-    )
-
-
-def _case_to_proto(case: CaseResult) -> judge_pb.CaseResult:
-    return judge_pb.CaseResult(
-        index=case.index,
-        verdict=_VERDICT[case.verdict],
-        detail=encodable(case.detail),
-        stdout=encodable(case.stdout),
-        stderr=encodable(case.stderr),
-        truncated=case.truncated,
-        exit_code=case.exit_code,
-        signal=case.signal,
-        wall_time=duration_to_proto(case.wall_s),
-        cpu_time=duration_to_proto(case.cpu_s),
-        peak_memory_bytes=case.peak_memory_bytes,
-    )
 
 
 # --- Batched calls: each call of a message runs separately and is answered as soon as it ends.
@@ -477,4 +425,4 @@ class JudgeServicer(judge_pb2_grpc.JudgeServiceServicer):
             request_id=request.request_id,
             deadline_s=time_left_s(context),
         )
-        return judge_result_to_proto(result)
+        return write(result, judge_pb.JudgeResponse())

@@ -14,12 +14,13 @@ import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType, TracebackType
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import structlog
@@ -76,33 +77,19 @@ from services.inference.workflows.scripts import Scene, ScriptBook
 # --- Records the phases of one rollout for its record; costs a few microseconds per phase.
 
 
+Found = TypeVar("Found")
 MAX_PHASES = 512  # of one rollout; one last phase counts the phases beyond
 MAX_DETAIL = 120  # characters
 
 
+@dataclass(slots=True)
 class OpenPhase:
-    """A phase of a rollout: the body of its ``with``, also when that raises. The body may set detail and segments."""
+    """A phase of a rollout: the body of a ``with``, which may set detail and segments."""
 
-    __slots__ = ("_begin", "_clock", "detail", "policy", "segments", "what")
-
-    def __init__(self, clock: RolloutClock, what: PhaseKind, policy: str) -> None:
-        self._clock = clock
-        self._begin = 0.0
-        self.what = what
-        self.policy = policy
-        self.detail = ""
-        self.segments: tuple[Segment, ...] = ()  # that were generated
-
-    def __enter__(self) -> OpenPhase:
-        self._begin = self._clock.opened(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.detail = error.reason if isinstance(error, RollmillError) else type(error).__name__
-        self._clock.closed(self, self._begin, cut_short=isinstance(error, asyncio.CancelledError))
+    what: PhaseKind
+    policy: str
+    detail: str = ""
+    segments: tuple[Segment, ...] = ()  # that were generated
 
 
 class RolloutClock:
@@ -127,22 +114,23 @@ class RolloutClock:
         """Kinds of phases that a cancellation has cut short since then (time.monotonic), or is about to."""
         return {what for what, at in self._cut_short.items() if at >= since} | {w for w, n in self._open.items() if n}
 
-    def phase(self, what: PhaseKind, policy: str = "") -> OpenPhase:
-        """A context manager that records its body as a phase, also when the body raises."""
-        return OpenPhase(self, what, policy)
-
-    def opened(self, phase: OpenPhase) -> float:
-        """For ``OpenPhase``: note that a phase begins; returns the time in seconds of this clock."""
-        self._open[phase.what] = self._open.get(phase.what, 0) + 1
-        return time.perf_counter() - self._zero
-
-    def closed(self, phase: OpenPhase, begin_s: float, *, cut_short: bool) -> None:
-        """For ``OpenPhase``: note that a phase ends, ``cut_short`` by a cancellation or not."""
-        self._open[phase.what] -= 1
-        if cut_short:
-            self._cut_short[phase.what] = time.monotonic()
-        if self._enabled:
-            self._keep(phase, begin_s, time.perf_counter() - self._zero - begin_s)
+    @contextmanager
+    def phase(self, what: PhaseKind, policy: str = "") -> Iterator[OpenPhase]:
+        """Record the body as a phase, also when it raises."""
+        phase = OpenPhase(what, policy)
+        self._open[what] = self._open.get(what, 0) + 1
+        begin_s = time.perf_counter() - self._zero
+        try:
+            yield phase
+        except BaseException as error:
+            phase.detail = error.reason if isinstance(error, RollmillError) else type(error).__name__
+            if isinstance(error, asyncio.CancelledError):
+                self._cut_short[what] = time.monotonic()
+            raise
+        finally:
+            self._open[what] -= 1
+            if self._enabled:
+                self._keep(phase, begin_s, time.perf_counter() - self._zero - begin_s)
 
     def timing(self) -> RolloutTiming:
         """The phases recorded so far, in order of beginning."""
@@ -187,42 +175,44 @@ class TimedGateway:
     async def execute_code(
         self, code: str, *, stdin: bytes = b"", print_trailing_expression: bool = False
     ) -> Execution:
-        with self._clock.phase(PhaseKind.EXECUTE_CODE) as phase:
-            execution = await self._gateway.execute_code(
-                code, stdin=stdin, print_trailing_expression=print_trailing_expression
-            )
-            phase.detail = execution.status.value
-            return execution
+        call = self._gateway.execute_code(code, stdin=stdin, print_trailing_expression=print_trailing_expression)
+        return await self._timed(PhaseKind.EXECUTE_CODE, call, lambda execution: execution.status.value)
 
     async def create_episode(self, environment: str, task: Task, seed: int) -> Episode:
-        with self._clock.phase(PhaseKind.CREATE_EPISODE) as phase:
-            episode = await self._gateway.create_episode(environment, task, seed)
-            phase.detail = environment
-            return episode
+        call = self._gateway.create_episode(environment, task, seed)
+        return await self._timed(PhaseKind.CREATE_EPISODE, call, lambda _: environment)
 
     async def step(self, episode_id: str, turn: int, action: str) -> Step:
-        with self._clock.phase(PhaseKind.STEP) as phase:
-            step = await self._gateway.step(episode_id, turn, action)
-            phase.detail = f"turn {turn}, reward {step.reward:g}" + (", done" if step.done else "")
-            return step
+        return await self._timed(
+            PhaseKind.STEP,
+            self._gateway.step(episode_id, turn, action),
+            lambda step: f"turn {turn}, reward {step.reward:g}" + (", done" if step.done else ""),
+        )
 
     async def close(self, episode_id: str) -> None:
-        with self._clock.phase(PhaseKind.CLOSE_EPISODE):
-            await self._gateway.close(episode_id)
+        await self._timed(PhaseKind.CLOSE_EPISODE, self._gateway.close(episode_id), lambda _: "")
 
     async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward:
-        with self._clock.phase(PhaseKind.COMPUTE_REWARD) as phase:
-            found = await self._gateway.compute_reward(reward, task, completion)
-            phase.detail = f"{reward}: {found.value:g}" + (", unparsed" if found.unparsed else "")
-            return found
+        return await self._timed(
+            PhaseKind.COMPUTE_REWARD,
+            self._gateway.compute_reward(reward, task, completion),
+            lambda found: f"{reward}: {found.value:g}" + (", unparsed" if found.unparsed else ""),
+        )
 
     async def judge(
         self, code: str, cases: Sequence[JudgeCase], *, entry_point: str = "", case_time_s: float = 6.0
     ) -> tuple[CaseOutcome, ...]:
-        with self._clock.phase(PhaseKind.JUDGE) as phase:
-            outcomes = await self._gateway.judge(code, cases, entry_point=entry_point, case_time_s=case_time_s)
-            phase.detail = f"{sum(outcome.passed for outcome in outcomes)} of {len(outcomes)} cases passed"
-            return outcomes
+        return await self._timed(
+            PhaseKind.JUDGE,
+            self._gateway.judge(code, cases, entry_point=entry_point, case_time_s=case_time_s),
+            lambda found: f"{sum(outcome.passed for outcome in found)} of {len(found)} cases passed",
+        )
+
+    async def _timed(self, what: PhaseKind, call: Awaitable[Found], detail: Callable[[Found], str]) -> Found:
+        with self._clock.phase(what) as phase:
+            found = await call
+            phase.detail = detail(found)
+            return found
 
 
 # --- A replica's served policies, and the policy object that one rollout uses.

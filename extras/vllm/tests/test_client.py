@@ -10,7 +10,7 @@ import pytest
 
 from extras.vllm.engine import VllmClient
 from services.common.errors import InfrastructureError, InvalidRequestError
-from services.common.kept_tokens import RowKind, pack, unpack
+from services.common.kept_tokens import pack, unpack
 from services.common.records import Sampling
 from services.inference.engine.served.client import CallRequest, Chunk, VersionSpan
 
@@ -114,7 +114,7 @@ async def test_the_tokens_of_a_cut_distribution_are_those_with_a_finite_log_prob
 
 async def test_forbidden_tokens_are_told_as_left_out() -> None:
     (chunk,) = await read(call(suppress=True), tokens((4, -0.5)))
-    assert chunk is not None and chunk.kept[0].kind is RowKind.LEFT_OUT
+    assert chunk is not None and chunk.kept[0].left_out
 
 
 async def test_a_log_probability_that_vllm_could_not_write_is_not_a_number() -> None:

@@ -195,14 +195,16 @@ def _tools_of(recipe: Recipe) -> list[str]:
 
 
 async def _problems(servers: Mapping[str, McpServerConfig], wanted: list[str]) -> list[str]:
-    from services.envgateway.tools.mcp import McpServer, McpTools
+    from services.envgateway.tools.mcp import McpServer, open_tools
 
     opened = {name: McpServer(name, config) for name, config in servers.items()}
 
     async def problem_of(name: str) -> str | None:
         asked = [tool for tool in wanted if tool.removeprefix(MCP).partition("/")[0] == name] or [f"{MCP}{name}"]
         try:
-            await (await McpTools.open(opened, asked, None)).close()
+            _, sessions = await open_tools(opened, asked, None)
+            for session in sessions:
+                await session.close()
         except RollmillError as error:
             return error.message
         return None

@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
+import inspect
 import queue
 import sys
 import threading
@@ -22,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import structlog
@@ -197,6 +200,29 @@ class DaemonThreads:
             self._give_up(call)
             raise
 
+    async def call(
+        self, function: Callable[..., Any], *arguments: Any, on_begin: Callable[[], None] | None = None, **named: Any
+    ) -> Any:
+        """Await an async function; run a plain one in a thread, and await what it returns if that can be awaited.
+
+        Raises:
+            RuntimeError: the function raised ``SystemExit`` or the like, which would end the process, or cancelled itself.
+        """
+        try:
+            if _is_async(function):
+                if on_begin is not None:
+                    on_begin()
+                return await function(*arguments, **named)
+            result = await self.run(functools.partial(function, *arguments, **named), on_begin=on_begin)
+            return await result if inspect.isawaitable(result) else result
+        except (Exception, GeneratorExit):
+            raise
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # its caller has given up
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
     def overdue(self, limit_s: float) -> StuckThread | None:
         """The call that has run longest, given up or not, if that is longer than this."""
         with self._lock:
@@ -252,7 +278,19 @@ class DaemonThreads:
             del call, result, error  # or an idle thread would keep them
 
 
+def _is_async(function: Callable[..., Any]) -> bool:
+    plain = getattr(function, "__func__", function)  # under a method
+    if isinstance(plain, FunctionType):
+        return _is_coroutine_function(plain)
+    return inspect.iscoroutinefunction(function) or _is_coroutine_function(type(function).__call__)
+
+
+_is_coroutine_function = functools.lru_cache(1024)(inspect.iscoroutinefunction)  # asked at every call, and slow to say
+
+
 def _name_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     return f"{getattr(function, '__module__', '')}.{name}"
 

@@ -1,8 +1,7 @@
-"""Checking a tool call's arguments against the tool's JSON schema, in words from which a model can correct itself.
+"""Tool calls as texts: the schemas of arguments, the calls in an assistant turn, and the texts of results.
 
-A part of JSON Schema: ``type``, ``properties``, ``required``, ``additionalProperties`` (true or false; false when left
-out), ``items``, ``enum``, ``const``, ``anyOf``, ``pattern`` and the bounds of numbers, texts and lists. A schema that
-uses another keyword is refused at the registration of its tool, so that each keyword is checked.
+Arguments are checked by JSON Schema 2020-12. No document is fetched: references point inside the schema. jsonschema is
+imported on use.
 """
 
 from __future__ import annotations
@@ -15,192 +14,152 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
-from services.common.text.encodable import encodable
 from services.common.text.thoughts import END_OF_THOUGHT, THOUGHT
 
-_ANNOTATIONS = {"title", "description", "default", "examples", "$schema", "format"}
-_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
-    "string": ("a string", (str,)),
-    "integer": ("an integer", (int,)),
-    "number": ("a number", (int, float)),
-    "boolean": ("true or false", (bool,)),
-    "array": ("a list", (list,)),
-    "object": ("an object", (dict,)),
-    "null": ("null", (type(None),)),
-}
-_BOUNDS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "minimum": ((int, float), "must be at least {}"),
-    "maximum": ((int, float), "must be at most {}"),
-    "exclusiveMinimum": ((int, float), "must be above {}"),
-    "exclusiveMaximum": ((int, float), "must be below {}"),
-    "minLength": (str, "must have at least {} characters"),
-    "maxLength": (str, "must have at most {} characters"),
-    "minItems": (list, "must have at least {} items"),
-    "maxItems": (list, "must have at most {} items"),
-}
-_KNOWN = {
-    "type",
-    "properties",
-    "required",
-    "additionalProperties",
-    "items",
-    "enum",
-    "const",
-    "anyOf",
-    "pattern",
-    *_BOUNDS,
-}
-_MAX_SHOWN_CHARS = 60
+_MAX_SHOWN_CHARS = 200
+_MAX_NAME_CHARS = 60
 _MAX_REASON_CHARS = 120
 
 
-def check_schema(schema: Any, where: str = "parameters") -> None:
-    """Raise ``ValueError`` for parts of a schema that are not checked or make no sense."""
-    if not isinstance(schema, Mapping):
-        raise ValueError(f"{where} must be an object of JSON Schema, not {schema!r}")
-    for keyword in schema:
-        if keyword not in _KNOWN | _ANNOTATIONS:
-            raise ValueError(f"{where}.{keyword} is not checked here; there is {', '.join(sorted(_KNOWN))}")
-    for name in _types(schema):
-        if name not in _TYPES:
-            raise ValueError(f"{where}.type is {name!r}; there is {', '.join(_TYPES)}")
-    if "additionalProperties" in schema and not isinstance(schema["additionalProperties"], bool):
-        raise ValueError(f"{where}.additionalProperties must be true or false")
-    if "pattern" in schema:
-        _pattern(str(schema["pattern"]), where)
-    properties = schema.get("properties", {})
+class ArgumentSchema:
+    """The schema of one tool's arguments, known to be valid."""
+
+    def __init__(self, schema: Any, where: str = "parameters", *, is_closed: bool = True) -> None:
+        """``is_closed``: an argument that the schema does not name is wrong unless the schema says otherwise, a pattern must
+        be one of linear time, and each required argument must be described.
+
+        Raises:
+            ValueError: the schema is invalid; names the wrong part.
+        """
+        from jsonschema import Draft202012Validator
+        from jsonschema.exceptions import SchemaError
+        from referencing import Registry
+
+        if not isinstance(schema, Mapping) or schema.get("type") != "object":
+            raise ValueError(f"{where} must be a JSON Schema of `type: object`, not {str(schema)[:60]}")
+        try:
+            Draft202012Validator.check_schema(schema)
+        except SchemaError as error:
+            raise ValueError(f"{where}{error.json_path[1:]}: {error.message[:_MAX_SHOWN_CHARS]}") from None
+        except RecursionError:
+            raise ValueError(f"{where} is nested too deeply") from None
+        self._check_references(schema, where)
+        if is_closed:
+            _check_closed(schema, where)
+        # An empty registry, without a way to retrieve: a reference to an address would be fetched otherwise.
+        self._validator = _validator_class(is_closed)(dict(schema), registry=Registry())
+        try:
+            self.problem_with({})
+        except RecursionError:
+            raise ValueError(f"{where} refers to itself without end") from None
+
+    def problem_with(self, arguments: Any) -> str | None:
+        """The error in the arguments of a call, in words for the policy; None when they match.
+
+        >>> schema = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
+        >>> ArgumentSchema(schema).problem_with({"cod": "1"})
+        "argument 'code' is missing; did you mean it by 'cod'?"
+        >>> ArgumentSchema(schema).problem_with({"code": 1})
+        "argument 'code': 1 is not of type 'string'"
+        """
+        from jsonschema.exceptions import best_match, by_relevance
+
+        error = best_match(
+            self._validator.iter_errors(arguments), key=by_relevance(weak={"anyOf", "oneOf", "properties"})
+        )
+        if error is None:
+            return None
+        path = error.json_path[1:].removeprefix(".")
+        if error.validator in ("required", "properties"):  # of ours, which name the argument
+            return f"{'in ' * bool(path)}{path}{': ' * bool(path)}{cut_text(error.message, _MAX_SHOWN_CHARS)}"
+        return f"{f'argument {path!r}' if path else 'the arguments'}: {cut_text(error.message, _MAX_SHOWN_CHARS)}"
+
+    def _check_references(self, schema: Mapping[str, Any], where: str) -> None:
+        from referencing import Registry
+        from referencing.exceptions import Unresolvable
+        from referencing.jsonschema import DRAFT202012
+
+        resolver = Registry().resolver_with_root(DRAFT202012.create_resource(schema))
+        for _, part in _parts(schema, where):
+            for reference in (part[key] for key in ("$ref", "$dynamicRef") if key in part):
+                if not isinstance(reference, str) or not reference.startswith("#"):
+                    raise ValueError(
+                        f"{where} refers to {reference!r}: only references inside the schema (#/...) are followed"
+                    )
+                try:
+                    resolver.lookup(reference)
+                except Unresolvable:
+                    raise ValueError(f"{where} refers to {reference}, which it does not have") from None
+
+
+def _parts(part: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """All objects in a schema, each with its place."""
+    if isinstance(part, Mapping):
+        yield where, part
+        for key, value in part.items():
+            yield from _parts(value, where if key == "properties" else f"{where}.{key}")
+    elif isinstance(part, list):
+        for index, value in enumerate(part):
+            yield from _parts(value, f"{where}[{index}]")
+
+
+def _check_closed(schema: Mapping[str, Any], where: str) -> None:
     for name in schema.get("required", ()):
-        if name not in properties:
+        if name not in schema.get("properties", {}):
             raise ValueError(f"{where}.required names {name!r}, which is none of its properties")
-    for name, inner in properties.items():
-        check_schema(inner, f"{where}.{name}")
-    if "items" in schema:
-        check_schema(schema["items"], f"{where}.items")
-    for index, inner in enumerate(schema.get("anyOf", ())):
-        check_schema(inner, f"{where}.anyOf[{index}]")
+    for place, part in _parts(schema, where):
+        if isinstance(pattern := part.get("pattern"), str):
+            try:
+                _linear(pattern)
+            except SchemaError as error:
+                why = " ".join(str(error).split())[-_MAX_REASON_CHARS:]
+                raise ValueError(
+                    f"{place}.pattern {pattern!r} cannot be checked in linear time: write it without look-around, references "
+                    f"to groups and other features that Rust's regex lacks ({why})"
+                ) from None
 
 
 @functools.lru_cache(maxsize=1024)
-def _pattern(pattern: str, where: str = "pattern") -> SchemaValidator:
-    """Raises ``ValueError`` for a pattern that the engine, whose time is linear in the text, does not take."""
-    try:
-        return SchemaValidator(core_schema.str_schema(pattern=pattern))
-    except SchemaError as error:
-        why = " ".join(str(error).split())[-_MAX_REASON_CHARS:]
-        raise ValueError(
-            f"{where}.pattern {pattern!r} cannot be checked in linear time: write it without look-around, references "
-            f"to groups and other features that Rust's regex lacks ({why})"
-        ) from None
+def _linear(pattern: str) -> SchemaValidator:
+    """Raises ``SchemaError`` for a pattern that the engine, whose time is linear in the text, does not take."""
+    return SchemaValidator(core_schema.str_schema(pattern=pattern))
 
 
-def problem_with(arguments: Any, schema: Mapping[str, Any]) -> str | None:
-    """The error in the arguments of a call, or None.
+@functools.lru_cache
+def _validator_class(is_closed: bool) -> Any:
+    """Of JSON Schema 2020-12, but 1.0 is no integer and a missing argument may get a hint."""
+    from jsonschema import Draft202012Validator, ValidationError
+    from jsonschema.validators import extend
 
-    >>> schema = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
-    >>> problem_with({"cod": "1"}, schema)
-    "argument 'code' is missing; did you mean it by 'cod'?"
-    >>> problem_with({"code": 1}, schema)
-    "argument 'code' must be a string, not 1"
-    """
-    return _problem(arguments, schema, "")
+    def required(_: Any, names: list[str], instance: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
+        for name in names if isinstance(instance, dict) else ():
+            if name not in instance:
+                unknown = [other for other in instance if other not in schema.get("properties", {})]
+                alike = difflib.get_close_matches(name, unknown, n=1)
+                hint = f"; did you mean it by {alike[0]!r}?" if alike else ""
+                yield ValidationError(f"argument {name!r} is missing{hint}")
 
+    def properties(validator: Any, known: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
+        yield from Draft202012Validator.VALIDATORS["properties"](validator, known, instance, schema)
+        if isinstance(instance, dict) and not schema.keys() & {"additionalProperties", "patternProperties"}:
+            there_is = ", ".join(map(repr, known)) or "none"
+            for name in instance:
+                if name not in known:
+                    yield ValidationError(f"unknown argument {name[:_MAX_NAME_CHARS]!r}; there is {there_is}")
 
-def _problem(value: Any, schema: Mapping[str, Any], path: str) -> str | None:
-    name = f"argument {path!r}" if path else "the arguments"
-    kinds = _types(schema)
-    if kinds and not any(_is(value, kind) for kind in kinds):
-        return f"{name} must be {_joined(_TYPES[kind][0] for kind in kinds)}, not {_shown(value)}"
-    if "const" in schema and not _same(value, schema["const"]):
-        return f"{name} must be {_shown(schema['const'])}, not {_shown(value)}"
-    if "enum" in schema and not any(_same(value, allowed) for allowed in schema["enum"]):
-        return f"{name} must be {_joined(_shown(allowed) for allowed in schema['enum'])}, not {_shown(value)}"
-    if isinstance(value, str) and "pattern" in schema and not _pattern(schema["pattern"]).isinstance_python(value):
-        return f"{name} must match {schema['pattern']}, unlike {_shown(value)}"
-    if "anyOf" in schema:
-        problems = [_problem(value, option, path) for option in schema["anyOf"]]
-        if all(problems):
-            return str(problems[0])
-    return _out_of_bounds(value, schema, name) or _inside(value, schema, path)
+    def pattern(_: Any, wanted: str, instance: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
+        if isinstance(instance, str) and not _linear(wanted).isinstance_python(instance):
+            yield ValidationError(f"{instance!r} does not match {wanted!r}")
 
-
-def _out_of_bounds(value: Any, schema: Mapping[str, Any], name: str) -> str | None:
-    for keyword, (kinds, told) in _BOUNDS.items():
-        if keyword not in schema or not isinstance(value, kinds) or isinstance(value, bool):
-            continue
-        bound = schema[keyword]
-        size = value if isinstance(value, (int, float)) else len(value)  # type: ignore[arg-type]
-        fine = {"m": size >= bound, "M": size <= bound, "e": size > bound, "E": size < bound}
-        which = {"minimum": "m", "maximum": "M", "exclusiveMinimum": "e", "exclusiveMaximum": "E"}.get(
-            keyword, "m" if keyword.startswith("min") else "M"
-        )
-        if not fine[which]:
-            has = _shown(value) if size is value else f"{size}"
-            return f"{name} {told.format(bound)}, not {has}"
-    return None
-
-
-def _inside(value: Any, schema: Mapping[str, Any], path: str) -> str | None:
-    if isinstance(value, list) and "items" in schema:
-        for index, item in enumerate(value):
-            problem = _problem(item, schema["items"], f"{path}[{index}]")
-            if problem is not None:
-                return problem
-    if not isinstance(value, Mapping) or ("properties" not in schema and "object" not in _types(schema)):
-        return None
-    properties: Mapping[str, Any] = schema.get("properties", {})
-    unknown = [name for name in value if name not in properties and not schema.get("additionalProperties", False)]
-    for name in schema.get("required", ()):
-        if name not in value:
-            alike = difflib.get_close_matches(name, unknown, n=1)
-            hint = f"; did you mean it by {alike[0]!r}?" if alike else ""
-            return f"argument {_below(path, name)!r} is missing{hint}"
-    if unknown:
-        known = ", ".join(repr(name) for name in properties) or "none"
-        return f"unknown argument {_below(path, unknown[0][:_MAX_SHOWN_CHARS])!r}; there is {known}"
-    for name, inner in properties.items():
-        if name in value:
-            problem = _problem(value[name], inner, _below(path, name))
-            if problem is not None:
-                return problem
-    return None
-
-
-def _below(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _types(schema: Mapping[str, Any]) -> list[str]:
-    kinds = schema.get("type", [])
-    return [kinds] if isinstance(kinds, str) else list(kinds)
-
-
-def _is(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    if isinstance(value, float) and not math.isfinite(value):
-        return False  # JSON has no such number; Python's reader lets them in
-    return isinstance(value, _TYPES[kind][1])
-
-
-def _same(left: Any, right: Any) -> bool:
-    return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "an object"
-    text = json.dumps(encodable(value), ensure_ascii=False)
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
-
-
-def _joined(options: Iterable[str]) -> str:
-    return " or ".join(options)
+    keywords = {"required": required, **({"properties": properties, "pattern": pattern} if is_closed else {})}
+    types = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
+    return extend(Draft202012Validator, keywords, type_checker=types)
 
 
 # --- Tool calls as text: the Hermes calls of an assistant turn, and the status, text and counts of their results.

@@ -35,7 +35,7 @@ from services.common.text.tools import STATUS_METRIC, MalformedCall, find_call
 from services.common.tools import ToolResult
 from services.envgateway.calls import RewardOutcome
 from services.envgateway.rewards.registry import Rewards
-from services.envgateway.tools.registry import ToolSession
+from services.envgateway.tools.registry import GatewayToolSession
 from services.envgateway.tools.tools import StateLostError
 
 if TYPE_CHECKING:
@@ -222,32 +222,34 @@ class ToolLoop:
         self._task: Mapping[str, Any] = {}
         self._settings = ToolSettings()
         self._turns = 0
-        self._session: ToolSession | None = None
+        self._session: GatewayToolSession | None = None
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         self._task = task
         self._settings = settings_of(task, ToolSettings)
-        self._session = await ToolSession.open(self._box, self._settings.tools, self._settings.max_response_chars)
+        self._session = await GatewayToolSession.open(
+            self._box, self._settings.tools, self._settings.max_response_chars
+        )
         return Observation(text=question_of(task), tools=self._session.schemas)
 
     async def step(self, action: str) -> StepResult:
         assert self._session is not None
         content = find_call(action)
         if content is None or self._turns + 1 >= self._settings.max_turns:
-            metrics = self._session.metrics()
+            metrics = self._session.statistics.metrics()
             result = await graded_end(self._rewards, self._settings.reward, self._task, action, metrics)
             self._turns += 1
             return result
         response = await answered(self._session, content)
         self._turns += 1
-        return StepResult(observation=response.text, metrics=self._session.metrics())
+        return StepResult(observation=response.text, metrics=self._session.statistics.metrics())
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
 
-async def answered(session: ToolSession, content: str | MalformedCall) -> ToolResult:
+async def answered(session: GatewayToolSession, content: str | MalformedCall) -> ToolResult:
     """A call's result; where a tool's state is lost, so is the episode."""
     try:
         return await session.answer(content)
@@ -265,17 +267,17 @@ class ToolCalls:
 
     def __init__(self, context: EnvironmentContext) -> None:
         self._box = context.tools
-        self._session: ToolSession | None = None
+        self._session: GatewayToolSession | None = None
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         settings = settings_of(task, ToolCallsSettings)
-        self._session = await ToolSession.open(self._box, settings.tools, settings.max_response_chars)
+        self._session = await GatewayToolSession.open(self._box, settings.tools, settings.max_response_chars)
         return Observation(text="", tools=self._session.schemas)
 
     async def step(self, action: str) -> StepResult:
         assert self._session is not None
         result = await answered(self._session, action)
-        metrics = {**self._session.metrics(), f"{STATUS_METRIC}{result.status}": 1.0}
+        metrics = {**self._session.statistics.metrics(), f"{STATUS_METRIC}{result.status}": 1.0}
         return StepResult(observation=result.text, metrics=metrics)
 
     async def close(self) -> None:

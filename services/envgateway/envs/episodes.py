@@ -39,7 +39,7 @@ from services.common.harbor import ENVIRONMENT as HARBOR
 from services.common.importing import check_methods, load_object, place_of_error
 from services.common.installing import install
 from services.common.text.encodable import encodable
-from services.envgateway.calls import call_plain_or_async
+from services.envgateway.calls import THREADS
 from services.envgateway.envs.agentbench import AgentBenchWorld
 from services.envgateway.envs.alfworld import AlfworldWorld
 from services.envgateway.envs.base import (
@@ -101,12 +101,12 @@ class GuardedEnvironment:
         self._counts = counts
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        observation: Observation = await call_plain_or_async(self._inner.reset, task, seed)
+        observation: Observation = await THREADS.call(self._inner.reset, task, seed)
         return observation
 
     async def step(self, action: str) -> StepResult:
         try:
-            result: StepResult = await call_plain_or_async(self._inner.step, action)
+            result: StepResult = await THREADS.call(self._inner.step, action)
         except _OF_THE_ACTION as error:
             self._counts[self._name] += 1
             log.warning(
@@ -121,7 +121,7 @@ class GuardedEnvironment:
         return result
 
     async def close(self) -> None:
-        await call_plain_or_async(self._inner.close)
+        await THREADS.call(self._inner.close)
 
 
 ENVIRONMENTS: dict[str, EnvironmentFactory] = {
@@ -437,7 +437,7 @@ class EpisodeManager:
     async def _close_environment(self, environment: EnvironmentLike) -> None:
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                await call_plain_or_async(environment.close)
+                await THREADS.call(environment.close)
         except Exception as error:  # the episode is gone in any case; its environment's owner should know
             log.warning("environment.close_failed", exc_info=error)
 
@@ -447,11 +447,11 @@ class _EnvironmentFailed(EpisodeLostError):
 
 
 async def _reset(environment: EnvironmentLike, task: Mapping[str, Any], seed: int) -> Observation:
-    return checked_observation(await call_plain_or_async(environment.reset, task, seed))
+    return checked_observation(await THREADS.call(environment.reset, task, seed))
 
 
 async def _step(environment: EnvironmentLike, action: str) -> StepResult:
-    return checked_result(await call_plain_or_async(environment.step, action))
+    return checked_result(await THREADS.call(environment.step, action))
 
 
 async def _joined(work: asyncio.Task[Result], when_cancelled: str) -> Result:

@@ -17,7 +17,6 @@ reference answer is compared with a harmless one, once.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
@@ -40,7 +39,6 @@ log = structlog.get_logger()
 _MODULE = "services.envgateway.rewards.math_worker"
 _STARVED_FACTOR = 6.0  # wall time over CPU time, before a slow grading is the machine's fault
 _SHORTEST_WAIT_S = 0.05
-_SWITCHES = ("SYMPY_USE_CACHE",)  # of the libraries that a worker uses
 
 
 class WorkerOverdue(ChildFailed):
@@ -63,8 +61,7 @@ class MathProcess(Child):
 
     def __init__(self, cpu_s: float, grader: str = "") -> None:
         """``cpu_s``: CPU time of one question; ``grader``: another than Math-Verify."""
-        switches = {name: os.environ[name] for name in _SWITCHES if name in os.environ}
-        super().__init__(_MODULE, [grader], switches)
+        super().__init__(_MODULE, [grader])
         self._cpu_s = cpu_s
         self._turned_s = 0.0  # when the first open question became the first
         self._cpu_before_s = 0.0  # used by the worker until then

@@ -26,10 +26,10 @@ from services.common.text.programs import program_of, with_preamble
 from services.common.text.thoughts import after_thoughts
 from services.envgateway.calls import (
     CORRECT,
+    THREADS,
     RewardFunction,
     RewardOutcome,
     RewardResult,
-    call_plain_or_async,
     grader_failed,
     truth_of,
 )
@@ -267,5 +267,5 @@ def _load(path: str) -> RewardFunction:
 async def _call(function: RewardFunction, task: Mapping[str, Any], completion: str) -> RewardResult:
     if function is boxed_match:
         return boxed_match(task, completion)  # a few microseconds: not worth a thread
-    result = await call_plain_or_async(function, task, completion)
+    result = await THREADS.call(function, task, completion)
     return result if isinstance(result, RewardResult) else RewardResult.of(float(result))

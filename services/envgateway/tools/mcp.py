@@ -21,7 +21,7 @@ import structlog
 from services.common.config.envgateway import MCP, McpServerConfig, ToolConfig, split_name
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
 from services.common.installing import install
-from services.common.text.tools import ToolStatus
+from services.common.text.tools import ArgumentSchema, ToolStatus
 from services.common.tools import ToolResult
 from services.envgateway.calls import take_place
 from services.envgateway.tools.tools import RegisteredTool, StateLostError
@@ -46,7 +46,7 @@ class Offer:
     own_name: str
     description: str
     parameters: Mapping[str, Any]
-    schema: Any  # ArgumentSchema
+    schema: ArgumentSchema
 
 
 class McpServer:
@@ -262,8 +262,6 @@ def _checked(listed: Sequence[Any], config: McpServerConfig, where: str) -> dict
     Raises:
         ConfigError: an invalid schema, with the tool's name; a tool that the recipe names and the server lacks; no tool.
     """
-    from services.envgateway.tools.mcp_client import ArgumentSchema
-
     names = [tool.name for tool in listed]
     for wanted in config.tools:
         if wanted not in names:
@@ -279,7 +277,7 @@ def _checked(listed: Sequence[Any], config: McpServerConfig, where: str) -> dict
         if tool.name in offers:
             raise ConfigError(f"{where}: the server has two tools named {tool.name!r}")
         try:
-            schema = ArgumentSchema(tool.input_schema)
+            schema = ArgumentSchema(tool.input_schema, "inputSchema", is_closed=False)
         except ValueError as error:
             raise ConfigError(
                 f"{where}: the schema of the tool {tool.name!r} is invalid: {error}; correct the server, or offer other tools of "
@@ -297,62 +295,48 @@ class McpTool:
         self.name = offer.name
         self.description = offer.description
         self.parameters = offer.parameters
-        self.problem_with = offer.schema.problem_with
         self._session, self._offer, self._max_chars = session, offer, max_chars
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         return await self._session.call(self._offer, arguments, self._max_chars)
 
 
-class McpTools:
-    """The tools that a trajectory asked for by names that begin with ``MCP``. ``close`` ends its sessions."""
+async def open_tools(
+    servers: Mapping[str, McpServer], names: Sequence[str], max_chars: int | None
+) -> tuple[list[RegisteredTool], list[McpSession]]:
+    """The tools that a trajectory asks for by names that begin with ``MCP``, and their sessions, which the caller closes.
 
-    def __init__(self, tools: Sequence[RegisteredTool], sessions: Sequence[McpSession]) -> None:
-        self.tools = tools
-        self._sessions = sessions
-
-    @classmethod
-    async def open(cls, servers: Mapping[str, McpServer], names: Sequence[str], max_chars: int | None) -> McpTools:
-        """
-        Raises:
-            InvalidRequestError: an unknown server or tool; a server that cannot be used.
-            InfrastructureError, CapacityError: of ``McpServer.open_session``.
-        """
-        sessions: dict[str, McpSession] = {}
-        tools: dict[str, RegisteredTool] = {}
-        try:
-            for name in names:
-                server_name, tool_name = split_name(name)
-                server = servers.get(server_name)
-                if server is None:
-                    known = ", ".join(f"{MCP}{one}" for one in servers) or "none"
-                    raise InvalidRequestError(f"no MCP server {name!r}; envgateway.mcp has {known}")
-                if server_name not in sessions:
-                    sessions[server_name] = await server.open_session()
-                for offer in server.offers(tool_name):
-                    if offer.name in tools:
-                        raise InvalidRequestError(
-                            f"{name}: there are two tools named {offer.name!r}: name single tools ({MCP}SERVER/TOOL), or write "
-                            f"{server.where}.prefix"
-                        )
-                    tools[offer.name] = _registered(server, sessions[server_name], offer, max_chars)
-        except BaseException:
-            for session in sessions.values():
-                await session.close()
-            raise
-        return cls(list(tools.values()), list(sessions.values()))
-
-    async def close(self) -> None:
-        for session in self._sessions:
+    Raises:
+        InvalidRequestError: an unknown server or tool; a server that cannot be used.
+        InfrastructureError, CapacityError: of ``McpServer.open_session``.
+    """
+    sessions: dict[str, McpSession] = {}
+    tools: dict[str, RegisteredTool] = {}
+    try:
+        for name in names:
+            server_name, tool_name = split_name(name)
+            server = servers.get(server_name)
+            if server is None:
+                known = ", ".join(f"{MCP}{one}" for one in servers) or "none"
+                raise InvalidRequestError(f"no MCP server {name!r}; envgateway.mcp has {known}")
+            if server_name not in sessions:
+                sessions[server_name] = await server.open_session()
+            most = max_chars or server.config.max_chars
+            for offer in server.offers(tool_name):
+                if offer.name in tools:
+                    raise InvalidRequestError(
+                        f"{name}: there are two tools named {offer.name!r}: name single tools ({MCP}SERVER/TOOL), or write "
+                        f"{server.where}.prefix"
+                    )
+                tools[offer.name] = RegisteredTool(
+                    tool=McpTool(sessions[server_name], offer, most),
+                    schema=offer.schema,
+                    timeout_s=None,  # the session's own
+                    config=ToolConfig(max_chars=most),
+                    running=server.running,
+                )
+    except BaseException:
+        for session in sessions.values():
             await session.close()
-
-
-def _registered(server: McpServer, session: McpSession, offer: Offer, max_chars: int | None) -> RegisteredTool:
-    most = max_chars or server.config.max_chars
-    return RegisteredTool(
-        tool=McpTool(session, offer, most),
-        config=ToolConfig(max_chars=most),
-        timeout_s=None,  # the session's own
-        running=server.running,
-        has_state=False,
-    )
+        raise
+    return list(tools.values()), list(sessions.values())

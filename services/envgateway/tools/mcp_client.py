@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,12 @@ from typing import Any
 import anyio
 import httpx2
 import structlog
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, ValidationError, best_match
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from mcp.shared.message import SessionMessage
 from mcp.types import INVALID_PARAMS, CallToolResult, Implementation, jsonrpc_message_adapter
 from pydantic import ValidationError as SettingsError
-from referencing import Registry
-from referencing.exceptions import Unresolvable
-from referencing.jsonschema import DRAFT202012
 
 from services.common.config.envgateway import McpServerConfig, with_variables
 from services.common.errors import ConfigError, InfrastructureError
@@ -158,13 +153,8 @@ class ServerProcess:
 
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
-        rest = b""
         while data := await process.stderr.read(_LINE_BYTES):
-            *lines, rest = (rest + data).split(b"\n")
-            rest = rest[-_LINE_BYTES:]
-            self.last_words.extend(_text(line) for line in lines if line.strip())
-        if rest.strip():
-            self.last_words.append(_text(rest))
+            self.last_words.extend(_text(line) for line in data.splitlines() if line.strip())
 
 
 def _text(line: bytes) -> str:
@@ -343,7 +333,7 @@ class Connection:
             try:
                 page = await client.list_tools(cursor=cursor)
             except SettingsError as error:
-                raise ConfigError(f"{self._where}: {await _invalid_tool(client, cursor, error)}") from error
+                raise ConfigError(f"{self._where}: {_invalid_list(error)}") from error
             tools.extend(page.tools)
             cursor = page.next_cursor
             if not cursor:
@@ -372,24 +362,14 @@ class Connection:
         return f"{self._where}: the MCP server {what}{f' ({stands})' if stands else ''}"
 
 
-async def _invalid_tool(client: Client, cursor: str | None, error: SettingsError) -> str:
-    """The error about a list of tools that is not the protocol's, with the name of the tool."""
+def _invalid_list(error: SettingsError) -> str:
+    """The error about a list of tools that is not the protocol's, with the place of the tool."""
     first = error.errors()[0]
     root, number, *inside = (*first["loc"], "", "")
-    said = f"{'.'.join(str(part) for part in inside if part != '')}: {first['msg']}; correct the server"
     if root != "tools" or not isinstance(number, int):
         return f"the server's list of tools is invalid: {root}: {first['msg']}; correct the server"
-    return f"the schema of the tool {await _name_of(client, cursor, number)!r} is invalid: {said}"
-
-
-async def _name_of(client: Client, cursor: str | None, number: int) -> str:
-    """The name of a tool by its place. Nothing public of the package returns a list that the package has refused."""
-    try:
-        dispatcher = client.session._dispatcher
-        page = await dispatcher.send_raw_request("tools/list", {"cursor": cursor} if cursor else None)
-        return str(page["tools"][number]["name"])
-    except (AttributeError, LookupError, TypeError, MCPError):
-        return f"number {number + 1}"
+    place = ".".join(str(part) for part in inside if part != "")
+    return f"the schema of the server's tool {number + 1} is invalid: {place}: {first['msg']}; correct the server"
 
 
 def _look_at(task: asyncio.Task[None]) -> None:
@@ -406,69 +386,6 @@ def _told(task: asyncio.Task[None]) -> str:
     while isinstance(error, BaseExceptionGroup):  # of the package's own tasks
         error = error.exceptions[0]
     return "it was closed" if error is None else f"{type(error).__name__}: {str(error)[:500]}".rstrip(": ")
-
-
-# --- Checks the JSON schemas of MCP tools, and arguments against them, by the rules of JSON Schema 2020-12.
-
-
-_MAX_SHOWN_CHARS = 200
-
-
-class ArgumentSchema:
-    """The schema of one tool's arguments, known to be valid."""
-
-    def __init__(self, schema: Any) -> None:
-        """Raises ``ValueError`` with the part that is wrong."""
-        if not isinstance(schema, Mapping) or schema.get("type") != "object":
-            raise ValueError(f"inputSchema must be a JSON Schema of `type: object`, not {str(schema)[:60]}")
-        try:
-            Draft202012Validator.check_schema(schema)
-        except SchemaError as error:
-            raise ValueError(f"{_place('inputSchema', error)}: {error.message[:_MAX_SHOWN_CHARS]}") from None
-        except RecursionError:
-            raise ValueError("inputSchema is nested too deeply") from None
-        _check_references(schema)
-        # An empty registry, without a way to retrieve: a reference to an address would be fetched otherwise.
-        self._validator = Draft202012Validator(schema, registry=Registry())
-        try:
-            self.problem_with({})
-        except RecursionError:
-            raise ValueError("inputSchema refers to itself without end") from None
-
-    def problem_with(self, arguments: Mapping[str, Any]) -> str | None:
-        """The error in the arguments of a call, in words for the policy; None when they match."""
-        error = best_match(self._validator.iter_errors(arguments))
-        return None if error is None else f"{_place('argument', error)}: {error.message[:_MAX_SHOWN_CHARS]}"
-
-
-def _check_references(schema: Mapping[str, Any]) -> None:
-    resolver = Registry().resolver_with_root(DRAFT202012.create_resource(schema))
-    for reference in _references(schema):
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            raise ValueError(
-                f"inputSchema refers to {reference!r}: only references inside the schema (#/...) are followed"
-            )
-        try:
-            resolver.lookup(reference)
-        except Unresolvable:
-            raise ValueError(f"inputSchema refers to {reference}, which it does not have") from None
-
-
-def _references(part: Any) -> Iterator[Any]:
-    if isinstance(part, Mapping):
-        for key, value in part.items():
-            if key in ("$ref", "$dynamicRef"):
-                yield value
-            else:
-                yield from _references(value)
-    elif isinstance(part, list):
-        for value in part:
-            yield from _references(value)
-
-
-def _place(root: str, error: ValidationError | SchemaError) -> str:
-    inside = ".".join(map(str, error.absolute_path))
-    return f"{root} {inside}" if inside else {"argument": "the arguments"}.get(root, root)
 
 
 _NO_TEXT = "(no output)"

@@ -18,7 +18,7 @@ from services.common.dataset_rows import BuiltInTool
 from services.common.errors import InfrastructureError
 from services.common.telemetry.metrics import Lane
 from services.common.text.tools import ToolStatus, shown_output, status_of_program
-from services.common.tools import AnyTool, ToolResult
+from services.common.tools import AnyTool, JupyterDescription, OfferedTool, ToolResult
 from services.envgateway.queue.local import JobQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.lease import why_unusable
@@ -33,14 +33,11 @@ class StateLostError(InfrastructureError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RegisteredTool:
+class RegisteredTool(OfferedTool):
     """A tool with its limits."""
 
-    tool: AnyTool
     config: ToolConfig
-    timeout_s: float | None  # None: the tool keeps its own
     running: asyncio.Semaphore
-    has_state: bool  # of each trajectory's own
 
 
 # --- ``python`` and ``python_code_with_standard_io``: one program a call, without kept state.
@@ -91,20 +88,8 @@ _WHY = {
 }
 
 
-class JupyterTool:
+class JupyterTool(JupyterDescription):
     """The tool that all trajectories share; each opens a notebook of its own."""
-
-    name = BuiltInTool.JUPYTER.value
-    description = (
-        "Execute a cell of Python code and return what it prints. Variables, functions and imports stay for later calls. "
-        "The value of a trailing expression is printed as in a notebook."
-    )
-    parameters: Mapping[str, Any] = {
-        "type": "object",
-        "properties": {"code": {"type": "string", "description": "The Python code of the cell."}},
-        "required": ["code"],
-    }
-    timeout_s = None  # the sandbox holds the cell's
 
     def __init__(self, slots: LiveSlots, config: LiveConfig, concurrency: int) -> None:
         """``concurrency``: cells that run at once, over all trajectories."""

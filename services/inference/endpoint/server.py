@@ -26,10 +26,9 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-import orjson
 import structlog
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.common.aio import ended
 from services.common.config.processes import EndpointConfig
@@ -49,19 +48,8 @@ from services.common.security.keys import Role
 from services.common.system.surroundings import reach_directly
 from services.common.text.chat import Message
 from services.common.text.tools import OPEN
-from services.inference.endpoint.chat import (
-    CHAT,
-    AnswerWriter,
-    Dialect,
-    DialectRequest,
-    ItemLimits,
-    Refusal,
-    UnknownSessionError,
-    known,
-    validated,
-)
-from services.inference.endpoint.messages import MESSAGES
-from services.inference.endpoint.responses import RESPONSES
+from services.inference.endpoint.dialects import CHAT, DIALECTS, MESSAGES, RESPONSES, AnswerWriter
+from services.inference.endpoint.forms import Dialect, Form, ItemLimits, Refusal, UnknownSessionError, known
 from services.inference.workflows.agents import (
     DEFAULT_MODEL,
     CapturedSession,
@@ -196,7 +184,7 @@ class RewardTold(BaseModel):
 class Asked:
     """A request that was read. ``locate`` finds its thread when the turn begins."""
 
-    fields: DialectRequest
+    form: Form
     turn: TurnRequest
     preface: tuple[Message, ...]
     locate: Callable[[], Located]
@@ -223,15 +211,15 @@ class ServedSession:
 
     def read(self, body: bytes, dialect: Dialect) -> Asked:
         given, items = read_body(body, dialect.items)
-        fields = validated(dialect.request, given)
-        turn = fields.ask(self._policy_of(fields.model))
-        preface = tuple(fields.preface())
+        form = dialect.form_of(given)
+        turn = form.turn(self._policy_of(form.model))
+        preface = tuple(form.preface())
         new = dialect.read_items(items, self._limits)
 
         def locate() -> Located:
-            return self.captured.locate(turn, [*preface, *self._messages_before(fields.previous()), *new])
+            return self.captured.locate(turn, [*preface, *self._messages_before(form.previous), *new])
 
-        return Asked(fields=fields, turn=turn, preface=preface, locate=locate)
+        return Asked(form=form, turn=turn, preface=preface, locate=locate)
 
     def answered(self, answer_id: str, asked: Asked, turn: CapturedTurn) -> None:
         """Remember an answer, which later requests may name."""
@@ -384,7 +372,6 @@ async def in_session(session: ServedSession, work: Awaitable[CapturedTurn]) -> C
 
 
 log = structlog.get_logger(__name__)
-DIALECTS = (CHAT, RESPONSES, MESSAGES)
 _PREFIXES = ("/v1", "/v1/v1")
 """Anthropic's client adds ``/v1`` to its base URL, and an agent is given one URL for all clients."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -475,10 +462,11 @@ class EndpointServer:
     async def _rewards(self, request: web.Request) -> web.Response:
         session = self._session(request)
         try:
-            given = orjson.loads(await request.read())
-        except ValueError as error:
-            raise InvalidRequestError(f"the body is no JSON that can be read: {error}") from None
-        told = validated(RewardTold, given)
+            told = RewardTold.model_validate_json(await request.read())
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the body"
+            raise InvalidRequestError(f"{where}: {first['msg']}", param=where) from None
         session.give_reward(told)
         return json_answer(told.model_dump())
 
@@ -488,8 +476,8 @@ class EndpointServer:
             asked = session.read(await request.read(), dialect)
             captured, policy = session.captured, asked.turn.policy
             chat = captured.policies[policy].chat
-            writer = dialect.writer(asked.fields, policy, chat, thinks=captured.thinks(policy))
-            if asked.fields.stream:
+            writer = dialect.writer(asked.form, policy, chat, thinks=captured.thinks(policy))
+            if asked.form.stream:
                 return await Stream(request, session, asked, writer).send()
             turn = await in_session(session, captured.take_turn(asked.turn, asked.locate))
             session.answered(writer.id, asked, turn)

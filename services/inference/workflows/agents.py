@@ -17,7 +17,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import orjson
 from pydantic import Field
@@ -182,32 +182,16 @@ class TurnMark:
     num_segments: int
 
 
-class Ancestor(Protocol):
-    """A conversation that has an answer."""
-
-    @property
-    def messages(self) -> Sequence[Message]: ...
-
-    @property
-    def marks(self) -> Sequence[TurnMark]: ...
-
-    @property
-    def tools_key(self) -> bytes: ...
-
-    @property
-    def parent(self) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
     """``at``: for a branch, the turn of the parent behind which it goes on."""
 
     origin: Origin = Origin.ROOT
-    parent: Any = None
+    parent: Thread | None = None
     at: TurnMark | None = None
 
 
-def lineage_of(messages: Sequence[Message], tools_key: bytes, threads: Sequence[Ancestor]) -> Lineage:
+def lineage_of(messages: Sequence[Message], tools_key: bytes, threads: Sequence[Thread]) -> Lineage:
     """``threads``: the latest one last."""
     latest_first = threads[::-1]
     shared = [(thread, mark) for thread in latest_first if (mark := _shared_turn(messages, thread))]
@@ -224,7 +208,7 @@ def lineage_of(messages: Sequence[Message], tools_key: bytes, threads: Sequence[
     return Lineage() if caller is None else Lineage(origin=Origin.SUBAGENT, parent=caller)
 
 
-def _shared_turn(messages: Sequence[Message], thread: Ancestor) -> TurnMark | None:
+def _shared_turn(messages: Sequence[Message], thread: Thread) -> TurnMark | None:
     """The last turn of a thread up to which its messages begin ``messages``."""
     found = None
     at = 0
@@ -236,7 +220,7 @@ def _shared_turn(messages: Sequence[Message], thread: Ancestor) -> TurnMark | No
     return found
 
 
-def _quotes(messages: Sequence[Message], texts: Sequence[str], thread: Ancestor) -> bool:
+def _quotes(messages: Sequence[Message], texts: Sequence[str], thread: Thread) -> bool:
     """Whether messages have an answer of a thread as their own, or its last answer within a text."""
     answers = [thread.messages[mark.num_messages - 1] for mark in thread.marks]
     calls = {call["id"] for answer in answers for call in answer.get("tool_calls", ())}
@@ -249,7 +233,7 @@ def _quotes(messages: Sequence[Message], texts: Sequence[str], thread: Ancestor)
     return len(said) >= QUOTED_CHARS and any(said in text for text in texts)
 
 
-def _same_frame(messages: Sequence[Message], tools_key: bytes, thread: Ancestor) -> bool:
+def _same_frame(messages: Sequence[Message], tools_key: bytes, thread: Thread) -> bool:
     return tools_key == thread.tools_key and _system_of(messages) == _system_of(thread.messages)
 
 
@@ -257,8 +241,8 @@ def _system_of(messages: Sequence[Message]) -> Any:
     return messages[0]["content"] if messages[0]["role"] == "system" else None
 
 
-def _with_ancestors(thread: Ancestor) -> Iterator[Ancestor]:
-    found: Ancestor | None = thread
+def _with_ancestors(thread: Thread) -> Iterator[Thread]:
+    found: Thread | None = thread
     while found is not None:
         yield found
         found = found.parent
@@ -434,8 +418,7 @@ class Thread:
 
     @property
     def parent(self) -> Thread | None:
-        found: Thread | None = self.lineage.parent
-        return found
+        return self.lineage.parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -572,12 +555,12 @@ class CapturedSession:
     def _forked(self, ask: TurnRequest, messages: Sequence[Message], lineage: Lineage) -> Conversation | None:
         """A conversation from the ids of its parent, if that has the same prompt and what follows is no turn of the policy."""
         parent, at = lineage.parent, lineage.at
-        if at is None or (parent.policy, parent.tools_key) != (ask.policy, ask.tools_key()):
+        if parent is None or at is None or (parent.policy, parent.tools_key) != (ask.policy, ask.tools_key()):
             return None
         new = messages[at.num_messages :]
         if any(message["role"] == "assistant" for message in new):
             return None
-        forked: Conversation | None = parent.conversation.fork(at.num_segments, *map(shown_to_template, new))
+        forked = parent.conversation.fork(at.num_segments, *map(shown_to_template, new))
         if forked is None:
             raise PromptTooLongError("the history of these messages, and the messages, fill the context")
         return forked
@@ -728,15 +711,8 @@ def _answerable(located: Located) -> Located:
 # --- Rewards of an agent's conversations by a function of the user that reads all of them.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversationRewards:
-    """``each``: a reward for each conversation, or None where the function returned one number for all."""
-
-    rollout: float
-    each: tuple[float, ...] | None = None
-
-
-ConversationGrader = Callable[[Task, Sequence[Mapping[str, Any]]], Awaitable[ConversationRewards]]
+# The reward of the rollout, and one for each conversation: None where the function returned one number for all.
+ConversationGrader = Callable[[Task, Sequence[Mapping[str, Any]]], Awaitable[tuple[float, tuple[float, ...] | None]]]
 
 
 def conversation_grader(reward: str) -> ConversationGrader:
@@ -744,18 +720,18 @@ def conversation_grader(reward: str) -> ConversationGrader:
     function = load_object(reward)
     check_call(function, reward, "def reward(task, conversations) -> float | list[float]", "task", "conversations")
 
-    async def grade(task: Task, conversations: Sequence[Mapping[str, Any]]) -> ConversationRewards:
+    async def grade(task: Task, conversations: Sequence[Mapping[str, Any]]) -> tuple[float, tuple[float, ...] | None]:
         given = await call_reward(function, reward, task, conversations)
         where = f"task {task.task_id}"
         if not isinstance(given, (list, tuple)):
-            return ConversationRewards(rollout=finite_reward(given, reward, where))
+            return finite_reward(given, reward, where), None
         if len(given) != len(conversations):
             raise ValueError(
                 f"reward {reward} returned {len(given)} numbers for {len(conversations)} conversations of {where}; return one "
                 "number for each, or a single number"
             )
         each = tuple(finite_reward(one, reward, f"conversation {i} of {where}") for i, one in enumerate(given))
-        return ConversationRewards(rollout=sum(each) / len(each), each=each)
+        return sum(each) / len(each), each
 
     return grade
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import difflib
 import enum
-import inspect
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -475,6 +474,54 @@ def _messages_of(field: str | None, task: Task) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
+# --- Asks for a program as the task's tests will run it: one that reads stdin, or a function of the right name.
+
+
+WRITE_PROGRAM = """Solve this programming problem in Python 3.
+
+{problem}
+
+Your program reads standard input and prints the answer to standard output, nothing else. Write the whole program into \
+one block that begins with ```python and ends with ```."""
+WRITE_FUNCTION = """Solve this programming problem in Python 3.
+
+{problem}
+
+Your code is called as `{entry_point}`. Write all of it, imports included and without calls of your own, into one block \
+that begins with ```python and ends with ```."""
+_CHECK_CALL = re.compile(r"^check\(([\w.()]+)\)\s*$", re.MULTILINE)
+
+
+def entry_point_of(tests: Mapping[str, Any]) -> str | None:
+    """The entry point of a task's programs: a function's name, "" for programs that read stdin, None if unknown.
+
+    >>> entry_point_of({"kind": "assert", "tests": "...\\ncheck(Solution().add)", "entry_point": ""})
+    'Solution().add'
+    """
+    if tests.get("kind") == "stdin":
+        return ""
+    if tests.get("entry_point"):
+        return str(tests["entry_point"])
+    calls = _CHECK_CALL.findall(str(tests.get("tests", "")))
+    return calls[-1] if calls and calls[-1] != "candidate" else None
+
+
+def asking_for_program(
+    messages: list[Message],
+    task: Task,
+    program_prompt: str = WRITE_PROGRAM,
+    function_prompt: str = WRITE_FUNCTION,
+) -> list[Message]:
+    """The conversation with its last turn inside the prompt; unchanged if the tests do not name an entry point."""
+    tests = task.data.get("tests")
+    entry_point = entry_point_of(tests if isinstance(tests, Mapping) else {})
+    if entry_point is None:
+        return messages
+    template = function_prompt if entry_point else program_prompt
+    problem = str(messages[-1]["content"])
+    return with_last_text(messages, fill(template, problem=problem, entry_point=entry_point))
+
+
 # --- Computes rewards: by the gateway's RewardService under a built-in name, or by a function of this process.
 
 
@@ -519,10 +566,9 @@ async def call_reward(function: Callable[..., Any], reward: str, task: Task, jud
     with during_here(ActivityName.RUNNING_REWARD.of(reward)):
         async with limit:
             # In a thread: a function that never returns must not stop the replica's other rollouts.
-            value = await REWARD_THREADS.run(
+            return await REWARD_THREADS.call(
                 function, task.data, judged, on_begin=lambda: limit.begin_again(REWARD_TIMEOUT_S, what)
             )
-            return await value if inspect.isawaitable(value) else value
 
 
 def _no_reward(name: str) -> str:

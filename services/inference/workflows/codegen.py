@@ -26,45 +26,30 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from services.common.errors import PromptTooLongError
-from services.common.records import Purpose, StopReason, Task, TokenSequence
-from services.common.telemetry.metrics import RolloutKey
+from services.common.records import Purpose, Task, TokenSequence
 from services.common.text.chat import Message
 from services.common.text.programs import fenced_blocks, program_of, with_preamble
 from services.common.text.thoughts import after_thoughts
 from services.common.text.tools import cut_text
 from services.inference.workflows.base import (
+    WRITE_FUNCTION,
+    WRITE_PROGRAM,
     CaseOutcome,
-    Conversation,
     JudgeCase,
     Outcome,
-    PolicyClient,
     ProgramStatus,
-    PromptSettings,
-    Reward,
-    Turn,
     WorkflowContext,
-    build_grader,
+    asking_for_program,
     build_messages,
+    entry_point_of,
     fill,
     with_last_text,
 )
+from services.inference.workflows.single import Dialogue, Workflow, WorkflowSettings
 
 # --- Default prompts of ``codegen_verifier`` for coder and verifier.
 
 
-WRITE_PROGRAM = """Solve this programming problem in Python 3.
-
-{problem}
-
-Your program reads standard input and prints the answer to standard output, nothing else. Write the whole program into \
-one block that begins with ```python and ends with ```."""
-WRITE_FUNCTION = """Solve this programming problem in Python 3.
-
-{problem}
-
-Your code is called as `{entry_point}`. Write all of it, imports included and without calls of your own, into one block \
-that begins with ```python and ends with ```."""
 TEST_PROGRAM = """You test programs. Below are a programming problem without its examples, and a candidate program that \
 may be right or wrong. Read the program and look for inputs that it gets wrong: smallest and unusual values, ties, limits, \
 what the statement says only once. Keep them small enough to work out the right output by hand, and work it out step by \
@@ -124,7 +109,6 @@ MAX_CASE_BYTES = 1 << 16  # of one case's JSON: longer cases were not worked out
 _LISTS = ("cases", "tests", "test_cases")
 _TEXT_GIVEN, _TEXT_EXPECTED = ("input", "stdin"), ("output", "expected_output", "expected", "stdout")
 _CALL_GIVEN, _CALL_EXPECTED = ("args", "arguments", "input"), ("expected", "expected_output", "output", "return")
-_CHECK_CALL = re.compile(r"^check\(([\w.()]+)\)\s*$", re.MULTILINE)
 _MISSING = object()
 _WHAT_HAPPENED = {
     ProgramStatus.RUNTIME_ERROR: "ended with an error",
@@ -143,20 +127,6 @@ class GeneratedCases:
     cases: tuple[JudgeCase, ...] = ()
     num_left_out: int = 0
     problem: str = ""  # why there are no cases
-
-
-def entry_point_of(tests: Mapping[str, Any]) -> str | None:
-    """The entry point of a task's programs: a function's name, "" for programs that read stdin, None if unknown.
-
-    >>> entry_point_of({"kind": "assert", "tests": "...\\ncheck(Solution().add)", "entry_point": ""})
-    'Solution().add'
-    """
-    if tests.get("kind") == "stdin":
-        return ""
-    if tests.get("entry_point"):
-        return str(tests["entry_point"])
-    calls = _CHECK_CALL.findall(str(tests.get("tests", "")))
-    return calls[-1] if calls and calls[-1] != "candidate" else None
 
 
 def read_cases(text: str, *, is_function: bool, num_cases: int) -> GeneratedCases:
@@ -341,26 +311,7 @@ def _undecorated(text: str) -> str:
     return text.lstrip(_DECORATION + ">#").rstrip(_DECORATION)
 
 
-# --- Asks for a program as the task's tests will run it: one that reads stdin, or a function of the right name.
-
-
-def asking_for_program(
-    messages: list[Message],
-    task: Task,
-    program_prompt: str = WRITE_PROGRAM,
-    function_prompt: str = WRITE_FUNCTION,
-) -> list[Message]:
-    """The conversation with its last turn inside the prompt; unchanged if the tests do not name an entry point."""
-    tests = task.data.get("tests")
-    entry_point = entry_point_of(tests if isinstance(tests, Mapping) else {})
-    if entry_point is None:
-        return messages
-    template = function_prompt if entry_point else program_prompt
-    problem = str(messages[-1]["content"])
-    return with_last_text(messages, fill(template, problem=problem, entry_point=entry_point))
-
-
-class CodegenVerifierSettings(PromptSettings):
+class CodegenVerifierSettings(WorkflowSettings):
     verifier: str = "model1"
     """The policy that writes test cases. `policy` is the one that writes programs."""
     thinking: bool | None = False
@@ -433,36 +384,26 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """A program of the coder with its judgement by the ground truth."""
+    """A program of the coder, judged by the ground truth."""
 
-    conversation: Conversation
-    turn: Turn
+    chat: Dialogue
     program: str
-    reward: Reward
 
     @property
     def correct(self) -> bool:
-        return self.reward.value >= 1.0
+        return self.reward >= 1.0
 
-    def sequence(self, number: int) -> TokenSequence:
-        return self.conversation.sequence(
-            reward=self.reward.value,
-            stop_reason=_stop(self.turn),
-            metrics={
-                RolloutKey.TRUNCATED.value: float(not self.turn.ended),
-                **self.reward.metrics,
-            },
-            role="coder",
-            attempt=number,
-        )
+    @property
+    def reward(self) -> float:
+        assert self.chat.graded is not None
+        return self.chat.graded.value
 
 
 @dataclass(frozen=True, slots=True)
 class _Check:
     """The verifier's text, the parsed cases, and the first program's outcomes."""
 
-    conversation: Conversation
-    turn: Turn
+    chat: Dialogue
     read: GeneratedCases
     outcomes: tuple[CaseOutcome, ...]
 
@@ -471,47 +412,45 @@ class _Check:
         return needs_retry(self.outcomes)
 
     def sequence(self, reward: float, valid: bool | None) -> TokenSequence:
-        return self.conversation.sequence(
-            reward=reward,
-            stop_reason=_stop(self.turn),
-            metrics={
-                RolloutKey.TRUNCATED.value: float(not self.turn.ended),
-                "cases": float(len(self.read.cases)),
-                "cases_left_out": float(self.read.num_left_out),
-                "cases_unparsed": float(not self.read.cases),
-                "cases_failed": float(sum(not outcome.passed for outcome in self.outcomes)),
-                "cases_valid": float(valid is True),
-            },
-            role="verifier",
+        return self.chat.sequence(
+            reward,
+            cases=float(len(self.read.cases)),
+            cases_left_out=float(self.read.num_left_out),
+            cases_unparsed=float(not self.read.cases),
+            cases_failed=float(sum(not outcome.passed for outcome in self.outcomes)),
+            cases_valid=float(valid is True),
         )
 
 
-class CodegenVerifier:
-    Settings: ClassVar[type[CodegenVerifierSettings]] = CodegenVerifierSettings
+class CodegenVerifier(Workflow):
+    Settings: ClassVar[type[WorkflowSettings]] = CodegenVerifierSettings
 
     def __init__(self, settings: CodegenVerifierSettings) -> None:
-        self._settings = settings
-        self._grade = build_grader(settings.reward)
+        super().__init__(settings)
         # By task and solutions: the rollouts of a task group have the same reference.
         self._references: dict[tuple[str, ...], str | None] = {}
+
+    def policies(self) -> tuple[str, ...]:
+        return ()  # not known before the purpose: the coder may play an evaluation alone
 
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         """Plays one rollout: a program, in training the test cases for it, after a failure a second program."""
         job = _Job.of(task, context)
-        first = await self._write(job, self._messages(job), self._settings.max_prompt_tokens)
+        first = await self._written(job, self.converse(task, context, **self._as_coder, messages=self._messages(job)))
+        sequences = [first.chat.sequence(first.reward)]
         metrics = {"first_correct": float(first.correct)}
-        if context.purpose is Purpose.EVALUATION and self._settings.evaluate == "coder":
-            return Outcome(sequences=(first.sequence(0),), reward=first.reward.value, metrics=metrics)
+        if context.purpose is Purpose.EVALUATION and self.settings.evaluate == "coder":
+            return Outcome(sequences=tuple(sequences), reward=first.reward, metrics=metrics)
         check = await self._check(job, first)
         if check is None:
             metrics["verification_skipped"] = 1.0
-            return Outcome(sequences=(first.sequence(0),), reward=first.reward.value, metrics=metrics)
+            return Outcome(sequences=tuple(sequences), reward=first.reward, metrics=metrics)
         second = await self._write_again(job, first, check) if check.rejects else None
         last = second or first
         reference = await self._reference(job) if check.read.cases else None
         valid = await self._passes(job, reference, check.read.cases)
         reward = verifier_reward(
-            self._settings.verifier_reward,
+            self.settings.verifier_reward,
             final_correct=last.correct,
             first_correct=first.correct,
             rejected=check.rejects,
@@ -525,72 +464,71 @@ class CodegenVerifier:
             "broken_by_retry": float(first.correct and not last.correct),
             "reference_missing": float(not job.solutions or (bool(check.read.cases) and reference is None)),
         }
-        sequences = [first.sequence(0), check.sequence(reward, valid), *([second.sequence(1)] if second else [])]
-        return Outcome(sequences=tuple(sequences), reward=last.reward.value, metrics=metrics)
+        sequences.append(check.sequence(reward, valid))
+        if second is not None:
+            sequences.append(second.chat.sequence(second.reward))
+        return Outcome(sequences=tuple(sequences), reward=last.reward, metrics=metrics)
+
+    @property
+    def _coder(self) -> str:
+        return self.settings.policy or "model0"
+
+    @property
+    def _as_coder(self) -> dict[str, Any]:
+        return {"policy": self._coder, "role": "coder"}
 
     def _messages(self, job: _Job) -> list[Message]:
-        settings = self._settings
-        messages = build_messages(settings, job.task)
-        return asking_for_program(messages, job.task, settings.program_prompt, settings.function_prompt)
+        messages = build_messages(self.settings, job.task)
+        return asking_for_program(messages, job.task, self.settings.program_prompt, self.settings.function_prompt)
 
-    async def _write(self, job: _Job, messages: list[Message], max_prompt_tokens: int | None = None) -> _Attempt:
-        conversation = Conversation(
-            self._coder(job),
-            messages,
-            job.context.sampling,
-            max_prompt_tokens=max_prompt_tokens,
-            thinking=self._settings.thinking,
-        )
-        turn = await conversation.generate()
-        answer = after_thoughts(turn.text)
-        reward = await self._grade(job.context.gateway, job.task, answer)
-        return _Attempt(conversation, turn, program_of(answer), reward)
+    async def _written(self, job: _Job, chat: Dialogue) -> _Attempt:
+        answer = after_thoughts(await chat.respond())
+        await chat.grade(answer)
+        return _Attempt(chat, program_of(answer))
 
     async def _write_again(self, job: _Job, first: _Attempt, check: _Check) -> _Attempt | None:
         """The second program; None when its prompt does not fit. No part of the prompt comes from the ground truth."""
-        settings = self._settings
-        messages = build_messages(settings, job.task)
+        settings = self.settings
         told = report(check.read.cases, check.outcomes, max_chars=settings.max_report_chars)
-        as_text = self._coder(job).chat.as_text  # a program's output must not end a turn
+        as_text = job.context.policy(self._coder).chat.as_text  # a program's output must not end a turn
         prompt = fill(
             settings.retry_prompt,
             problem=str(self._messages(job)[-1]["content"]),
             program=as_text(first.program.strip("\n")),
             report=as_text(told or f"No test case could be run: {check.read.problem}."),
         )
-        try:
-            return await self._write(job, with_last_text(messages, prompt))
-        except PromptTooLongError:
-            return None
+        messages = with_last_text(build_messages(settings, job.task), prompt)
+        chat = self.converse_if_it_fits(job.task, job.context, **self._as_coder, attempt=1, messages=messages)
+        return None if chat is None else await self._written(job, chat)
 
     async def _check(self, job: _Job, first: _Attempt) -> _Check | None:
         """Test cases for the first program; None when they cannot be asked for."""
-        settings = self._settings
+        settings = self.settings
         if job.entry_point is None:
             return None
         problem = without_examples(str(build_messages(settings, job.task, bare=True)[-1]["content"]))
         template = settings.function_test_prompt if job.entry_point else settings.program_test_prompt
-        verifier = job.context.policy(settings.verifier)
+        as_text = job.context.policy(settings.verifier).chat.as_text
         prompt = fill(
             template,
             problem=problem,
-            program=verifier.chat.as_text(first.program.strip("\n") or _NO_PROGRAM),
+            program=as_text(first.program.strip("\n") or _NO_PROGRAM),
             num_cases=str(settings.num_cases),
             entry_point=job.entry_point,
         )
-        try:
-            conversation = Conversation(
-                verifier,
-                [{"role": "user", "content": prompt}],
-                job.context.sampling,
-                thinking=settings.verifier_thinking,
-            )
-        except PromptTooLongError:
+        chat = self.converse_if_it_fits(
+            job.task,
+            job.context,
+            policy=settings.verifier,
+            messages=[{"role": "user", "content": prompt}],
+            role="verifier",
+            thinking=settings.verifier_thinking,
+        )
+        if chat is None:
             return None
-        turn = await conversation.generate()
-        read = read_cases(turn.text, is_function=bool(job.entry_point), num_cases=settings.num_cases)
-        outcomes = await job.run_on(first.program, read.cases, settings.case_time_s)
-        return _Check(conversation, turn, read, outcomes)
+        text = await chat.respond()
+        read = read_cases(text, is_function=bool(job.entry_point), num_cases=settings.num_cases)
+        return _Check(chat, read, await job.run_on(first.program, read.cases, settings.case_time_s))
 
     async def _reference(self, job: _Job) -> str | None:
         """The first of the row's solutions that passes every test of the task; None when none does."""
@@ -598,7 +536,7 @@ class CodegenVerifier:
         if key not in self._references:
             found = None
             for solution in job.solutions:
-                if (await self._grade(job.context.gateway, job.task, solution)).value >= 1.0:
+                if (await self.grader(job.context.gateway, job.task, solution)).value >= 1.0:
                     found = program_of(solution)
                     break
             if len(self._references) >= _MAX_KNOWN_REFERENCES:
@@ -612,11 +550,4 @@ class CodegenVerifier:
             return False
         if reference is None:
             return None
-        return all(outcome.passed for outcome in await job.run_on(reference, cases, self._settings.case_time_s))
-
-    def _coder(self, job: _Job) -> PolicyClient:
-        return job.context.policy(self._settings.policy or "model0")
-
-
-def _stop(turn: Turn) -> StopReason:
-    return StopReason.STOP if turn.ended else StopReason.LENGTH
+        return all(outcome.passed for outcome in await job.run_on(reference, cases, self.settings.case_time_s))

@@ -199,11 +199,8 @@ class ExternalAgent:
                     return await run_command(self._settings.command, task, base_url, session, seeds)
                 wanted = {name: seed for name, seed in seeds.items() if name in self._takes}
                 call = {"base_url": base_url, "session": session, **wanted, **self._settings.arguments}
-                if inspect.iscoroutinefunction(self._agent):
-                    return await self._agent(task, **call)
-                # In a thread: a blocking client must not stop the endpoint that serves its request.
-                given = await _THREADS.run(lambda: self._agent(task, **call))
-                return await given if inspect.isawaitable(given) else given
+                # A blocking client must not stop the endpoint that serves its request: a plain function runs in a thread.
+                return await _THREADS.call(self._agent, task, **call)
         except TimeoutError:
             if limit.expired():
                 raise AgentFailedError(
@@ -218,10 +215,10 @@ class ExternalAgent:
                 raise AgentFailedError(f"the agent returned the reward {reward}; must be a finite number")
             return Reward(value=reward)
         if self._grade_all is not None:
-            rewards = await self._grade_all(task, session.conversations())
-            if rewards.each is not None:
-                session.reward_each(rewards.each)
-            return Reward(value=rewards.rollout)
+            reward, each = await self._grade_all(task, session.conversations())
+            if each is not None:
+                session.reward_each(each)
+            return Reward(value=reward)
         if self._grade is None or session.last is None:
             raise ConfigError(
                 "the agent returned no reward, posted none to /v1/rewards, and workflow.settings.reward names none"

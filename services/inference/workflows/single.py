@@ -27,12 +27,12 @@ from services.inference.workflows.base import (
     Episode,
     Gateway,
     Outcome,
-    PolicyClient,
     PromptSettings,
     ReviewVerdict,
     Reward,
     Turn,
     WorkflowContext,
+    asking_for_program,
     build_grader,
     build_messages,
     fill,
@@ -40,7 +40,6 @@ from services.inference.workflows.base import (
     with_instruction,
     with_last_text,
 )
-from services.inference.workflows.codegen import asking_for_program
 
 VERIFY = """You check the work of another solver. Read the problem and the proposed solution below, redo every step that \
 matters, and look for the first mistake. A solution counts only when its final answer is right.
@@ -62,154 +61,6 @@ Solve the problem again from the beginning. Use what is right in the checker's w
 
 
 Evidence = Callable[[Gateway, Task, str], Awaitable[str]]
-
-
-class ActorVerifierSettings(PromptSettings):
-    verifier: str = "model1"
-    """The policy that checks. `policy` is the one that solves."""
-    verifier_thinking: bool | None = None
-    """`thinking` of the verifier."""
-    reward: str = "math"
-    """A reward of the gateway (`math`, `boxed`), or the import path of a function (`package.module:function`)."""
-    verify_prompt: str = VERIFY
-    """The verifier's prompt, with `{problem}` (without `instruction`), `{solution}` and `{evidence}`."""
-    evidence: str | None = None
-    """Further text for the verifier, such as a test log: the import path of a function
-    `async def evidence(gateway, task, solution) -> str`. An infrastructure failure there is raised, never shown to a
-    policy."""
-    retry_prompt: str = TRY_AGAIN
-    """The solver's prompt after a rejection, with `{problem}`, its first `{solution}` and the verifier's `{review}`;
-    `instruction` follows it."""
-    max_review_chars: int | None = Field(default=None, ge=1)
-    """Keep only the end of a longer review in the retry; left out, the whole review."""
-
-
-class ActorVerifier:
-    Settings: ClassVar[type[ActorVerifierSettings]] = ActorVerifierSettings
-
-    def __init__(self, settings: ActorVerifierSettings) -> None:
-        self._settings = settings
-        self._grade = build_grader(settings.reward)
-        self._evidence: Evidence | None = load_object(settings.evidence) if settings.evidence else None
-        if self._evidence is not None:
-            wanted = "async def evidence(gateway, task, solution) -> str"
-            check_call(
-                self._evidence,
-                f"workflow.settings.evidence: {settings.evidence}",
-                wanted,
-                "gateway",
-                "task",
-                "solution",
-            )
-
-    def policies(self) -> tuple[str, ...]:
-        return (self._settings.policy or "model0", self._settings.verifier)
-
-    async def run(self, task: Task, context: WorkflowContext) -> Outcome:
-        settings = self._settings
-        messages = build_messages(settings, task)
-        problem = str(build_messages(settings, task, bare=True)[-1]["content"])
-        solver = context.policy(settings.policy or "model0")
-        verifier = context.policy(settings.verifier)
-
-        first = Conversation(
-            solver,
-            messages,
-            context.sampling,
-            max_prompt_tokens=settings.max_prompt_tokens,
-            thinking=settings.thinking,
-        )
-        solution = await first.generate()
-        first_reward = await self._grade(context.gateway, task, solution.text)
-        sequences = [_solution(first, solution, first_reward, attempt=0)]
-        metrics = {"first_correct": first_reward.value}
-        final = first_reward.value
-
-        evidence = await self._evidence(context.gateway, task, solution.text) if self._evidence else ""
-        review = await self._verify(problem, solution, evidence, verifier, context)
-        if review is None:
-            return Outcome(sequences=tuple(sequences), reward=final, metrics={**metrics, "verification_skipped": 1.0})
-        check, words = review
-        # A review that was cut short ends with no verdict.
-        verdict = read_verdict(words.text) if words.ended else ReviewVerdict.UNPARSED
-        agrees = verdict is not ReviewVerdict.UNPARSED and (verdict is ReviewVerdict.APPROVE) == (
-            first_reward.value > 0
-        )
-        sequences.append(
-            check.sequence(
-                reward=float(agrees),
-                stop_reason=_stop(words),
-                metrics={f"verdict_{name}": float(verdict is name) for name in ReviewVerdict},
-                role="verifier",
-            )
-        )
-        if verdict is ReviewVerdict.REJECT:
-            again = await self._retry(messages, problem, solution.text, words.text, context)
-            if again is None:
-                metrics["retry_skipped"] = 1.0
-            else:
-                second, solution = again
-                reward = await self._grade(context.gateway, task, solution.text)
-                sequences.append(_solution(second, solution, reward, attempt=1))
-                final = reward.value
-        metrics["solved_by_retry"] = float(final > first_reward.value)
-        return Outcome(sequences=tuple(sequences), reward=final, metrics=metrics)
-
-    async def _verify(
-        self, problem: str, solution: Turn, evidence: str, verifier: PolicyClient, context: WorkflowContext
-    ) -> tuple[Conversation, Turn] | None:
-        # One policy's text must not end or begin a turn of the other.
-        said, shown = verifier.chat.as_text(solution.text), verifier.chat.as_text(evidence)
-        prompt = fill(self._settings.verify_prompt, problem=problem, solution=said, evidence=shown)
-        try:
-            check = Conversation(
-                verifier,
-                [{"role": "user", "content": prompt}],
-                context.sampling,
-                thinking=self._settings.verifier_thinking,
-            )
-        except PromptTooLongError:
-            return None
-        return check, await check.generate()
-
-    async def _retry(
-        self, messages: list[Message], problem: str, solution: str, review: str, context: WorkflowContext
-    ) -> tuple[Conversation, Turn] | None:
-        settings = self._settings
-        if settings.max_review_chars is not None:
-            review = review[-settings.max_review_chars :]
-        solver = context.policy(settings.policy or "model0")
-        prompt = fill(
-            settings.retry_prompt,
-            problem=problem,
-            solution=solver.chat.as_text(solution),
-            review=solver.chat.as_text(review),
-        )
-        prompt = with_instruction(prompt, settings.instruction)
-        try:
-            second = Conversation(
-                solver,
-                with_last_text(messages, prompt),
-                context.sampling,
-                thinking=settings.thinking,
-            )
-        except PromptTooLongError:
-            return None
-        return second, await second.generate()
-
-
-def _solution(conversation: Conversation, turn: Turn, reward: Reward, *, attempt: int) -> TokenSequence:
-    return conversation.sequence(
-        reward=reward.value,
-        stop_reason=_stop(turn),
-        metrics={RolloutKey.TRUNCATED.value: float(not turn.ended), **reward.metrics},
-        role="solver",
-        attempt=attempt,
-    )
-
-
-def _stop(turn: Turn) -> StopReason:
-    return StopReason.STOP if turn.ended else StopReason.LENGTH
 
 
 # --- Base class of users' workflows, and a conversation that records its stop reason.
@@ -254,13 +105,14 @@ class Workflow:
         messages: Sequence[Message] | None = None,
         role: str = "agent",
         attempt: int = 0,
+        **changes: Any,
     ) -> Dialogue:
         """Begin a conversation with a policy: the settings' one unless another is named, and the task's prompt unless there
-        are ``messages``.
+        are ``messages``. ``changes``: settings of this conversation alone, such as ``thinking``.
 
         Raises ``PromptTooLongError`` for a prompt that does not fit, ``DatasetError`` for a row without one.
         """
-        settings = self.settings
+        settings = self.settings.model_copy(update=changes) if changes else self.settings
         conversation = Conversation(
             context.policy(policy or settings.policy),
             build_messages(settings, task) if messages is None else messages,
@@ -269,6 +121,13 @@ class Workflow:
             thinking=settings.thinking,
         )
         return Dialogue(self, task, context, conversation, role, attempt)
+
+    def converse_if_it_fits(self, task: Task, context: WorkflowContext, **begun: Any) -> Dialogue | None:
+        """As ``converse``, with the context as the bound of the prompt; None for a prompt that does not fit."""
+        try:
+            return self.converse(task, context, max_prompt_tokens=None, **begun)
+        except PromptTooLongError:
+            return None
 
 
 class Dialogue:
@@ -289,7 +148,7 @@ class Dialogue:
         self._role, self._attempt = role, attempt
         self._unanswered = False  # a message was appended, and no turn followed
         self._full = False  # a message had no room
-        self._graded = Reward(value=0.0)
+        self.graded: Reward | None = None  # the newest
 
     @property
     def text(self) -> str:
@@ -318,7 +177,7 @@ class Dialogue:
         Raises ``InfrastructureError`` when the grader failed: let it pass, and the rollout is played again.
         """
         reward = await self._workflow.grader(self._context.gateway, self._task, self.text if text is None else text)
-        self._graded = reward
+        self.graded = reward
         return reward.value
 
     def sequence(self, reward: float, stop_reason: StopReason | None = None, **metrics: float) -> TokenSequence:
@@ -330,7 +189,7 @@ class Dialogue:
         self._unanswered = False
         counted: Mapping[str, float] = {
             RolloutKey.TRUNCATED.value: float(cut),
-            **self._graded.metrics,
+            **(self.graded.metrics if self.graded is not None else {}),
             **metrics,
         }
         return self.conversation.sequence(
@@ -362,6 +221,95 @@ class SingleTurn(Workflow):
         chat = self.converse(task, context, messages=messages)
         await chat.respond()
         return chat.outcome(await chat.grade())
+
+
+# --- ``actor_verifier``.
+
+
+class ActorVerifierSettings(WorkflowSettings):
+    verifier: str = "model1"
+    """The policy that checks. `policy` is the one that solves."""
+    verifier_thinking: bool | None = None
+    """`thinking` of the verifier."""
+    verify_prompt: str = VERIFY
+    """The verifier's prompt, with `{problem}` (without `instruction`), `{solution}` and `{evidence}`."""
+    evidence: str | None = None
+    """Further text for the verifier, such as a test log: the import path of a function
+    `async def evidence(gateway, task, solution) -> str`. An infrastructure failure there is raised, never shown to a
+    policy."""
+    retry_prompt: str = TRY_AGAIN
+    """The solver's prompt after a rejection, with `{problem}`, its first `{solution}` and the verifier's `{review}`;
+    `instruction` follows it."""
+    max_review_chars: int | None = Field(default=None, ge=1)
+    """Keep only the end of a longer review in the retry; left out, the whole review."""
+
+
+class ActorVerifier(Workflow):
+    Settings: ClassVar[type[WorkflowSettings]] = ActorVerifierSettings
+
+    def __init__(self, settings: ActorVerifierSettings) -> None:
+        super().__init__(settings)
+        self._evidence: Evidence | None = load_object(settings.evidence) if settings.evidence else None
+        if self._evidence is not None:
+            wanted, where = "async def evidence(gateway, task, solution) -> str", "workflow.settings.evidence"
+            check_call(self._evidence, f"{where}: {settings.evidence}", wanted, "gateway", "task", "solution")
+
+    def policies(self) -> tuple[str, ...]:
+        return (self.settings.policy or "model0", self.settings.verifier)
+
+    async def run(self, task: Task, context: WorkflowContext) -> Outcome:
+        solver, _ = self.policies()
+        first = self.converse(task, context, policy=solver, role="solver")
+        solution = await first.respond()
+        final = first_reward = await first.grade()
+        sequences = [first.sequence(first_reward)]
+        metrics = {"first_correct": first_reward}
+        problem = str(build_messages(self.settings, task, bare=True)[-1]["content"])
+        check = await self._begin_check(task, context, problem, solution)
+        if check is None:
+            return Outcome(sequences=tuple(sequences), reward=final, metrics={**metrics, "verification_skipped": 1.0})
+        review = await check.respond()
+        # A review that was cut short ends with no verdict.
+        verdict = read_verdict(review) if check.turns[-1].ended else ReviewVerdict.UNPARSED
+        agrees = verdict is not ReviewVerdict.UNPARSED and (verdict is ReviewVerdict.APPROVE) == (first_reward > 0)
+        verdicts = {f"verdict_{name}": float(verdict is name) for name in ReviewVerdict}
+        sequences.append(check.sequence(float(agrees), None, **verdicts))
+        if verdict is ReviewVerdict.REJECT:
+            second = self._begin_again(task, context, problem, solution, review)
+            if second is None:
+                metrics["retry_skipped"] = 1.0
+            else:
+                await second.respond()
+                final = await second.grade()
+                sequences.append(second.sequence(final))
+        metrics["solved_by_retry"] = float(final > first_reward)
+        return Outcome(sequences=tuple(sequences), reward=final, metrics=metrics)
+
+    async def _begin_check(self, task: Task, context: WorkflowContext, problem: str, solution: str) -> Dialogue | None:
+        settings = self.settings
+        evidence = await self._evidence(context.gateway, task, solution) if self._evidence else ""
+        # One policy's text must not end or begin a turn of the other.
+        as_text = context.policy(settings.verifier).chat.as_text
+        prompt = fill(settings.verify_prompt, problem=problem, solution=as_text(solution), evidence=as_text(evidence))
+        return self.converse_if_it_fits(
+            task,
+            context,
+            policy=settings.verifier,
+            messages=[{"role": "user", "content": prompt}],
+            role="verifier",
+            thinking=settings.verifier_thinking,
+        )
+
+    def _begin_again(
+        self, task: Task, context: WorkflowContext, problem: str, solution: str, review: str
+    ) -> Dialogue | None:
+        settings, (solver, _) = self.settings, self.policies()
+        if settings.max_review_chars is not None:
+            review = review[-settings.max_review_chars :]
+        as_text = context.policy(solver).chat.as_text
+        prompt = fill(settings.retry_prompt, problem=problem, solution=as_text(solution), review=as_text(review))
+        messages = with_last_text(build_messages(settings, task), with_instruction(prompt, settings.instruction))
+        return self.converse_if_it_fits(task, context, policy=solver, messages=messages, role="solver", attempt=1)
 
 
 # --- ``agent_env``: plays an episode in an environment of the gateway; one sequence, with the observations masked out.

@@ -138,22 +138,6 @@ async def test_limits_and_options_travel(gateway: Clients) -> None:
     assert (await gateway.code.ExecuteCode(noise, timeout=WAIT_S)).stdout == "\ufffd\n"
 
 
-async def test_a_repeated_request_is_executed_once(gateway: Clients) -> None:
-    request = pb.ExecuteCodeRequest(request_id="r1", code="import time; print(time.time_ns())")
-    first, second = await asyncio.gather(*(gateway.code.ExecuteCode(request, timeout=WAIT_S) for _ in range(2)))
-    third = await gateway.code.ExecuteCode(request, timeout=WAIT_S)
-    assert first.stdout == second.stdout == third.stdout
-
-
-async def test_a_caller_that_leaves_frees_the_slot(gateway: Clients) -> None:
-    request = pb.ExecuteCodeRequest(code="import time; time.sleep(60)")
-    for _ in range(4):
-        with pytest.raises(errors.DeadlineError), translated_errors("gateway"):
-            await gateway.code.ExecuteCode(request, timeout=0.2)
-    answer = await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(1)"), timeout=WAIT_S)
-    assert answer.stdout == "1\n"
-
-
 async def test_rewards_are_computed(gateway: Clients) -> None:
     async def outcome(reward: str, completion: str, task: dict[str, Any]) -> pb.ComputeRewardResponse:
         request = pb.ComputeRewardRequest(reward=reward, completion=completion, task_json=json.dumps(task).encode())

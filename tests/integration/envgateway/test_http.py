@@ -59,11 +59,6 @@ async def client(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
     await gateway.stop()
 
 
-async def test_ping_and_status(client: Client) -> None:
-    assert await client.get("/ping") == "pong"
-    assert await client.get("/status") == {"queue": 0, "num_workers": 2}
-
-
 async def test_a_run_has_exactly_the_fields_that_clients_know(client: Client) -> None:
     result = await client.run("print(input())", input="a", expected_output=" a\n", sub_id="mine")
     assert set(result) == RUN_KEYS
@@ -124,14 +119,6 @@ async def test_cpp(client: Client) -> None:
     assert result["success"]
     result = await client.post("/run", {"type": "cpp", "solution": "int main() { return x; }"})
     assert (result["success"], result["run_success"], result["reason"]) == (False, False, "") and result["stderr"]
-
-
-async def test_math(client: Client) -> None:
-    for answer, right in (("so \\boxed{\\frac{1}{2}}", True), ("\\boxed{0.51}", False)):
-        body = {"type": "math", "solution": answer, "expected_output": "0.5"}
-        result = await client.post("/run", body)
-        assert (result["success"], result["run_success"], result["reason"]) == (right, True, "")
-    assert (await client.post("/judge", {"type": "math", "solution": "1"}))["reason"] == "invalid_input"
 
 
 @pytest.mark.parametrize("kind", ["run", "judge"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 
@@ -75,16 +74,6 @@ async def test_judging_over_grpc(
     assert (await client.Judge(call, timeout=WAIT_S)).verdict == pb.VERDICT_OK
     asserts = pb.JudgeRequest(code="def f(a): return a", assert_tests=pb.AssertTests(tests="assert f(1) == 2"))
     assert (await client.Judge(asserts, timeout=WAIT_S)).verdict == pb.VERDICT_WRONG_ANSWER
-
-
-async def test_repeating_a_request_gives_the_stored_result(
-    stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Recording],
-) -> None:
-    client, runner = stub
-    request = _squares("print(1)", request_id="same")
-    first, second = await asyncio.gather(client.Judge(request, timeout=WAIT_S), client.Judge(request, timeout=WAIT_S))
-    assert first == second == await client.Judge(request, timeout=WAIT_S)
-    assert len(runner.lanes) == 1
 
 
 @long_programs

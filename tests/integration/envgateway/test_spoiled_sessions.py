@@ -8,9 +8,9 @@ import pytest
 
 from services.common.config.envgateway import LiveConfig, SandboxConfig
 from services.common.errors import CapacityError
-from services.common.text.tools import ToolStatus
+from services.common.text.tools import ToolCall, ToolStatus
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.tools.registry import ToolBox, ToolSession
+from services.envgateway.tools.registry import GatewayToolSession, ToolBox
 from services.envgateway.tools.tools import JupyterTool
 from tests.integration.envgateway.conftest import CONFIG
 from tests.integration.envgateway.sandbox_state import assert_clean
@@ -61,30 +61,30 @@ async def spoilable() -> AsyncIterator[SandboxPool]:
     await pool.close()
 
 
-async def _ran(session: ToolSession, code: str) -> tuple[ToolStatus, str]:
-    result = await session.call(JupyterTool.name, {"code": code})
+async def _ran(session: GatewayToolSession, code: str) -> tuple[ToolStatus, str]:
+    result = await session.answer(ToolCall(name=JupyterTool.name, arguments={"code": code}))
     return result.status, result.text
 
 
-async def _with_a_place(session: ToolSession, code: str) -> tuple[ToolStatus, str]:
+async def _with_a_place(session: GatewayToolSession, code: str) -> tuple[ToolStatus, str]:
     """The place of the session before is free when no process of the session is left, a moment after its close."""
     return await accepted(lambda: _ran(session, code), CapacityError)
 
 
 async def test_a_session_that_spoils_its_process_does_not_affect_its_neighbours(spoilable: SandboxPool) -> None:
     box = ToolBox([JupyterTool(spoilable.live, _LIVE, 4)])
-    neighbours = [ToolSession(box, [JupyterTool.name]) for _ in range(_NUM_NEIGHBOURS)]
+    neighbours = [GatewayToolSession(box, [JupyterTool.name]) for _ in range(_NUM_NEIGHBOURS)]
     for number, neighbour in enumerate(neighbours):
         assert (await _ran(neighbour, _BEGIN.format(number)))[0] is ToolStatus.OK
     for spoil, code in _SPOILS.items():
-        spoiled = ToolSession(box, [JupyterTool.name])
+        spoiled = GatewayToolSession(box, [JupyterTool.name])
         status, text = await _with_a_place(spoiled, code)
         assert status in set(ToolStatus) - {ToolStatus.TOOL_ERROR}, (spoil, text)
         for number, neighbour in enumerate(neighbours):
             status, text = await _ran(neighbour, _LOOK)
             assert (status, text.strip()) == (ToolStatus.OK, f"({number}, '{number}', ['kept'], True)"), spoil
         await spoiled.close()
-    fresh = ToolSession(box, [JupyterTool.name])
+    fresh = GatewayToolSession(box, [JupyterTool.name])
     assert await _with_a_place(fresh, "print(len([1, 2]), 6 * 7)") == (ToolStatus.OK, "2 42")
     for session in (fresh, *neighbours):
         await session.close()

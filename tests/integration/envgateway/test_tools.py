@@ -249,11 +249,6 @@ async def test_the_tool_environment_counts_plays_and_grades(played: Played) -> N
     await played.all_ended()
 
 
-async def test_an_unknown_tool_in_a_tasks_row_is_refused(played: Played) -> None:
-    with pytest.raises(errors.InvalidRequestError, match="no tool 'shell'"), translated_errors("gateway"):
-        await played.episode("tools", ["shell"])
-
-
 async def test_an_expired_episode_ends_its_process() -> None:
     pool = SandboxPool.start_before_threads(CONFIG)
     gateway = Gateway(EnvGatewayConfig(port=0, sandbox=CONFIG, episode_lease_s=4.0), pool)

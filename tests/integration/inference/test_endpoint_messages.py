@@ -95,23 +95,6 @@ async def test_the_events_are_those_of_the_protocol_in_its_order(server: Endpoin
     assert [line for line in lines if line.startswith("event:")][:2] == ["event: message_start", "event: ping"]
 
 
-async def test_the_clients_own_accumulation_of_a_stream_is_the_answer(server: EndpointServer) -> None:
-    async with torch_policy() as policy:
-        whole, streamed = session_of(policy, "g/0/0", seed=5), session_of(policy, "g/1/0", seed=5)
-        with server.opened(whole) as a, server.opened(streamed) as b:
-            async with anthropic_of(server, a) as one, anthropic_of(server, b) as two:
-                answer = await one.messages.create(messages=GO, **ASK)
-                async with two.messages.stream(messages=GO, **ASK) as stream:
-                    texts = [text async for text in stream.text_stream]
-                    final = await stream.get_final_message()
-        assert "".join(texts) == final.content[0].text == answer.content[0].text
-        assert len(texts) > 1  # a busy machine sends several tokens together
-        assert (final.usage.input_tokens, final.usage.output_tokens, final.stop_reason) == (
-            answer.usage.input_tokens, answer.usage.output_tokens, "max_tokens",
-        )  # fmt: skip
-        assert streamed.sequences(1.0)[0].token_ids.tolist() == whole.sequences(1.0)[0].token_ids.tolist()
-
-
 async def test_what_is_trained_is_what_was_sampled(server: EndpointServer) -> None:
     async with torch_policy() as policy:
         engine: Any = policy.engine

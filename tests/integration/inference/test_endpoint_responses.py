@@ -91,16 +91,6 @@ async def test_the_events_are_those_of_the_protocol_in_its_order(server: Endpoin
     assert added == [item.id for item in final.output]
 
 
-async def test_the_clients_own_accumulation_of_a_stream_is_the_answer(server: EndpointServer) -> None:
-    session = session_of(await served_policy([TURN]), sampling=ROOM)
-    with server.opened(session) as session_id:
-        async with client_of(server, session_id) as client:
-            async with client.responses.stream(model="default", input="go", tools=[ADD]) as stream:
-                final = await stream.get_final_response()
-    assert kinds(final) == ["reasoning", "message", "function_call"]
-    assert (final.output_text, final.output[2].arguments) == ("I add.", '{"a":1}')
-
-
 async def test_a_stream_gives_what_a_whole_answer_gives(server: EndpointServer) -> None:
     async with torch_policy() as policy:
         sampling = Sampling(max_new_tokens=120)  # a delta has all tokens since the one before

@@ -41,7 +41,7 @@ def recipe(names: list[str], **server: Any) -> Recipe:
         (["mcp:raw"], {"tools": ["ecco"]}, ["envgateway.mcp.raw.tools names 'ecco'"]),
         (["mcp:raw"], {"command": [sys.executable, "-c", "raise SystemExit('no index')"]}, ["no index"]),
         (["mcp:raw"], {"command": [sys.executable, "-S", RAW, "--schema", '{"type": "object", "required": 1}']},
-         ["the schema of the tool 'echo' is invalid"]),
+         ["the schema of the server's tool 2 is invalid"]),
         (["mcp:raw"], {"command": [], "url": "http://127.0.0.1:9/mcp"}, ["http://127.0.0.1:9/mcp"]),
     ],
 )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from services.common.text.tools import check_schema, problem_with
+from services.common.text.tools import ArgumentSchema
 from services.common.tools import FunctionTool, ToolResult, schema_of, tool
 
 
@@ -24,7 +24,6 @@ def test_the_schema_is_that_of_the_function_without_the_gateway() -> None:
     function = schema_of(book)["function"]
     assert (function["name"], function["description"]) == ("book", "Book a room in a city.")
     parameters = function["parameters"]
-    check_schema(parameters)
     assert list(parameters["properties"]) == ["city", "nights", "kind", "extras", "prices"]
     assert parameters["properties"]["city"] == {"type": "string", "description": "where to"}
     assert parameters["properties"]["kind"] == {"enum": ["single", "double"]}
@@ -45,7 +44,7 @@ def test_the_schema_is_that_of_the_function_without_the_gateway() -> None:
     ],
 )
 def test_arguments_are_checked_against_it(arguments: dict[str, Any], fits: bool) -> None:
-    assert (problem_with(arguments, book.parameters) is None) == fits
+    assert (ArgumentSchema(book.parameters).problem_with(arguments) is None) == fits
 
 
 async def test_a_call_passes_arguments_and_the_gateway_on() -> None:

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from services.common.config.envgateway import EnvGatewayConfig
-from services.common.text.tools import ToolStatus
-from services.envgateway.tools.registry import ToolBox, ToolSession, load_tools
+from services.common.text.tools import ToolCall, ToolStatus
+from services.envgateway.tools.registry import GatewayToolSession, ToolBox, load_tools
 
 PAGE = Path(__file__).parents[3] / "docs" / "envgateway.md"
 
@@ -33,19 +33,21 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToolBox]:
 
 
 async def test_the_documented_tools_are_called(box: ToolBox) -> None:
-    session = ToolSession(box, ["stock", "basket"])
-    assert (await session.call("stock", {"part": "bolt"})).text == "40"
-    none = await session.call("stock", {"part": "gear"})
+    session = GatewayToolSession(box, ["stock", "basket"])
+    assert (await session.answer(ToolCall(name="stock", arguments={"part": "bolt"}))).text == "40"
+    none = await session.answer(ToolCall(name="stock", arguments={"part": "gear"}))
     assert (none.status, none.text) == (ToolStatus.TOOL_ERROR, "Error: there is no gear in this store")
-    wrong = await session.call("stock", {"part": "axle"})
-    assert wrong.text == 'Error: argument \'part\' must be "bolt" or "nut" or "gear", not "axle"'
-    assert (await session.call("basket", {"part": "nut", "number": 2})).text == "2 nut"
-    assert (await session.call("basket", {"part": "bolt", "number": 1})).text == "2 nut, 1 bolt"
-    other = ToolSession(box, ["basket"])
-    assert (await other.call("basket", {"part": "nut", "number": 5})).text == "5 nut"
+    wrong = await session.answer(ToolCall(name="stock", arguments={"part": "axle"}))
+    assert wrong.text == "Error: argument 'part': 'axle' is not one of ['bolt', 'nut', 'gear']"
+    assert (await session.answer(ToolCall(name="basket", arguments={"part": "nut", "number": 2}))).text == "2 nut"
+    assert (
+        await session.answer(ToolCall(name="basket", arguments={"part": "bolt", "number": 1}))
+    ).text == "2 nut, 1 bolt"
+    other = GatewayToolSession(box, ["basket"])
+    assert (await other.answer(ToolCall(name="basket", arguments={"part": "nut", "number": 5}))).text == "5 nut"
     for one in (session, other):
         await one.close()
-    assert session.metrics()["tool_calls"] == 5 and session.metrics()["tool_errors"] == 2
+    assert session.statistics.metrics()["tool_calls"] == 5 and session.statistics.metrics()["tool_errors"] == 2
 
 
 def test_every_setting_in_the_table_of_limits_exists() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from services.common.errors import CapacityError, DeadlineError
 from services.common.telemetry.metrics import Lane
+from services.envgateway.calls import SharedCalls
 from services.envgateway.judge.records import (
     CallCase,
     CallTests,
@@ -211,14 +212,6 @@ async def test_a_failure_of_the_machinery_is_not_stored() -> None:
     assert (await (await world.submit("a", Lane.INTERACTIVE, key="k"))).status is RunStatus.OK
 
 
-async def test_judgements_take_turns_with_executions() -> None:
-    world = World(num_slots=1)
-    request = JudgeRequest(code="j", tests=StdinTests(cases=(StdinCase(stdin="", expected=""),)))
-    world.slots.end("j")
-    result = await world.queue.run(request, lane=Lane.BATCH, request_id="j", deadline_s=5)
-    assert result.verdict is RunStatus.OK and world.slots.started == ["j"]
-
-
 REQUEST = JudgeRequest(code="j", tests=StdinTests(cases=(StdinCase(stdin="", expected=""),)))
 
 
@@ -303,25 +296,6 @@ async def test_tests_that_are_no_data_reach_the_judge(value: object) -> None:
     assert world.slots.started == ["j"]
 
 
-async def test_a_flood_leaves_no_state() -> None:
-    world = World(num_slots=3, queue_size=1000)
-    names = [f"{lane}{n}" for n in range(150) for lane in Lane]
-    world.slots.end(*names)
-    async with asyncio.timeout(WAIT_S):
-        await asyncio.gather(
-            *(
-                world.queue.run(
-                    ExecutionRequest(code=name),
-                    lane=Lane.INTERACTIVE if name.startswith("interactive") else Lane.BATCH,
-                    request_id=name,
-                    deadline_s=WAIT_S,
-                )
-                for name in names
-            )
-        )
-    assert sorted(world.slots.started) == sorted(names) and world.slots.most <= 3 and world.slots.running == 0
-
-
 async def test_brief_batch_jobs_are_sent_ahead_of_a_slot_and_long_ones_are_not() -> None:
     world = World(num_slots=3, queue_size=1000)
     world.slots.end(*(f"brief{n}" for n in range(40)))
@@ -334,3 +308,14 @@ async def test_brief_batch_jobs_are_sent_ahead_of_a_slot_and_long_ones_are_not()
     world.slots.end(*(f"b{n}" for n in range(9)), *(f"i{n}" for n in range(4)))
     async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*tasks)
+
+
+async def test_stored_results_are_bounded() -> None:
+    shared: SharedCalls[int] = SharedCalls(5)
+
+    async def work() -> int:
+        return 1
+
+    for number in range(50):
+        await shared.run(str(number), work)
+    assert len(shared) <= 5

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.common.pb import account_pb2, trajectory_pb2
+from services.common.codec import write
+from services.common.pb import account_pb2, judge_pb2, trajectory_pb2
 from services.common.records import RolloutFailure, RolloutPhase, RolloutTiming
 from services.common.telemetry.accounts import GATEWAY, AccountState, ActivityName, ActivityTime, PeerState
-from services.common.wire import write
 from services.envgateway.judge.records import CaseResult, JudgeResult
-from services.envgateway.rpc import execution_to_proto, judge_result_to_proto
+from services.envgateway.rpc import execution_to_proto
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionResult
 
@@ -35,7 +35,7 @@ def with_odd_texts(record: Any, but: set[str] = frozenset()) -> Any:  # type: ig
 RESPONSES: list[tuple[Callable[[Any], Any], Any]] = [
     (execution_to_proto, dataclasses.replace(ExecutionResult(status=RunStatus.OK), detail=ODD)),
     (
-        judge_result_to_proto,
+        lambda result: write(result, judge_pb2.JudgeResponse()),
         JudgeResult(
             verdict=RunStatus.OK, detail=ODD, cases=(with_odd_texts(CaseResult(index=0, verdict=RunStatus.OK)),)
         ),

@@ -12,10 +12,10 @@ import pytest
 
 from services.common.config.envgateway import ToolConfig
 from services.common.errors import CapacityError, ConfigError, DeadlineError, InfrastructureError, InvalidRequestError
-from services.common.text.tools import ToolStatus
+from services.common.text.tools import ToolCall, ToolStatus
 from services.common.tools import ToolError, ToolResult
 from services.envgateway.tools import registry as session_module
-from services.envgateway.tools.registry import ToolBox, ToolSession, load_tools
+from services.envgateway.tools.registry import GatewayToolSession, ToolBox
 from services.envgateway.tools.tools import StateLostError
 from tests.waiting import WAIT_S
 
@@ -107,9 +107,9 @@ class Count:
         raise RuntimeError("closing fails, and others are closed all the same")
 
 
-def _session(*tools: Any, **limits: ToolConfig) -> ToolSession:
+def _session(*tools: Any, **limits: ToolConfig) -> GatewayToolSession:
     tools = tools or (Echo(),)
-    return ToolSession(ToolBox(tools, limits), [tool.name for tool in tools])
+    return GatewayToolSession(ToolBox(tools, limits), [tool.name for tool in tools])
 
 
 def _call(name: str, arguments: Any) -> str:
@@ -124,8 +124,8 @@ def _call(name: str, arguments: Any) -> str:
         (_call("echo", {"text": "result"}), S.PROGRAM_ERROR, "as told"),
         (_call("echo", {}), S.INVALID_ARGUMENTS, "'text' is missing"),
         (_call("echo", {"txt": "x"}), S.INVALID_ARGUMENTS, "did you mean it by 'txt'?"),
-        (_call("echo", {"text": 5}), S.INVALID_ARGUMENTS, "must be a string, not 5"),
-        (_call("echo", {"text": "x", "times": "2"}), S.INVALID_ARGUMENTS, "'times' must be an integer"),
+        (_call("echo", {"text": 5}), S.INVALID_ARGUMENTS, "5 is not of type 'string'"),
+        (_call("echo", {"text": "x", "times": "2"}), S.INVALID_ARGUMENTS, "'times': '2' is not of type 'integer'"),
         (_call("echo", {"text": "x", "volume": 11}), S.INVALID_ARGUMENTS, "unknown argument 'volume'"),
         (_call("shout", {"text": "x"}), S.UNKNOWN_TOOL, "no tool 'shout'; there is echo"),
         (_call("echo", {"text": "sleep"}), S.TIME_LIMIT, "stopped after 1 s"),
@@ -138,7 +138,7 @@ async def test_the_status_of_a_call(content: str, status: ToolStatus, text: str)
     session = _session(echo=BRIEF) if status is S.TIME_LIMIT else _session()
     result = await session.answer(content)
     assert result.status is status and text in result.text
-    metrics = session.metrics()
+    metrics = session.statistics.metrics()
     assert metrics["tool_calls"] == 1 and metrics["tool_errors"] == float(status is not S.OK)
     assert {name for name in metrics if name.startswith("tool_errors_")} == (
         {f"tool_errors_{status}"} if status is not S.OK else set()
@@ -156,10 +156,10 @@ async def test_the_status_of_a_call(content: str, status: ToolStatus, text: str)
 )
 async def test_machinery_that_failed_is_no_result_and_not_counted_against_the_policy(text: str, told: str) -> None:
     box = ToolBox([Echo()])
-    session = ToolSession(box, ["echo"])
+    session = GatewayToolSession(box, ["echo"])
     with pytest.raises(InfrastructureError, match=told):
-        await session.call("echo", {"text": text})
-    assert session.metrics()["tool_calls"] == 0 and box.counts == {"infrastructure": 1}
+        await session.answer(ToolCall(name="echo", arguments={"text": text}))
+    assert session.statistics.metrics()["tool_calls"] == 0 and box.counts == {"infrastructure": 1}
 
 
 class Leaving(Counter):
@@ -169,19 +169,19 @@ class Leaving(Counter):
 
 async def test_a_tool_that_leaves_is_told_and_ends_no_process() -> None:
     with pytest.raises(InfrastructureError, match="count raised SystemExit: no licence"):
-        await _session(Leaving()).call("count", {})
+        await _session(Leaving()).answer(ToolCall(name="count", arguments={}))
 
 
 async def test_concurrency_is_bounded_per_tool_and_a_long_queue_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     tool = Echo()
     session = _session(tool, echo=ToolConfig(concurrency=2))
-    await asyncio.gather(*(session.call("echo", {"text": "x"}) for _ in range(10)))
+    await asyncio.gather(*(session.answer(ToolCall(name="echo", arguments={"text": "x"})) for _ in range(10)))
     assert tool.most_running == 2
     monkeypatch.setattr(session_module, "_QUEUE_S", 0.05)
-    stuck = [asyncio.create_task(session.call("echo", {"text": "sleep"})) for _ in range(2)]
+    stuck = [asyncio.create_task(session.answer(ToolCall(name="echo", arguments={"text": "sleep"}))) for _ in range(2)]
     await asyncio.sleep(0.01)
     with pytest.raises(CapacityError) as full:
-        await session.call("echo", {"text": "x"})
+        await session.answer(ToolCall(name="echo", arguments={"text": "x"}))
     assert full.value.retry_after_s
     for call in stuck:
         call.cancel()
@@ -194,48 +194,38 @@ async def test_concurrency_is_bounded_per_tool_and_a_long_queue_is_no_result(mon
 )
 async def test_a_response_is_cut_where_the_tool_says(cut: Any, shown: str) -> None:
     session = _session(echo=ToolConfig(max_chars=20, cut=cut))
-    assert (await session.call("echo", {"text": "a" * 50 + "b" * 50})).text == shown
-    longer = ToolSession(ToolBox([Echo()], {"echo": ToolConfig(max_chars=20, cut=cut)}), ["echo"], max_chars=64)
-    assert len((await longer.call("echo", {"text": "a" * 100})).text) == 64
+    assert (await session.answer(ToolCall(name="echo", arguments={"text": "a" * 50 + "b" * 50}))).text == shown
+    longer = GatewayToolSession(ToolBox([Echo()], {"echo": ToolConfig(max_chars=20, cut=cut)}), ["echo"], max_chars=64)
+    assert len((await longer.answer(ToolCall(name="echo", arguments={"text": "a" * 100}))).text) == 64
 
 
 async def test_a_state_belongs_to_one_trajectory_and_ends_with_it() -> None:
     counter = Counter()
     box = ToolBox([counter, Plain()])
-    first, second = (ToolSession(box, ["count", "plain"]) for _ in range(2))
-    assert [(await first.call("count", {})).text for _ in range(3)] == ["1", "2", "3"]
-    assert (await second.call("count", {})).text == "1"
-    assert (await first.call("plain", {})).text == "slept"
+    first, second = (GatewayToolSession(box, ["count", "plain"]) for _ in range(2))
+    assert [(await first.answer(ToolCall(name="count", arguments={}))).text for _ in range(3)] == ["1", "2", "3"]
+    assert (await second.answer(ToolCall(name="count", arguments={}))).text == "1"
+    assert (await first.answer(ToolCall(name="plain", arguments={}))).text == "slept"
     for session in (first, second):
         await session.close()
         await session.close()
     assert [state.closed for state in counter.opened] == [1, 1]
-    assert first.metrics()["tool_calls_count"] == 3 and first.metrics()["tool_calls_plain"] == 1
+    assert first.statistics.metrics()["tool_calls_count"] == 3 and first.statistics.metrics()["tool_calls_plain"] == 1
 
 
 async def test_a_lost_state_is_an_error_of_its_own() -> None:
     session = _session(Counter())
     with pytest.raises(StateLostError):
-        await session.call("count", {"lose": True})
-
-
-async def test_statistics_are_of_one_trajectory() -> None:
-    session = _session(echo=BRIEF)
-    for content in (_call("echo", {"text": "x"}), "{", _call("echo", {"text": "sleep"})):
-        await session.answer(content)
-    metrics = session.metrics()
-    assert (metrics["tool_calls"], metrics["tool_errors"], metrics["tool_calls_echo"]) == (3, 2, 2)
-    assert metrics["tool_errors_malformed_call"] == metrics["tool_errors_time_limit"] == 1
-    assert 0.9 <= metrics["tool_latency_max_s"] <= metrics["tool_latency_s"]
+        await session.answer(ToolCall(name="count", arguments={"lose": True}))
 
 
 def test_a_tool_that_is_not_there_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="the gateway has echo"):
-        ToolSession(ToolBox([Echo()]), ["python"])
+        GatewayToolSession(ToolBox([Echo()]), ["python"])
 
 
 class Unchecked(Echo):
-    parameters = {"type": "object", "properties": {"text": {"type": "string", "contentEncoding": "base64"}}}
+    parameters = {"type": "object", "properties": {"text": {"type": "string", "minLength": "1"}}}
 
 
 class Nameless:
@@ -252,7 +242,7 @@ class Callless:
     ("tools", "limits", "told"),
     [
         ([Echo(), Echo()], {}, "two named 'echo', .*test_tools.py:"),
-        ([Unchecked()], {}, "contentEncoding is not checked"),
+        ([Unchecked()], {}, "text.minLength: '1' is not of type 'integer'"),
         ([Nameless()], {}, "Nameless.name is missing"),
         ([Callless()], {}, "neither call"),
         ([Echo()], {"ecko": ToolConfig()}, "no such tool; there is echo"),
@@ -261,10 +251,3 @@ class Callless:
 def test_a_tool_that_cannot_be_used_is_refused_at_start(tools: Any, limits: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         ToolBox(tools, limits)
-
-
-def test_tools_are_loaded_by_import_path() -> None:
-    (tool,) = load_tools([f"{__name__}:Echo"])
-    assert tool.name == "echo"
-    with pytest.raises(ConfigError, match="has no 'Missing'"):
-        load_tools([f"{__name__}:Missing"])

@@ -17,9 +17,10 @@ from services.common.config.data import DatasetConfig, WorkflowConfig
 from services.common.config.loading import load_recipe
 from services.common.importing import load_object
 from services.common.records import Sampling, StopReason
+from services.common.text.tools import ToolCall
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.episodes import EnvironmentRegistry
-from services.envgateway.tools.registry import ToolBox, ToolSession, load_tools
+from services.envgateway.tools.registry import GatewayToolSession, ToolBox, load_tools
 from services.inference.engine.base import FinishReason, GenerationRequest, WeightUpdate
 from services.inference.engine.streaming import EngineSetup
 from services.inference.workflows.registry import build_workflow
@@ -86,10 +87,10 @@ async def test_tools_of_the_replica() -> None:
 
 
 async def test_tool_of_the_gateway() -> None:
-    session = ToolSession(ToolBox(load_tools(["tool:minutes"])), ["minutes"])
-    assert (await session.call("minutes", {"hours": 1.5})).text == "90"
-    assert (await session.call("minutes", {"hours": 0.01, "round_up": True})).text == "1"
-    assert (await session.call("minutes", {"hours": "x"})).status == "invalid_arguments"
+    session = GatewayToolSession(ToolBox(load_tools(["tool:minutes"])), ["minutes"])
+    assert (await session.answer(ToolCall(name="minutes", arguments={"hours": 1.5}))).text == "90"
+    assert (await session.answer(ToolCall(name="minutes", arguments={"hours": 0.01, "round_up": True}))).text == "1"
+    assert (await session.answer(ToolCall(name="minutes", arguments={"hours": "x"}))).status == "invalid_arguments"
     parameters = session.schemas[0]["function"]["parameters"]
     assert parameters["properties"]["hours"] == {"type": "number", "description": "a number of hours"}
     assert parameters["required"] == ["hours"]

@@ -67,7 +67,3 @@ async def test_the_documented_tool_is_called(recipe: dict[str, Any]) -> None:
     (sequence,) = outcome.sequences
     assert outcome.reward == 1.0
     assert (sequence.metrics["tool_calls"], sequence.metrics["tool_errors"]) == (1.0, 0.0)
-
-
-def test_the_documented_files_are_short() -> None:
-    assert all(len(block.splitlines()) <= 60 for block in blocks(PAGE, "python"))

@@ -10,10 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequestError
-from services.inference.endpoint.chat import ItemLimits, check_tools, function_tool, split_growing
-from services.inference.endpoint.chat import read_messages as read_chat
-from services.inference.endpoint.messages import read_messages
-from services.inference.endpoint.responses import read_input
+from services.inference.endpoint.dialects import split_growing
+from services.inference.endpoint.forms import (
+    ItemLimits,
+    check_tools,
+    function_tool,
+    read_chat,
+    read_input,
+    read_messages,
+)
 from services.inference.workflows.agents import (
     Call,
     apart_message,
@@ -110,9 +115,9 @@ def test_results_between_texts_keep_their_places() -> None:
 @pytest.mark.parametrize(
     ("parameters", "word"),
     [
-        ([], "no JSON Schema"), ({"type": "object", "properties": {"a": 3}}, r"\.a are no JSON Schema"),
-        ({"type": "array"}, "must be 'object'"), ({"type": 3}, "type 3"), ({"required": "a"}, "list of names"),
-        ({"properties": {"a": {"enum": 3}}}, "enum"), ({"anyOf": {}}, "anyOf"), ({"properties": {"a": {"type": "int"}}}, "'int'"),
+        ([], "no JSON Schema"), ({"type": "object", "properties": {"a": 3}}, "properties.a: 3 is not"),
+        ({"type": "array"}, "'array'"), ({"type": 3}, "3"), ({"required": "a"}, "required: 'a' is not"),
+        ({"anyOf": {}}, "anyOf"), ({"properties": {"a": {"type": "int"}}}, "'int'"),
     ],
 )  # fmt: skip
 def test_a_schema_that_is_none_is_refused_by_its_place(parameters: Any, word: str) -> None:

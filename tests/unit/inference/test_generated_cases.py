@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.text.thoughts import after_thoughts
 from services.inference.workflows.base import CaseOutcome, JudgeCase, ProgramStatus
 from services.inference.workflows.codegen import (
     VerifierReward,
     entry_point_of,
-    needs_retry,
     read_cases,
     report,
     verifier_reward,
@@ -107,14 +105,6 @@ def test_whatever_is_written_is_read_without_failing(text: str, num_cases: int) 
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
-    [("a", "a"), ("<think>t</think>a", "a"), ("t</think>a", "a"), ("<think>t", ""), ("<think>1</think>b<think>2</think>a", "a")],
-)  # fmt: skip
-def test_thinking_is_no_answer(text: str, answer: str) -> None:
-    assert after_thoughts(text) == answer
-
-
-@pytest.mark.parametrize(
     ("tests", "entry_point"),
     [
         ({"kind": "stdin", "cases": []}, ""),
@@ -130,17 +120,6 @@ def test_how_programs_are_called(tests: dict[str, Any], entry_point: str | None)
 
 
 OK, WRONG = CaseOutcome(verdict=ProgramStatus.OK), CaseOutcome(verdict=ProgramStatus.WRONG_ANSWER)
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "again"),
-    [
-        ([], True), ([OK], False), ([OK, OK], False), ([WRONG], True), ([OK, WRONG], True), ([WRONG, OK], True),
-        *(([CaseOutcome(verdict=verdict)], verdict is not ProgramStatus.OK) for verdict in ProgramStatus),
-    ],
-)  # fmt: skip
-def test_a_failed_case_or_none_at_all_asks_for_another_try(outcomes: list[CaseOutcome], again: bool) -> None:
-    assert needs_retry(outcomes) is again
 
 
 @pytest.mark.parametrize(

@@ -152,32 +152,23 @@ async def test_an_infrastructure_failure_is_played_again(error: Exception) -> No
     assert player.num_retries == 2
 
 
-async def test_an_infrastructure_failure_that_stays_is_a_failure_and_never_a_reward() -> None:
-    player, records, workflow, _ = await make_player(raises(InfrastructureError("down")), infra_retries=1)
-    player.play(make_order(indices=(0, 1)))
-    await player.wait_until_idle()
-    assert records.trajectories == []
-    assert {(f.index, f.reason, f.detail) for f in records.failures} == {
-        (0, "INFRASTRUCTURE", "down"),
-        (1, "INFRASTRUCTURE", "down"),
-    }
-    assert workflow.num_runs == 4
-
-
-async def test_a_prompt_that_is_too_long_fails_at_once() -> None:
-    player, records, workflow, _ = await make_player(raises(PromptTooLongError("long")))
-    player.play(make_order(indices=(0,)))
-    await player.wait_until_idle()
-    assert [f.reason for f in records.failures] == ["PROMPT_TOO_LONG"]
-    assert workflow.num_runs == 1
-
-
-async def test_a_bug_in_a_workflow_fails_its_slot_and_no_other() -> None:
-    player, records, _, _ = await make_player(raises(KeyError("answer"), times=1))
+@pytest.mark.parametrize(
+    ("error", "reason", "attempts"),
+    [
+        (InfrastructureError("down"), "INFRASTRUCTURE", 3),
+        (PromptTooLongError("long"), "PROMPT_TOO_LONG", 1),
+        (KeyError("answer"), "KeyError", 1),
+    ],
+)
+async def test_what_stays_wrong_fails_its_slot_and_no_other_and_is_never_a_reward(
+    error: Exception, reason: str, attempts: int
+) -> None:
+    player, records, workflow, _ = await make_player(raises(error, times=attempts), num_slots=1)
     player.play(make_order(indices=(0, 1, 2)))
     await player.wait_until_idle()
-    assert [f.reason for f in records.failures] == ["KeyError"]
-    assert len(records.trajectories) == 2
+    assert [(failure.index, failure.reason) for failure in records.failures] == [(0, reason)]
+    assert [trajectory.index for trajectory in records.trajectories] == [1, 2]
+    assert workflow.num_runs == attempts + 2
 
 
 class Nameless(type):

@@ -189,12 +189,6 @@ async def test_a_rollout_that_is_played_again_says_the_same() -> None:
     assert first.texts == again.texts
 
 
-async def test_nothing_stands_beside_the_answer_for_a_reward_of_the_recipes_own() -> None:
-    reward = "services.inference.workflows.base:boxed_integer"
-    played = await play("single_turn", MATH, count=20, policy="model0", reward=reward)
-    assert all(texts[0].startswith(r"\boxed{") and texts[0].endswith("}") for texts in played.texts)
-
-
 def whole_text(task: Mapping[str, Any], completion: str) -> float:
     return float(completion == task["answer"])
 
@@ -280,11 +274,6 @@ def test_an_agent_of_ones_own_with_tools_gets_a_call_by_any_script_of_tools_and_
                 assert find_call(scene.text(book, "model0", listed)) is None
         with pytest.raises(DatasetError, match="has no reference for a scripted policy"):
             Scene(Task(task_id="t", data={"problem": "p"}), Purpose.TRAIN, 0).text(book, "model0", listed)
-
-
-async def test_code_between_the_tags_is_code() -> None:
-    played = await play("tool_use", MATH, count=20, policy="model0", format="code")
-    assert {find_call(texts[0]) for texts in played.texts} >= {"print(42)", "print(1 // 0)"}
 
 
 async def test_an_episode_follows_the_expert_to_the_end_or_idles() -> None:

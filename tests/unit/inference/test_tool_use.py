@@ -107,7 +107,7 @@ async def test_a_long_response_is_cut_in_the_middle() -> None:
         ("<tool_call>{nonsense}</tool_call>", "not valid JSON", "malformed_call"),
         (tool_json("1", name="browser"), "no tool 'browser'", "unknown_tool"),
         (tool_json("1", arguments={"code": "1"}), "'input' is missing", "invalid_arguments"),
-        (tool_json("1", arguments={"code": 1, "input": ""}), "'code' must be a string", "invalid_arguments"),
+        (tool_json("1", arguments={"code": 1, "input": ""}), "'code': 1 is not of type 'string'", "invalid_arguments"),
         (tool_json("1", arguments={"code": "1", "input": "", "x": 1}), "unknown argument 'x'", "invalid_arguments"),
         ("<tool_call>never closed", "opened and not closed", "malformed_call"),
     ],

@@ -10,10 +10,9 @@ import pytest
 
 from services.common.config.data import WorkflowConfig
 from services.common.config.loading import load_recipe
-from services.common.dataset_rows import BuiltInWorkflow
 from services.common.errors import ConfigError, DatasetError
 from services.common.records import StopReason, Task
-from services.inference.workflows.base import PromptSettings, boxed_integer, build_grader, build_messages
+from services.inference.workflows.base import PromptSettings, boxed_integer, build_messages
 from services.inference.workflows.registry import WORKFLOWS, build_workflow, build_workflows
 from services.inference.workflows.single import SingleTurn, SingleTurnSettings
 from tests.unit.inference.fakes import FakeGateway, make_context, make_task, served_policy
@@ -29,10 +28,6 @@ async def slow_half(task: Mapping[str, Any], completion: str) -> float:
 
 def not_finite(task: Mapping[str, Any], completion: str) -> float:
     return float("nan")
-
-
-def test_every_name_of_a_built_in_workflow_has_its_class() -> None:
-    assert set(WORKFLOWS) == set(BuiltInWorkflow)
 
 
 @pytest.mark.parametrize("name", sorted(WORKFLOWS))
@@ -106,19 +101,6 @@ def test_starter_code_is_shown_once(data: dict[str, Any], text: str) -> None:
 def test_a_row_without_a_prompt_is_named(data: dict[str, Any]) -> None:
     with pytest.raises(DatasetError, match="task t7"):
         build_messages(PromptSettings(), Task(task_id="t7", data=data))
-
-
-@pytest.mark.parametrize("name", ["half", "slow_half"])
-async def test_a_reward_by_import_path_runs_here(name: str) -> None:
-    gateway = FakeGateway()
-    reward = await build_grader(f"{__name__}:{name}")(gateway, make_task(), "x")
-    assert reward.value == 0.5
-    assert gateway.graded == []
-
-
-async def test_a_reward_that_is_no_number_is_an_error_and_not_a_reward() -> None:
-    with pytest.raises(ValueError, match="finite"):
-        await build_grader(f"{__name__}:not_finite")(FakeGateway(), make_task(), "x")
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,9 @@ async def test_what_was_kept_is_in_the_batch_and_the_same_after_a_restart(worlds
     ("kept", "temperature", "fault"),
     [
         (b"", None, "the tokens that top_k, top_p and min_p kept are missing"),
-        (b"\x00", None, "cut off"),
+        (b"\x00", None, "cannot be unpacked"),
         (pack([left_out_row([2])], 4), None, "token 2 (number 2)"),
-        (pack([left_out_row([9])], 3), None, "3 tokens are with 4"),
+        (pack([left_out_row([9])], 3), None, "3 tokens in 1 rows are with 4"),
         (None, 0.0, "temperature is 0.0"),
         (None, float("nan"), "temperature is nan"),
         (None, 0.7, ""),

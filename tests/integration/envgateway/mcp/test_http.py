@@ -16,7 +16,7 @@ from services.common.config.envgateway import McpServerConfig
 from services.common.errors import InfrastructureError
 from services.common.text.tools import ToolStatus
 from services.envgateway.tools.mcp import McpServer
-from services.envgateway.tools.registry import ToolBox, ToolSession
+from services.envgateway.tools.registry import GatewayToolSession, ToolBox
 from services.envgateway.tools.tools import StateLostError
 from tests.ports import free_port
 from tests.waiting import WAIT_S
@@ -72,7 +72,7 @@ async def test_calls_go_on_with_the_server_that_takes_the_place_of_a_killed_one(
         "own": McpServer("own", McpServerConfig(url=url, start_timeout_s=5.0)),
     }
     box = ToolBox([], servers=servers)
-    shared, own = [await ToolSession.open(box, [f"mcp:{name}"]) for name in servers]
+    shared, own = [await GatewayToolSession.open(box, [f"mcp:{name}"]) for name in servers]
     for session in (shared, own):
         assert (await session.answer(call("add", a=1, b=2))).text == "3"
     told = await shared.answer(call("minutes", hours=-1))
@@ -86,11 +86,11 @@ async def test_calls_go_on_with_the_server_that_takes_the_place_of_a_killed_one(
     with pytest.raises(StateLostError):
         await own.answer(call("add", a=1, b=2))
     with pytest.raises(InfrastructureError):
-        await ToolSession.open(box, ["mcp:own"])
+        await GatewayToolSession.open(box, ["mcp:own"])
 
     await remote.start()
     assert (await shared.answer(call("add", a=2, b=2))).text == "4"
-    fresh = await ToolSession.open(box, ["mcp:own"])
+    fresh = await GatewayToolSession.open(box, ["mcp:own"])
     assert (await fresh.answer(call("add", a=2, b=3))).text == "5"
     for session in (shared, own, fresh):
         await session.close()

@@ -14,7 +14,7 @@ from services.common.pb import environment_pb2, environment_pb2_grpc, judge_pb2_
 from services.common.pb import judge_pb2 as pb
 from services.common.rpc.client import channel
 from services.common.telemetry.logs import LogEvent
-from tests.integration.envgateway.queue.processes import Process, World, children
+from tests.integration.envgateway.queue.processes import World, children
 from tests.integration.envgateway.queue.redis_server import RedisServer
 from tests.integration.envgateway.sandbox_state import programs
 from tests.waiting import until
@@ -150,41 +150,3 @@ async def test_a_worker_that_gets_sigterm_ends_its_running_jobs(world: World) ->
         answer = await call
         assert answer.status == environment_pb2.EXECUTION_STATUS_OK and answer.stdout == "done\n"
         assert "given_back=0" in leaving.log.read_text()
-
-
-async def test_a_call_that_is_cancelled_is_killed_at_its_worker(world: World) -> None:
-    long = [f"envgateway.sandbox.{limit}=600" for limit in ("wall_time_s", "cpu_time_s")]
-    await world.start_gateway(*long)
-    world.start_worker(1, *long)
-    async with channel(f"127.0.0.1:{world.port}") as connection:
-        stub = environment_pb2_grpc.CodeExecutionServiceStub(connection)
-        quick = environment_pb2.ExecuteCodeRequest(code="print(1)")
-        assert (await stub.ExecuteCode(quick, timeout=60)).stdout == "1\n"
-        call = stub.ExecuteCode(environment_pb2.ExecuteCodeRequest(code="while True: pass"), timeout=60)
-        running = asyncio.ensure_future(_wait(call))
-        await asyncio.sleep(0.5)
-        call.cancel()
-        await running
-        # long before the endless program's own limit
-        assert (await stub.ExecuteCode(quick, timeout=60)).stdout == "1\n"
-
-
-async def _wait(call: grpc.aio.UnaryUnaryCall) -> None:  # type: ignore[type-arg]
-    try:
-        await call
-    except asyncio.CancelledError:
-        pass
-
-
-def test_a_worker_without_redis_or_with_a_wrong_variable_names_the_setting(tmp_path: Path) -> None:
-    for variables, words in (
-        ({"REDIS_URI": ""}, "REDIS_URI=redis://127.0.0.1:6379"),
-        ({"REDIS_URI": "redis://127.0.0.1:1", "MAX_WORKERS": "many"}, "MAX_WORKERS is 'many'"),
-        ({"REDIS_URI": "redis://example.org:6379", "ALLOW_TIER_0": "1"}, "rediss://"),
-        ({"REDIS_URI": "http://127.0.0.1:1", "ALLOW_TIER_0": "1"}, "no URI of Redis"),
-    ):
-        log = tmp_path / "log"
-        log.unlink(missing_ok=True)
-        worker = Process(["services.envgateway.worker"], log, **variables)
-        code = worker.wait()
-        assert code == 1 and words in log.read_text(), log.read_text()

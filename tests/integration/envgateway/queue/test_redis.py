@@ -36,13 +36,6 @@ async def test_many_jobs_over_several_workers_are_each_answered_once(farm: Farm)
     assert farm.queue.gauges["queue_unanswered"] == 0 and farm.queue.gauges["queue_answered"] == 500
 
 
-async def test_workers_may_come_after_the_jobs(farm: Farm) -> None:
-    waiting = asyncio.create_task(farm.execute("early"))
-    await asyncio.sleep(0.2)
-    farm.add_worker()
-    assert (await waiting).stdout == b"early"
-
-
 async def test_an_interactive_job_does_not_wait_for_batch_jobs(farm: Farm) -> None:
     farm.add_worker(num_slots=2)
     batch = [asyncio.create_task(farm.execute(f"sleep 1 {n}")) for n in range(40)]
@@ -159,20 +152,6 @@ async def test_a_redis_that_is_killed_and_comes_back_empty_loses_no_job(farm: Fa
     assert [result.stdout.decode() for result in results] == codes
     assert farm.queue.gauges["queue_unanswered"] == 0
     assert farm.queue.gauges["queue_answered"] == len(codes)
-
-
-@pytest.mark.slow
-async def test_a_redis_that_was_flushed_loses_no_job(farm: Farm) -> None:
-    jobs = [asyncio.create_task(farm.execute(f"echo {n}")) for n in range(10)]
-    await until(lambda: farm.queue.gauges.get("queue_sent", 0) == 10, "all are sent")
-    await asyncio.sleep(1.2)  # the gateway has looked at least once
-    client = connect(farm.server.uri, allow_plain=False)
-    await client.flushall()
-    await client.aclose()
-    farm.add_worker()
-    async with asyncio.timeout(60):
-        assert [(await job).stdout.decode() for job in jobs] == [f"echo {n}" for n in range(10)]
-    assert farm.queue.gauges["queue_sent_again"] == 10
 
 
 async def test_jobs_of_a_gateway_that_is_gone_are_dropped(farm: Farm) -> None:
