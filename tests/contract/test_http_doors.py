@@ -19,6 +19,7 @@ import zmq.asyncio
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from extras.worlds.taskserver import TaskServer
 from services.cli.page.server import PageServer
 from services.common import http as origin
 from services.common.config.envgateway import HttpConfig, TaskServerConfig
@@ -31,7 +32,6 @@ from services.common.security import identity
 from services.common.security.keys import Role
 from services.common.telemetry.metrics import ProcessStatus
 from services.envgateway.http import HttpServer
-from services.envgateway.taskserver import TaskServer
 from services.inference.endpoint.server import EndpointServer
 from tests.contract.run_servicer import RunServicer, make_server
 from tests.keys import as_role, client_context, make_keys

@@ -264,9 +264,9 @@ class JsonlRows:
 
 
 class ListRows:
-    """Rows held in memory, or those of a Hugging Face dataset, which stays on disk."""
+    """Rows held in memory, or those of a Hugging Face dataset, which stays on disk; an error in place of a row is raised."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+    def __init__(self, rows: Sequence[Mapping[str, Any] | DatasetError], name: str) -> None:
         self.name = name
         self._rows = rows
 
@@ -277,20 +277,10 @@ class ListRows:
         return place + 1
 
     def __getitem__(self, place: int) -> Mapping[str, Any]:
-        return self._rows[place]
-
-
-class HarborRows(ListRows):
-    """Task directories: rows, or the errors of those that cannot be played."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Any] | DatasetError], name: str) -> None:
-        super().__init__([{} if isinstance(row, DatasetError) else row for row in rows], name)
-        self._errors = {place: row for place, row in enumerate(rows) if isinstance(row, DatasetError)}
-
-    def __getitem__(self, place: int) -> Mapping[str, Any]:
-        if place in self._errors:
-            raise self._errors[place]
-        return super().__getitem__(place)
+        row = self._rows[place]
+        if isinstance(row, DatasetError):
+            raise row
+        return row
 
 
 class HeldOutRows:

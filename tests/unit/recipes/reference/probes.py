@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from extras.worlds import alfworld as prompts
+from extras.worlds import webshop_pages
+from extras.worlds.tests.test_webshop_search import _product
+from extras.worlds.tests.webshop_made import write_catalogue
+from extras.worlds.webshop import SearchIndex, draw_prices, find_files, read_catalogue
 from services.cli.check.recipe import missing_data
 from services.cli.deploy.layout import lay_out
 from services.common.records import Task
 from services.common.text.programs import program_of
-from services.envgateway.envs import alfworld as prompts
-from services.envgateway.envs import webshop_pages
-from services.envgateway.envs.webshop import SearchIndex, draw_prices, find_files, read_catalogue
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
 from services.envgateway.sandbox.pool import SandboxPool
@@ -29,8 +31,6 @@ from services.inference.workflows.single import TRY_AGAIN, VERIFY
 from services.inference.workflows.tools import ToolMathSettings, format_term
 from services.orchestrator.buffer.buffer import advantage_groups
 from tests.integration.envgateway.conftest import CONFIG
-from tests.unit.envgateway.webshop.made import write_catalogue
-from tests.unit.envgateway.webshop.test_search import _product
 from tests.unit.inference import test_codegen_verifier, test_tool_math
 from tests.unit.orchestrator.builders import failure, group, trajectory
 from tests.unit.orchestrator.rows import test_code_rows
