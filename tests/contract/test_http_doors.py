@@ -210,8 +210,8 @@ def openers() -> dict[str, set[str]]:
 def nodes() -> Iterator[tuple[str, ast.AST]]:
     """Of the files that have any of these names at all: to read every tree takes seconds."""
     names = "|".join(map(re.escape, {*OPENERS, *OTHERS, *MODULES, "Listener"}))
-    for path in (REPOSITORY / "services").rglob("*.py"):
-        if path.parent.name != "pb" and re.search(rf"\b({names})\b", text := path.read_text()):
+    for path in (path for top in ("services", "extras") for path in (REPOSITORY / top).rglob("*.py")):
+        if path.parent.name not in ("pb", "tests") and re.search(rf"\b({names})\b", text := path.read_text()):
             yield from ((str(path.relative_to(REPOSITORY)), node) for node in ast.walk(ast.parse(text)))
 
 
