@@ -20,20 +20,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from extras.worlds.engines.pool import EnginePool, Game
+from extras.worlds.messages import MALFORMED, offer, read_action, without_offer
 from services.common.config.base import Section
 from services.common.config.envgateway import AlfworldConfig, EnvGatewayConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.installing import install
-from services.envgateway.envs.base import (
-    MALFORMED,
-    EndStatus,
-    Observation,
-    StepResult,
-    offer,
-    read_action,
-    settings_of,
-    without_offer,
-)
+from services.envgateway.envs.base import EndStatus, Observation, StepResult, settings_of
 
 if TYPE_CHECKING:
     from services.cli.check.worlds import AskedTasks

@@ -18,6 +18,7 @@ import structlog
 from pydantic import Field, model_validator
 
 from extras.worlds.engines.pool import EnginePool, Game
+from extras.worlds.messages import MALFORMED, offer, read_action, without_offer
 from services.common.config.base import Section
 from services.common.config.envgateway import EnvGatewayConfig, TextworldConfig
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
@@ -25,16 +26,7 @@ from services.common.installing import install
 from services.common.system.child import bound_to_this_process
 from services.common.system.processes import process_group
 from services.envgateway.calls import SharedCalls
-from services.envgateway.envs.base import (
-    MALFORMED,
-    EndStatus,
-    Observation,
-    StepResult,
-    offer,
-    read_action,
-    settings_of,
-    without_offer,
-)
+from services.envgateway.envs.base import EndStatus, Observation, StepResult, settings_of
 
 # --- Finds the game that a task's row asks for: a file of a folder, or a game to be made.
 

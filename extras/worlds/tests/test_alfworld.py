@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from extras.worlds import alfworld
 from extras.worlds.alfworld import AlfworldEpisode, GameList, bleu, choose, game_of, list_games
+from extras.worlds.messages import offer, read_action
 from services.common.config.envgateway import AlfworldConfig
 from services.common.errors import ConfigError, InvalidRequestError
-from services.envgateway.envs.base import EpisodeLostError, offer, read_action
+from services.envgateway.envs.base import EpisodeLostError
 
 GAME = "json_2.1.1/train/pick_heat_then_place_in_recep-Mug-None-Shelf-1/trial_1/game.tw-pddl"
 LISTED = ["go to shelf 1", "look", "take mug 1 from shelf 1"]

@@ -15,13 +15,13 @@ from extras.worlds import alfworld
 from extras.worlds.alfworld import AlfworldWorld
 from extras.worlds.engines import pool as engine_pool
 from extras.worlds.made import unpack
+from extras.worlds.messages import offer
 from services.common.config.envgateway import AlfworldConfig, EnginePoolConfig
 from services.common.errors import (
     EpisodeNotFoundError,
     InfrastructureError,
     InvalidRequestError,
 )
-from services.envgateway.envs.base import offer
 from tests import needs
 from tests.integration.envgateway.environments.serving import TIMEOUT_S, Client, served_world
 

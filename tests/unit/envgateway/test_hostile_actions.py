@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from extras.worlds import webshop_pages
 from extras.worlds.alfworld import choose
+from extras.worlds.messages import read_action
 from extras.worlds.taskserver import cut, num_pieces
 from extras.worlds.tests.webshop_made import write_catalogue
 from extras.worlds.textworld import REFUSED, TextworldEpisode, is_of_the_game
@@ -27,7 +28,6 @@ from services.envgateway.envs.base import (
     EpisodeLostError,
     Observation,
     StepResult,
-    read_action,
 )
 from services.envgateway.envs.episodes import EpisodeManager, GuardedEnvironment
 from services.envgateway.envs.gymnasium import GymnasiumEnvironment
