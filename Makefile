@@ -62,7 +62,7 @@ extra: $(RUNTIME) ## add the packages of EXTRA=mcp, wandb, gymnasium, ... (pypro
 
 install-verifiers: $(VERIFIERS)/.installed ## make .venv-verifiers: the package verifiers, whose pins exclude ours
 
-$(VERIFIERS)/.installed: services/common/verifiers/constraints.txt
+$(VERIFIERS)/.installed: extras/hub/verifiers/constraints.txt
 	$(PYTHON) -m venv --clear $(VERIFIERS)
 	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< verifiers
 	@touch $@

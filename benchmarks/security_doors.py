@@ -205,8 +205,8 @@ async def _try_pages(services: Services, visitors: Visitors | None, tally: Tally
 
 def _routes() -> dict[str, list[tuple[str, str]]]:
     """Method and path of everything that the HTTP servers register; made here for their routers only."""
+    from extras.worlds.taskserver import TaskServer
     from services.envgateway.http import HttpServer
-    from services.envgateway.taskserver import TaskServer
     from services.inference.endpoint.server import EndpointServer
 
     nothing: Any = None

@@ -138,7 +138,7 @@ def _catalogue(folder: Path) -> Path:
     root = os.environ.get("ROLLMILL_DATA_ROOT")
     if root is not None and (Path(root) / "webshop_made").is_dir():
         return Path(root) / "webshop_made"
-    from services.envgateway.envs.webshop import write_catalogue
+    from extras.worlds.made import write_catalogue
 
     (folder / "shop").mkdir(exist_ok=True)
     write_catalogue(folder / "shop", 60, 1)
@@ -146,7 +146,7 @@ def _catalogue(folder: Path) -> Path:
 
 
 def _houses(folder: Path) -> Path:
-    from services.envgateway.envs.alfworld import houses, package_data, write_games
+    from extras.worlds.made import houses, package_data, write_games
 
     package = package_data()
     write_games(

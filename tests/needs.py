@@ -23,11 +23,11 @@ from typing import NoReturn
 
 import pytest
 
+from extras.hub.verifiers.tasks import interpreter
 from services.cli.plan import address_of_node_0
 from services.common.config.envgateway import SandboxConfig
 from services.common.config.processes import Tracker, missing_packages
 from services.common.errors import ConfigError, SandboxRefusedError
-from services.common.verifiers.interpreter import interpreter
 from services.envgateway.sandbox.bare.confine import landlock, memcg
 from services.envgateway.sandbox.bare.harness import native
 from services.envgateway.sandbox.launch import SupervisorLauncher

@@ -25,7 +25,7 @@ LONGEST = (
     "tests/integration/envgateway/test_judge_verdicts.py",
     "tests/e2e/test_distillation.py",
     "tests/e2e/test_first_run.py",
-    "tests/integration/envgateway/environments/test_alfworld.py",
+    "extras/worlds/tests/test_alfworld_games.py",
     "tests/e2e/test_stalls.py",
     "tests/integration/orchestrator/test_kill.py",
 )

@@ -45,6 +45,7 @@ class BuiltInTool(enum.StrEnum):
     PYTHON_WITH_INPUT = "python_code_with_standard_io"
 
 
+HARBOR = "harbor"  # the gateway's environment of Harbor's tasks, and the column of their rows
 PROMPT_FIELDS = ("messages", "prompt", "problem", "question")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*+\{")

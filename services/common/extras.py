@@ -10,7 +10,20 @@ from typing import Any, Literal
 
 from services.common.importing import load_object
 
-Kind = Literal["environments", "engines", "trackers", "clusters", "commands"]
+Kind = Literal[
+    "environments",
+    "servers",
+    "task_server",
+    "task_checks",
+    "stand_ins",
+    "datasets",
+    "graders",
+    "workflows",
+    "engines",
+    "trackers",
+    "clusters",
+    "commands",
+]
 
 
 @cache
@@ -31,6 +44,11 @@ def provided(kind: Kind) -> Mapping[str, str]:
                 raise ValueError(f"{paths[name]} and {path} both provide {name!r} of {kind}")
             paths[name] = path
     return paths
+
+
+def absent(kind: Kind, name: str) -> str:
+    """Why a part cannot be used that no extra provides, with the remedy."""
+    return f"no folder of extras/ provides {name!r} of {kind} here: install Rollmill with its folder extras"
 
 
 def load_extra(kind: Kind, name: str) -> Any:

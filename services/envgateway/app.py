@@ -12,11 +12,14 @@ import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from services.common.aio import TaskOwner
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.processes import MetricsConfig
+from services.common.dataset_rows import BuiltInReward
 from services.common.errors import ConfigError, InfrastructureError
+from services.common.extras import absent, load_extra, provided
 from services.common.net.hosts import check_place
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2_grpc
@@ -37,7 +40,6 @@ from services.envgateway.http import HttpServer, Submissions
 from services.envgateway.judge.judge import Judge
 from services.envgateway.queue.local import JobQueue, local_queue
 from services.envgateway.queue.redis import RedisQueue
-from services.envgateway.rewards.math_worker import REASONING_GYM
 from services.envgateway.rewards.pool import MathPool, comparisons
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rpc import (
@@ -48,7 +50,6 @@ from services.envgateway.rpc import (
     by_client,
 )
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.taskserver import TaskServer
 from services.envgateway.tools.mcp import McpServer
 from services.envgateway.tools.registry import ToolBox, load_tools
 from services.envgateway.tools.tools import built_in_tools
@@ -129,7 +130,7 @@ class Gateway:
         else:
             judge, limits = Judge(sandbox, self._comparisons.failure), config.sandbox
             self.queue = local_queue(sandbox, judge, num_slots=limits.num_slots, lane_size=config.queue.lane_size)
-        self._reasoning = MathPool(config.reasoning_gym, REASONING_GYM)
+        self._reasoning = MathPool(config.reasoning_gym, BuiltInReward.REASONING_GYM)
         self._rewards = Rewards(
             self._math,
             self.queue,
@@ -241,12 +242,15 @@ def _make_http(config: EnvGatewayConfig, queue: JobQueue, rewards: Rewards) -> H
     return HttpServer(config.http, config.host, queue, submissions)
 
 
-def _make_task_server(
-    config: EnvGatewayConfig, episodes: EpisodeManager, environments: EnvironmentRegistry
-) -> TaskServer | None:
+def _make_task_server(config: EnvGatewayConfig, episodes: EpisodeManager, environments: EnvironmentRegistry) -> Any:
+    """AgentBench's protocols over HTTP, where the recipe gives them a port. Raises ``ConfigError`` without their extra."""
     if config.task_server.port is None:
         return None
-    return TaskServer(config.task_server, config.host, episodes, environments, idle_s=config.episode_lease_s)
+    if "agentbench" not in provided("task_server"):
+        raise ConfigError(f"envgateway.task_server: {absent('task_server', 'agentbench')}")
+    return load_extra("task_server", "agentbench")(
+        config.task_server, config.host, episodes, environments, idle_s=config.episode_lease_s
+    )
 
 
 async def serve(

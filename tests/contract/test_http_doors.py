@@ -19,6 +19,7 @@ import zmq.asyncio
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from extras.worlds.taskserver import TaskServer
 from services.common import http as origin
 from services.common.config.envgateway import HttpConfig, TaskServerConfig
 from services.common.config.processes import EndpointConfig
@@ -31,7 +32,6 @@ from services.common.security import identity
 from services.common.security.keys import Role
 from services.common.telemetry.metrics import ProcessStatus
 from services.envgateway.http import HttpServer
-from services.envgateway.taskserver import TaskServer
 from services.inference.endpoint.server import EndpointServer
 from tests.contract.run_servicer import RunServicer, make_server
 from tests.keys import as_role, client_context, make_keys
@@ -212,8 +212,8 @@ def openers() -> dict[str, set[str]]:
 def nodes() -> Iterator[tuple[str, ast.AST]]:
     """Of the files that have any of these names at all: to read every tree takes seconds."""
     names = "|".join(map(re.escape, {*OPENERS, *OTHERS, *MODULES, "Listener"}))
-    for path in (REPOSITORY / "services").rglob("*.py"):
-        if path.parent.name != "pb" and re.search(rf"\b({names})\b", text := path.read_text()):
+    for path in (path for top in ("services", "extras") for path in (REPOSITORY / top).rglob("*.py")):
+        if path.parent.name not in ("pb", "tests") and re.search(rf"\b({names})\b", text := path.read_text()):
             yield from ((str(path.relative_to(REPOSITORY)), node) for node in ast.walk(ast.parse(text)))
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from extras.hub.verifiers.environment import Verifiers
 from services.common.config.data import DatasetConfig, WorkflowConfig
 from services.common.importing import look_in
 from services.common.records import Task
-from services.inference.workflows.external_agent import Verifiers
 from services.inference.workflows.registry import build_workflow
 from services.orchestrator.tasks.datasets import open_source
 from tests.integration.inference.endpoint_peers import context_of, serving

@@ -15,7 +15,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "services" / "common" / "config"
-USERS = ("services", "recipes", "examples", "rollmill")
+USERS = ("services", "extras", "recipes", "examples", "rollmill")
 WORD = re.compile(r"[A-Za-z_]\w*")
 NAME_OR_PATH = re.compile(r"[\w.:/-]+")
 
@@ -41,7 +41,9 @@ FOR_USERS = {"converse", "respond"}  # part of the users' API; their callers are
 @cache
 def trees() -> dict[Path, ast.Module]:
     """The parsed files of ``USERS``, without the modules generated from protos."""
-    paths = (path for folder in USERS for path in (REPOSITORY / folder).rglob("*.py") if "pb" not in path.parts)
+    paths = (
+        path for folder in USERS for path in (REPOSITORY / folder).rglob("*.py") if not {"pb", "tests"} & {*path.parts}
+    )
     return {path: ast.parse(path.read_text()) for path in paths}
 
 

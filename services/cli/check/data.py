@@ -50,7 +50,6 @@ from services.common.system.threads import DaemonThreads
 from services.envgateway.calls import CORRECT, RewardOutcome, RewardResult
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, JudgeRequest
-from services.envgateway.rewards.math_worker import REASONING_GYM
 from services.envgateway.rewards.pool import MathPool
 from services.envgateway.rewards.registry import Rewards, read_tests
 from services.envgateway.sandbox.bare.statuses import RunStatus
@@ -308,7 +307,7 @@ async def _graded(recipe: Recipe, reward: BuiltInReward, asked: Sequence[tuple[T
             results.append(failed if report.failed.count else CORRECT)
         return results
     is_math = reward is not BuiltInReward.REASONING_GYM
-    pool = MathPool(gateway.math) if is_math else MathPool(gateway.reasoning_gym, REASONING_GYM)
+    pool = MathPool(gateway.math) if is_math else MathPool(gateway.reasoning_gym, BuiltInReward.REASONING_GYM)
     try:
         rewards = Rewards(pool, reasoning_pool=pool)
         return [await rewards.compute(reward, task.data, answer) for task, answer in asked]

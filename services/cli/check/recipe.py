@@ -51,6 +51,7 @@ from services.common.config.recipe import ONE_SEQUENCE, Recipe
 from services.common.config.training import PolicyConfig, TrainerConfig
 from services.common.dataset_rows import BuiltInReward, BuiltInWorkflow
 from services.common.errors import ConfigError, RollmillError
+from services.common.extras import provided
 from services.common.importing import check_call, check_can_be_loaded, definition_of, load_object
 from services.common.installing import install, make_server_environment, missing
 from services.common.system.devices import has_gpu_driver, visible_gpus
@@ -260,7 +261,6 @@ def _check_warm_start(where: str, path: str, function: str, given: dict[str, obj
 
 
 HIGHEST_LR = 0.1
-BUILT_IN_ENVIRONMENTS = ("textworld", "alfworld", "harbor", "webshop")  # the first is agent_env's default
 
 
 def size_problems(recipe: Recipe) -> list[str]:
@@ -420,12 +420,18 @@ def _unscored_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _environment_problems(recipe: Recipe, where: str, workflow: WorkflowConfig) -> Iterator[str]:
-    gateway, name = recipe.envgateway, workflow.settings.get("environment", BUILT_IN_ENVIRONMENTS[0])
+    gateway, name = recipe.envgateway, workflow.settings.get("environment", "textworld")
     if gateway is None:
         yield f"{where}.name is {workflow.name}, and envgateway, which holds its environment, is null: leave envgateway out"
     elif name not in (
         known := sorted(
-            {*BUILT_IN_ENVIRONMENTS, *gateway.environments, *gateway.agentbench, *gateway.openenv, *gateway.gymnasium}
+            {
+                *provided("environments"),
+                *gateway.environments,
+                *gateway.agentbench,
+                *gateway.openenv,
+                *gateway.gymnasium,
+            }
         )
     ):
         yield (

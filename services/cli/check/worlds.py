@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.config.data import DatasetConfig
-from services.common.config.envgateway import MCP, EnvGatewayConfig, McpServerConfig
+from services.common.config.envgateway import MCP, McpServerConfig
 from services.common.config.recipe import Recipe
 from services.common.errors import RollmillError
-from services.common.harbor import ENVIRONMENT as HARBOR
+from services.common.extras import load_extra, provided
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class AskedTasks:
     """Tasks that a dataset names by their place in a list of the gateway."""
 
     dataset: str  # its key and value in the recipe
     indices: Sequence[int]
     reference: bool  # they count in the list of AgentBench's own server
+
+    def outside(self, number: int) -> str:
+        """What it asks for beyond a list of this length; empty for nothing."""
+        outside = [index for index in self.indices if not 0 <= index < number]
+        return f"{self.dataset} asks for index {max(outside)}" if outside else ""
 
 
 def world_problems(recipe: Recipe) -> list[str]:
@@ -39,12 +43,6 @@ def world_problems(recipe: Recipe) -> list[str]:
     asked = {where: name for where, name in named.items() if name is not None and name not in gateway.environments}
     if not asked:
         return []
-    if HARBOR in asked.values() and os.geteuid() != 0:
-        where = next(where for where, name in asked.items() if name == HARBOR)
-        return [
-            f"{HARBOR} ({where}.settings.environment): its tasks need the sandbox's tier 2: run as root with CAP_SYS_ADMIN "
-            "(docs/hub-environments.md)"
-        ]
     from services.envgateway.envs.episodes import make_worlds
 
     try:
@@ -53,10 +51,8 @@ def world_problems(recipe: Recipe) -> list[str]:
                    if isinstance(worlds.get(name), str)}  # fmt: skip
         if missing:
             return list(missing.values())
-        problems = {name: worlds[name].problem() for name in asked.values() if name in gateway.gymnasium}  # type: ignore[union-attr]
-        if refused := [problem for problem in problems.values() if problem is not None]:
-            return refused
-        return list(_absent_games(recipe, gateway)) if _is_built_in("alfworld", recipe, gateway) else []
+        checks = [getattr(worlds.get(name), "problem", None) for name in dict.fromkeys(asked.values())]
+        return [problem for check in checks if check is not None and (problem := check()) is not None]
     except RollmillError as error:
         return [error.message]
 
@@ -83,87 +79,28 @@ def sandbox_problems(recipe: Recipe) -> list[str]:
 def index_problems(recipe: Recipe) -> list[str]:
     """Datasets that ask for places which a list of games or goals does not have, a line for each. Knows only files that are
     here."""
-    gateway = recipe.envgateway
-    if gateway is None:
+    gateway, name = recipe.envgateway, str(recipe.workflow.settings.get("environment"))
+    replaced = gateway is None or name in gateway.environments or name in gateway.agentbench
+    if replaced or name not in provided("task_checks"):
         return []
     try:
-        if _is_built_in("alfworld", recipe, gateway):
-            return list(_game_problems(recipe, gateway))
-        if _is_built_in("webshop", recipe, gateway):
-            return list(_goal_problems(recipe, gateway))
+        return list(load_extra("task_checks", name)(gateway, _asked(recipe)))
     except RollmillError as error:
         return [error.message]
-    return []
 
 
-def _is_built_in(name: str, recipe: Recipe, gateway: EnvGatewayConfig) -> bool:
-    """Whether the workflow uses the gateway's own environment of this name, and no replacement."""
-    replaced = name in gateway.environments or name in gateway.agentbench
-    return recipe.workflow.settings.get("environment") == name and not replaced
-
-
-def _game_problems(recipe: Recipe, gateway: EnvGatewayConfig) -> Iterator[str]:
-    from services.envgateway.envs.alfworld import list_games
-
-    config, asked = gateway.alfworld, list(_asked(recipe))
-    for one in asked:
-        if one.reference and config.games is None:
-            yield (
-                f"{one.dataset} counts in AgentBench's list of games, and games in a folder have another order: name "
-                "the list with envgateway.alfworld.games (recipes/alfworld/README.md says where it is from)"
-            )
-    readable = config.data is not None and (config.data.is_dir() if config.games is None else config.games.is_file())
-    if config.data is not None and readable:
-        games = list_games(config.data, config)
-        yield from _outside(asked, games.holds(), len(games.names))
-
-
-def _goal_problems(recipe: Recipe, gateway: EnvGatewayConfig) -> Iterator[str]:
-    from services.envgateway.envs.webshop import read_goals
-
-    path = gateway.webshop.goals
-    if path is not None and path.is_file():
-        number = len(read_goals(path).goals)
-        yield from _outside(
-            _asked(recipe), f"envgateway.webshop.goals ({path.absolute()}) holds {number} goals", number
-        )
-
-
-def _outside(asked: Iterator[_Asked] | Sequence[_Asked], holds: str, number: int) -> Iterator[str]:
-    for one in asked:
-        outside = [index for index in one.indices if not 0 <= index < number]
-        if outside:
-            yield f"{holds}; {one.dataset} asks for index {max(outside)}"
-
-
-def _absent_games(recipe: Recipe, gateway: EnvGatewayConfig) -> Iterator[str]:
-    from services.envgateway.envs.alfworld import list_games
-
-    config = gateway.alfworld
-    assert config.data is not None, "there is no world without it"
-    games = list_games(config.data, config).names
-    for asked in _asked(recipe):
-        names = [games[index] for index in asked.indices if 0 <= index < len(games)]
-        absent = [name for name in names if not (config.data / name).is_file()]
-        if absent:
-            yield (
-                f"{len(absent)} of the {len(names)} games that {asked.dataset} asks for are not below "
-                f"envgateway.alfworld.data ({config.data.absolute()}), such as {absent[0]}"
-            )
-
-
-def _asked(recipe: Recipe) -> Iterator[_Asked]:
+def _asked(recipe: Recipe) -> Iterator[AskedTasks]:
     from services.orchestrator.tasks.rows import known
 
     for where, config in recipe.data.sections().items():
         if config.name is not None:
             indices = known(config.name).indices
             if indices is not None:
-                yield _Asked(f"{where}.name {config.name}", indices[: config.limit], reference=True)
+                yield AskedTasks(f"{where}.name {config.name}", indices[: config.limit], reference=True)
         elif config.generator is not None:
-            yield _Asked(f"{where}.generator {config.generator}", _indices(config), reference=False)
+            yield AskedTasks(f"{where}.generator {config.generator}", _indices(config), reference=False)
         elif Path(config.path or "").is_file():
-            yield _Asked(f"{where}.path {config.path}", _indices(config), reference=False)
+            yield AskedTasks(f"{where}.path {config.path}", _indices(config), reference=False)
 
 
 def _indices(config: DatasetConfig) -> list[int]:

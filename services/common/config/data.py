@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from services.common.config.base import Section
-from services.common.dataset_rows import BuiltInReward, BuiltInTool, BuiltInWorkflow
-from services.common.harbor import ENVIRONMENT as HARBOR
+from services.common.dataset_rows import HARBOR, BuiltInReward, BuiltInTool, BuiltInWorkflow
 
 # Rewards that built-in workflows ask for where a recipe names none.
 _REWARDS: dict[str, BuiltInReward] = {

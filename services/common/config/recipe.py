@@ -40,8 +40,7 @@ from services.common.config.training import (
     UntilConfig,
     check_until,
 )
-from services.common.dataset_rows import BuiltInWorkflow
-from services.common.harbor import ENVIRONMENT as HARBOR
+from services.common.dataset_rows import HARBOR, BuiltInWorkflow
 from services.common.net.hosts import is_loopback
 
 # --- Checks of a recipe that concern several of its sections: what one asks for, another must have.

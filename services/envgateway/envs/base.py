@@ -19,7 +19,6 @@ any other exception, ends the episode. None is ever a reward.
 from __future__ import annotations
 
 import enum
-import re
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -329,36 +328,5 @@ def trace_of(error: BaseException) -> str:
     return "".join(traceback.format_tb(error.__traceback__)[-_SHOWN_FRAMES:])
 
 
-# --- The form in which text worlds and policies talk: a list of actions ends each message, ``ACTION:`` begins an answer.
-
-
-ACTIONS_LEAD = " AVAILABLE ACTIONS: "
-MALFORMED = """\
-Error: there is no action in your reply. Write
-
-THOUGHT: what you think (may be left out)
-ACTION: your next action
-
-with one of the available actions.
-"""
-
 # No command of a text world is that long; similarity and engines take time for each word.
 MOST_COMMAND_CHARS = 500
-_ACTION = re.compile(r"ACTION:(.*)")
-
-
-def read_action(reply: str) -> str | None:
-    """The text after the first ``ACTION:`` on its line, lower-cased; None when empty or too long for an action."""
-    found = _ACTION.search(reply)
-    command = found[1].strip() if found else ""
-    return command.lower() if 0 < len(command) <= MOST_COMMAND_CHARS else None
-
-
-def offer(admissible: Sequence[str]) -> str:
-    """The list that ends every message to the policy; empty where a world lists no actions."""
-    return ACTIONS_LEAD + "\n".join(admissible) + "\n" if admissible else ""
-
-
-def without_offer(message: str) -> str:
-    """A message that is no longer the newest: its actions are not possible any more."""
-    return message.split(ACTIONS_LEAD.strip())[0]

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib.util
 import math
-import shutil
 import time
 import uuid
 from collections import Counter, OrderedDict
@@ -24,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from services.common.config.envgateway import PYTHON_MARK, EnvGatewayConfig, OpenEnvConfig
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.errors import (
     CapacityError,
     ConfigError,
@@ -35,13 +33,10 @@ from services.common.errors import (
     StateError,
     UnknownEnvironmentError,
 )
-from services.common.harbor import ENVIRONMENT as HARBOR
+from services.common.extras import absent, load_extra, provided
 from services.common.importing import check_methods, load_object, place_of_error
-from services.common.installing import install
 from services.common.text.encodable import encodable
 from services.envgateway.calls import THREADS
-from services.envgateway.envs.agentbench import AgentBenchWorld
-from services.envgateway.envs.alfworld import AlfworldWorld
 from services.envgateway.envs.base import (
     DATA_ERRORS,
     ActionFailedError,
@@ -60,18 +55,8 @@ from services.envgateway.envs.base import (
     short_text,
     trace_of,
 )
-from services.envgateway.envs.gymnasium import (
-    MISSING,
-    GymnasiumFactory,
-    GymnasiumWorld,
-    is_gymnasium_style,
-    is_installed,
-)
-from services.envgateway.envs.harbor.episode import HarborWorld, why_not
+from services.envgateway.envs.gymnasium import GymnasiumEnvironment, is_gymnasium_style
 from services.envgateway.envs.household_toy import HouseholdToyEnvironment
-from services.envgateway.envs.openenv import OpenEnvWorld
-from services.envgateway.envs.textworld import TextworldWorld
-from services.envgateway.envs.webshop_pages import WebshopWorld
 
 if TYPE_CHECKING:
     from services.envgateway.sandbox.pool import SandboxPool
@@ -223,7 +208,7 @@ class EnvironmentRegistry:
 def _load(name: str, path: str) -> EnvironmentFactory:
     factory = load_object(path)
     if is_gymnasium_style(factory):
-        return GymnasiumFactory(factory)
+        return lambda context: GymnasiumEnvironment(factory())
     check_methods(factory, f"envgateway.environments.{name}: {path}", ENVIRONMENT_METHODS)
     return factory  # type: ignore[no-any-return]
 
@@ -511,63 +496,25 @@ def _text(text: Any) -> str:
 # --- Worlds that a gateway's config can offer, or the missing part of a world.
 
 
-ENVIRONMENT_NAMES = ("alfworld", "harbor", "household_toy", "single_step", "textworld", "tool", "tools", "webshop")
-
-
 def make_worlds(config: EnvGatewayConfig, sandbox: SandboxPool | None = None) -> dict[str, World | str]:
-    """Worlds by name: a world, or the reason of its absence. An AgentBench server goes before the built-in world of its
-    name, which then needs no data. ``sandbox``: of the gateway; without one no world runs commands. Raises ``ConfigError`` for
+    """Worlds of the extras by name: a world, or the reason of its absence. An AgentBench server goes before the world of its
+    name, which then needs no data. ``sandbox``: of the gateway, for worlds that run commands. Raises ``ConfigError`` for
     settings that cannot work."""
-    taken = {*ENVIRONMENT_NAMES, *config.agentbench, *config.environments}
-    for section, names in (("openenv", config.openenv), ("gymnasium", config.gymnasium)):
-        for name in names:
-            if name in taken:
+    own = provided("environments")
+    taken = {*ENVIRONMENTS, *own, *config.agentbench, *config.environments}
+    servers: dict[str, Mapping[str, Any]] = {
+        "agentbench": config.agentbench,
+        "openenv": config.openenv,
+        "gymnasium": config.gymnasium,
+    }
+    worlds = {name: load_extra("environments", name)(config, sandbox) for name in own if name not in config.agentbench}
+    for section, entries in servers.items():
+        for name, entry in entries.items():
+            if section != "agentbench" and name in taken:
                 raise ConfigError(
                     f"envgateway.{section}.{name}: the gateway has an environment of this name: write another name"
                 )
             taken.add(name)
-    built_in = {"alfworld": _alfworld, "textworld": _textworld, "webshop": _webshop}
-    worlds = {name: make(config) for name, make in built_in.items() if name not in config.agentbench}
-    worlds |= {name: AgentBenchWorld(server) for name, server in config.agentbench.items()}
-    worlds |= {name: _openenv(name, server) for name, server in config.openenv.items()}
-    if sandbox is not None:
-        worlds[HARBOR] = why_not(sandbox.tier) or HarborWorld(config.harbor, sandbox)
-    return worlds | {
-        name: GymnasiumWorld(name, one) if is_installed() else MISSING for name, one in config.gymnasium.items()
-    }
-
-
-def _openenv(name: str, config: OpenEnvConfig) -> World | str:
-    program = config.command[0] if config.command else PYTHON_MARK
-    if program != PYTHON_MARK and shutil.which(program) is None:
-        return f"envgateway.openenv.{name}.command: there is no program {program}: write its path, or install it"
-    return OpenEnvWorld(name, config)
-
-
-def _alfworld(config: EnvGatewayConfig) -> World | str:
-    data, games = config.alfworld.data, config.alfworld.games
-    missing = []
-    if importlib.util.find_spec("alfworld") is None:
-        missing.append(f"its engine is not installed: {install('alfworld')}")
-    if data is None:
-        missing.append("write envgateway.alfworld.data: FOLDER, which holds ALFWorld's json_2.1.1")
-    elif not data.is_dir():
-        missing.append(f"envgateway.alfworld.data: there is no folder {data.absolute()}")
-    if games is not None and not games.is_file():
-        missing.append(f"envgateway.alfworld.games: there is no file {games.absolute()}")
-    return AlfworldWorld(config.alfworld, data) if data is not None and not missing else "; ".join(missing)
-
-
-def _textworld(config: EnvGatewayConfig) -> World | str:
-    games = config.textworld.games
-    if importlib.util.find_spec("textworld") is None:
-        return f"its engine is not installed: {install('textworld')}"
-    if games is not None and not games.is_dir():
-        return f"envgateway.textworld.games: there is no folder {games.absolute()}"
-    return TextworldWorld(config.textworld)
-
-
-def _webshop(config: EnvGatewayConfig) -> World | str:
-    if config.webshop.data is None:
-        return "write envgateway.webshop.data: FOLDER, which holds the catalogue in WebShop's raw form"
-    return WebshopWorld(config.webshop)
+            known = section in provided("servers")
+            worlds[name] = load_extra("servers", section)(name, entry) if known else absent("servers", section)
+    return worlds

@@ -11,11 +11,8 @@ timeouts are signals, which need the main thread. The owner keeps the deadlines.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import json
 import logging
-import math
 import os
 import resource
 import signal
@@ -24,11 +21,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from services.common.dataset_rows import BOX
-from services.common.errors import DatasetError
-from services.common.reasoning_gym import Scorer, answer_in
+from services.common.dataset_rows import BOX, BuiltInReward
+from services.common.extras import load_extra
 from services.common.system.child import die_with_parent_if_asked, limit_memory
-from services.envgateway.calls import RewardResult
 from services.envgateway.sandbox.bare import procfs, wire
 from services.envgateway.sandbox.bare.confine import seccomp
 
@@ -42,7 +37,10 @@ Grade = Callable[[bytes, bytes], Verdict]  # of a reference answer and a complet
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent_if_asked(signal.SIGKILL)  # a worker that is busy for ever must not outlive the gateway
-    grade = {REASONING_GYM: load_scorer, COMPARISON: _load_comparer}.get(sys.argv[2], _load_grader)()
+    if sys.argv[2] == BuiltInReward.REASONING_GYM:
+        grade: Grade = load_extra("graders", sys.argv[2])()
+    else:
+        grade = _load_comparer() if sys.argv[2] == COMPARISON else _load_grader()
     _restrict()
     gc.collect()
     gc.freeze()  # the collector walks the objects of a grading, not all of sympy again and again: a tenth of the time
@@ -146,39 +144,6 @@ def _load_comparer() -> Grade:
     def grade(check: bytes, answer: bytes) -> Verdict:
         wrong = failure(unpacked(check), answer)
         return ("wrong", wrong) if wrong else ("correct", "")
-
-    return grade
-
-
-REASONING_GYM = "reasoning_gym"  # the grader's name on the worker's command line
-
-
-def load_scorer() -> Grade:
-    """The grader of a worker that scores with reasoning-gym instead of Math-Verify."""
-    with contextlib.suppress(ModuleNotFoundError):  # told with the first row
-        import reasoning_gym  # noqa: F401 - takes seconds, which are not an answer's
-    scorer = Scorer()
-
-    def grade(truth: bytes, completion: bytes) -> Verdict:
-        reference = json.loads(truth)
-        try:
-            dataset, entry = scorer.entry(reference)
-        except DatasetError as error:
-            return "grader_failed", error.message
-        if entry["question"] != reference["question"]:
-            return (
-                "grader_failed",
-                "reasoning-gym makes another task here than where the row was made: install one version",
-            )
-        try:
-            score = float(dataset.score_answer(answer_in(completion.decode(errors="replace")), entry))
-        except (MemoryError, RecursionError):
-            raise
-        except Exception as error:  # noqa: BLE001 - a score function may raise anything on untrusted text
-            return "wrong", f"{type(error).__name__}: {error}"
-        if not math.isfinite(score):
-            return "grader_failed", f"the score function of {reference['name']} returned {score}"
-        return RewardResult.of(score).outcome.value, "", score
 
     return grade
 

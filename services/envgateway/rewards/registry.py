@@ -20,7 +20,6 @@ import structlog
 from services.common.dataset_rows import BuiltInReward
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError, RollmillError
 from services.common.importing import check_call, load_object, told
-from services.common.reasoning_gym import COLUMN
 from services.common.telemetry.metrics import Lane
 from services.common.text.programs import program_of, with_preamble
 from services.common.text.thoughts import after_thoughts
@@ -169,10 +168,10 @@ class ReasoningGymReward:
         self._pool = pool
 
     async def __call__(self, task: Mapping[str, Any], completion: str) -> RewardResult:
-        reference = task.get(COLUMN)
+        reference = task.get(BuiltInReward.REASONING_GYM)
         if not isinstance(reference, Mapping):
             raise InvalidRequestError(
-                f"the task has no column {COLUMN}, and the reward reasoning_gym scores tasks of data.train.reasoning_gym only: "
+                "the task has no column reasoning_gym, and the reward reasoning_gym scores tasks of data.train.reasoning_gym only: "
                 "name another reward"
             )
         asked = {**reference, "question": task.get("question")}

@@ -25,11 +25,11 @@ import structlog
 
 from services.common.config.envgateway import SandboxConfig
 from services.common.errors import InfrastructureError, SandboxRefusedError
-from services.common.harbor import WRITABLE
 from services.common.system.processes import end
 from services.envgateway.sandbox.bare import procfs, wire
 from services.envgateway.sandbox.bare.slot_queue import batch_share
 from services.envgateway.sandbox.bare.supervisor.slots import kill_user, remove_tree
+from services.envgateway.sandbox.records import WRITABLE
 
 # --- Users and marks for slots, shared fairly with other gateways on this machine; and the end of dead gateways'
 # programs.

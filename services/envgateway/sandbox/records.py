@@ -8,6 +8,12 @@ from typing import TypeVar
 from services.common.config.envgateway import SandboxConfig
 from services.envgateway.sandbox.bare.statuses import RunStatus
 
+# Directories below the root that a shell in a sandbox may write; each is a part of its work dir.
+WRITABLE = (
+    "app", "build", "code", "data", "home", "input", "logs", "mnt", "opt", "oracle", "output", "project", "repo", "root", "solution",
+    "src", "srv", "testbed", "tests", "tmp", "workdir", "workspace",
+)  # fmt: skip
+
 OPEN_FILES = 64
 
 Number = TypeVar("Number", int, float)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import json
 import math
 import os
 import shutil
@@ -32,11 +31,7 @@ from services.common.security.keys import without_keys
 from services.common.system.child import bound_to_this_process
 from services.common.system.processes import end_group, exited, process_group
 from services.common.system.threads import DaemonThreads
-from services.common.verifiers.environment import EnvironmentFailedError, VerifiersEnvironment
-from services.common.verifiers.interpreter import interpreter
-from services.common.verifiers.tasks import ENVIRONMENT_KEY, TASK_KEY
 from services.inference.workflows.agents import (
-    DEFAULT_MODEL,
     CapturedSession,
     SessionSettings,
     captured_outcome,
@@ -231,59 +226,3 @@ def _parameters(agent: Any) -> frozenset[str]:
         return frozenset(inspect.signature(agent).parameters)
     except ValueError:  # a callable written in C has no signature
         return frozenset()
-
-
-# --- ``verifiers``: an environment of the package verifiers plays the rollout, with the endpoint as its model.
-
-
-class VerifiersSettings(SessionSettings):
-    pass
-
-
-class Verifiers:
-    Settings: ClassVar[type[VerifiersSettings]] = VerifiersSettings
-
-    def __init__(self, settings: VerifiersSettings) -> None:
-        self._settings = settings
-        self._environments: dict[str, VerifiersEnvironment] = {}  # by name and arguments; the process lives with ours
-
-    def policies(self) -> tuple[str, ...]:
-        return () if self._settings.policy is None else (self._settings.policy,)
-
-    def check(self, recipe: Recipe) -> None:
-        """Check the endpoint and the interpreter; ``ConfigError`` names the remedy."""
-        check_endpoint(recipe, "environments of verifiers")
-        interpreter()
-
-    async def run(self, task: Task, context: WorkflowContext) -> Outcome:
-        environment = self._environment(task)
-        model = self._settings.policy or DEFAULT_MODEL
-        session, played = await in_session(
-            self._settings,
-            context,
-            lambda base_url, session_id: environment.play(
-                task.data[TASK_KEY], base_url=base_url, session=session_id, model=model
-            ),
-        )
-        if session.last is None:
-            raise EnvironmentFailedError(
-                f"{environment.where}: it ended without an answer of the model: no tokens to train on"
-            )
-        return captured_outcome(session, played.reward, played.metrics)
-
-    async def close(self) -> None:
-        """End the environments' processes."""
-        for environment in self._environments.values():
-            await environment.close()
-
-    def _environment(self, task: Task) -> VerifiersEnvironment:
-        named: Any = task.data.get(ENVIRONMENT_KEY)
-        if not isinstance(named, dict) or TASK_KEY not in task.data:
-            raise ConfigError(
-                f"task {task.task_id} is none of a verifiers environment: write data.train: {{verifiers: NAME}} beside workflow: "
-                "{name: verifiers}"
-            )
-        key = json.dumps(named, sort_keys=True)
-        if key not in self._environments:
-            self._environments[key] = VerifiersEnvironment(named["environment"], named["arguments"])
-        return self._environments[key]

@@ -13,6 +13,7 @@ from services.common.config.loading import explain
 from services.common.config.recipe import Recipe
 from services.common.dataset_rows import BuiltInWorkflow
 from services.common.errors import ConfigError
+from services.common.extras import absent, provided
 from services.common.importing import check_methods, load_object, place_of
 from services.common.records import PlayedBy, Purpose
 from services.inference.workflows.base import Workflow
@@ -25,16 +26,17 @@ WORKFLOWS: dict[str, str] = {
     BuiltInWorkflow.SINGLE_TURN: "services.inference.workflows.single:SingleTurn",
     BuiltInWorkflow.TOOL_MATH: "services.inference.workflows.tools:ToolMath",
     BuiltInWorkflow.TOOL_USE: "services.inference.workflows.tools:ToolUse",
-    BuiltInWorkflow.VERIFIERS: "services.inference.workflows.external_agent:Verifiers",
 }
 
 
 def load_workflow(name: str) -> type[Workflow]:
     """The class behind a built-in name or an import path; raises ``ConfigError``; the message names the remedy."""
-    path = WORKFLOWS.get(name, name)
+    path = {**WORKFLOWS, **provided("workflows")}.get(name, name)
+    if name == BuiltInWorkflow.VERIFIERS == path:
+        raise ConfigError(f"workflow.name: {absent('workflows', name)}")
     if ":" not in path:
         raise ConfigError(
-            f"workflow.name: no workflow {name!r}; write one of {', '.join(WORKFLOWS)}, "
+            f"workflow.name: no workflow {name!r}; write one of {', '.join(sorted({*WORKFLOWS, *provided('workflows')}))}, "
             "or an import path such as my_package.my_module:MyWorkflow"
         )
     found: Any = load_object(path)

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from services.common.dataset_rows import HARBOR
 from services.common.errors import PromptTooLongError
-from services.common.harbor import SCORED_AT_END
 from services.common.importing import check_call, load_object, place_of
 from services.common.records import Purpose, StopReason, Task, TokenSequence
 from services.common.telemetry.metrics import RolloutKey
@@ -367,7 +367,7 @@ class AgentEnv:
             if not conversation.add({"role": "user", "content": step.observation}):
                 stop = StopReason.LENGTH
                 break
-        if stop is not StopReason.ENVIRONMENT and settings.environment in SCORED_AT_END:
+        if stop is not StopReason.ENVIRONMENT and settings.environment == HARBOR:
             step = await context.gateway.step(episode.episode_id, conversation.num_turns + 1, "")
             total += step.reward
             metrics = dict(step.metrics)

@@ -19,18 +19,24 @@ from typing import Any, Protocol
 import orjson
 import structlog
 
-from services.common import harbor, reasoning_gym
 from services.common.config.data import DatasetConfig, is_training
 from services.common.config.recipe import Recipe
-from services.common.dataset_rows import TEST_KINDS, TRUTH_FIELDS, BuiltInReward, BuiltInWorkflow, prompt_in, truth_in
+from services.common.dataset_rows import (
+    HARBOR,
+    TEST_KINDS,
+    TRUTH_FIELDS,
+    BuiltInReward,
+    BuiltInWorkflow,
+    prompt_in,
+    truth_in,
+)
 from services.common.errors import ConfigError, DatasetError
+from services.common.extras import absent, load_extra, provided
 from services.common.importing import RAISED, check_call, load_object, place_of, place_of_error, told
 from services.common.installing import install
-from services.common.reasoning_gym import COLUMN
 from services.common.records import Task
 from services.common.text.asserted_calls import asserted_calls
 from services.common.text.programs import UnusableTestsError, names_of
-from services.common.verifiers import tasks as verifiers
 from services.orchestrator.tasks.rows import (
     FORMS,
     JsonlRows,
@@ -196,7 +202,7 @@ def open_source(
     rows = _rows(config, seed)
     if config.columns:
         rows = renamed_rows(rows, config.columns)
-    id_field = config.id_field or (harbor.TASK_FIELD if config.harbor is not None else None)
+    id_field = config.id_field or ("task" if config.harbor is not None else None)
     return UsableRows(_split(rows, config, evaluates), id_field, FORMS[config.form] if config.form else None, required)
 
 
@@ -208,13 +214,9 @@ def log_opened(where: str, source: TaskSource) -> None:
 
 
 def _rows(config: DatasetConfig, seed: int) -> Rows:
-    if config.verifiers is not None:
-        tasks = verifiers.rows(config.verifiers, config.settings, config.limit)
-        return ListRows(list(tasks), f"verifiers environment {config.verifiers}")
-    if config.reasoning_gym is not None:
-        return _from_reasoning_gym(config, config.reasoning_gym, seed)
-    if config.harbor is not None:
-        return ListRows(list(islice(harbor.rows(config.harbor), config.limit)), f"harbor {config.harbor}")
+    for extra in ("verifiers", "reasoning_gym", "harbor"):
+        if getattr(config, extra) is not None:
+            return _from_extra(config, extra, seed)
     if config.generator is not None:
         return _generated(config, seed)
     return _from_path(config)
@@ -290,9 +292,12 @@ def _generated(config: DatasetConfig, seed: int) -> ListRows:
     return ListRows(rows, name)
 
 
-def _from_reasoning_gym(config: DatasetConfig, name: str, seed: int) -> ListRows:
-    rows = reasoning_gym.rows(name, config.size, seed, config.settings)
-    return ListRows(list(islice(rows, config.limit)), f"reasoning-gym {name}")
+def _from_extra(config: DatasetConfig, extra: str, seed: int) -> ListRows:
+    """Rows of tasks of others: verifiers environments, tasks of reasoning-gym, directories of Harbor."""
+    if extra not in provided("datasets"):
+        raise DatasetError(f"{extra}: {absent('datasets', extra)}")
+    rows: Callable[[DatasetConfig, int], Iterator[Mapping[str, Any] | DatasetError]] = load_extra("datasets", extra)
+    return ListRows(list(islice(rows(config, seed), config.limit)), f"{extra} {getattr(config, extra)}")
 
 
 def _from_hugging_face(config: DatasetConfig) -> ListRows:
@@ -348,8 +353,8 @@ def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], st
     skips_run = recipe.envgateway is not None and recipe.envgateway.harbor.skip_run
 
     def check(row: Mapping[str, Any], where: str) -> None:
-        if harbor.COLUMN in row and (run := row[harbor.COLUMN]["run"]) and not skips_run:
-            raise DatasetError(harbor.needs_programs(row[harbor.TASK_FIELD], run))
+        if not skips_run and HARBOR in row and (refusal := row[HARBOR]["refusal"]):
+            raise DatasetError(refusal)
         tests, environment = row.get("tests"), row.get("environment")
         by_environment = environment.get("reward") if isinstance(environment, Mapping) else None
         if opaque_tests == "leave_out" and BuiltInReward.CODE in (reward, by_environment) and are_opaque(tests):
@@ -364,7 +369,7 @@ def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], st
             raise DatasetError(
                 f"{where} has no answer: looked for {fields} and reward_model.ground_truth in {sorted(row)}"
             )
-        if reward == BuiltInReward.REASONING_GYM and COLUMN not in row:
+        if reward == BuiltInReward.REASONING_GYM and BuiltInReward.REASONING_GYM not in row:
             raise DatasetError(
                 f"{where} is no task of reasoning-gym, which alone the reward reasoning_gym scores: name another reward, or "
                 "rows with data.train.reasoning_gym"

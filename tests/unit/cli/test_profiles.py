@@ -211,17 +211,11 @@ def test_a_shop_is_made_where_there_is_none(tmp_path: Path) -> None:
         assert open_source(dataset, seed=1)[1].data == {"id": "1", "index": 1, "messages": []}
 
 
-def test_a_shop_of_the_recipe_is_kept_and_one_of_the_data_root_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shop_of_the_recipe_is_kept(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
     made = tiny(agents("webshop", tmp_path, webshop={"data": str(own)}), rows_here, world_here)
     assert made["envgateway"]["webshop"]["data"] == str(own)
-    (tmp_path / "webshop_made").mkdir()
-    monkeypatch.setenv("ROLLMILL_DATA_ROOT", str(tmp_path))
-    made = tiny(agents("webshop", tmp_path), rows_here, world_here)
-    assert made["envgateway"]["webshop"]["data"] == str(tmp_path / "webshop_made")
     assert not (tmp_path / "worlds").exists()
 
 

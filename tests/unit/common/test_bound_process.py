@@ -32,7 +32,7 @@ asyncio.run(run_command([sys.executable, "-c", {program!r}], {{}}, "http://127.0
 """
 GAME_MAKER = """
 import asyncio, pathlib
-from services.envgateway.envs import textworld as maker
+from extras.worlds import textworld as maker
 maker._SCRIPT = "{path}.py"
 pathlib.Path(maker._SCRIPT).write_text({program!r})
 asyncio.run(maker.GameMaker(None, 600)._run([], "/tmp"))

@@ -13,9 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extras.worlds import webshop_pages
+from extras.worlds.alfworld import choose
+from extras.worlds.messages import read_action
+from extras.worlds.taskserver import cut, num_pieces
+from extras.worlds.tests.webshop_made import write_catalogue
+from extras.worlds.textworld import REFUSED, TextworldEpisode, is_of_the_game
+from extras.worlds.webshop_pages import WebshopWorld
 from services.common.config.envgateway import WebshopConfig
-from services.envgateway.envs import webshop_pages
-from services.envgateway.envs.alfworld import choose
 from services.envgateway.envs.base import (
     MOST_COMMAND_CHARS,
     ActionFailedError,
@@ -23,16 +28,11 @@ from services.envgateway.envs.base import (
     EpisodeLostError,
     Observation,
     StepResult,
-    read_action,
 )
 from services.envgateway.envs.episodes import EpisodeManager, GuardedEnvironment
 from services.envgateway.envs.gymnasium import GymnasiumEnvironment
 from services.envgateway.envs.household_toy import HouseholdToyEnvironment
-from services.envgateway.envs.textworld import REFUSED, TextworldEpisode, is_of_the_game
-from services.envgateway.envs.webshop_pages import WebshopWorld
-from services.envgateway.taskserver import cut, num_pieces
 from tests.integration.envgateway.environments.serving import registry
-from tests.unit.envgateway.webshop.made import write_catalogue
 
 HUGE = 2_000_000  # what reads it again for each of its characters takes hours: its test does not end
 

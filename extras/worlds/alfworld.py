@@ -1,0 +1,500 @@
+"""Prompts for ALFWorld; all other text comes from the engine.
+
+The form is AgentBench's: an instruction, a promise to follow the instruction, one example of the same type of task,
+then the task with the actions that are possible now. The words are our own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.util
+import json
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from extras.worlds.engines.pool import EnginePool, Game
+from extras.worlds.messages import MALFORMED, offer, read_action, without_offer
+from services.common.config.base import Section
+from services.common.config.envgateway import AlfworldConfig, EnvGatewayConfig
+from services.common.errors import ConfigError, InvalidRequestError
+from services.common.installing import install
+from services.envgateway.envs.base import EndStatus, Observation, StepResult, settings_of
+
+if TYPE_CHECKING:
+    from services.cli.check.worlds import AskedTasks
+
+USER, AGENT = "user", "assistant"
+INSTRUCTION = """\
+You are a robot in a household and have one task to complete by acting in it, step by step. You are told what the room \
+looks like and what to achieve; after each of your actions you are told what happened, and which actions are possible next.
+
+Each reply is one of these two:
+
+THOUGHT: what you make of the situation and what you plan
+ACTION: one of the available actions
+
+or, when there is nothing to think about,
+
+ACTION: one of the available actions
+
+Copy the action from the list of available actions, word for word: anything else does not count as an action. One action \
+per reply. If you hear "Nothing happens.", the action had no effect and you should try another one. Things are often in \
+closed places, and you can carry one thing at a time. Think when it helps, act whenever you can.
+"""
+PROMISE = "Understood. I will reply in that form and work towards the goal."
+EXAMPLE_LEAD = "Here is an example of how it goes.\n"
+TASK_LEAD = "Now your own task. "
+_PLACE = (
+    """\
+You are in the middle of a room. Looking quickly around you, you see a armchair 1, a coffeetable 1, a drawer 2, \
+a drawer 1, a garbagecan 1, a shelf 1, a sidetable 1, and a sofa 1.
+Your task is to: put some keychain on sofa.
+""",
+    """\
+THOUGHT: I need a keychain. Keys are left on tables or kept in drawers, so I look at the sidetable first, then into the \
+drawers, and carry the keychain to the sofa.
+ACTION: go to sidetable 1""",
+    "You arrive at sidetable 1. On the sidetable 1, you see a remotecontrol 1, and a vase 2.\n",
+    "ACTION: go to drawer 1",
+    "You arrive at drawer 1. The drawer 1 is closed.\n",
+    "ACTION: open drawer 1",
+    "You open the drawer 1. The drawer 1 is open. In it, you see a keychain 1, and a pen 1.\n",
+    "ACTION: take keychain 1 from drawer 1",
+    "You pick up the keychain 1 from the drawer 1.\n",
+    "ACTION: go to sofa 1",
+    "You arrive at sofa 1. On the sofa 1, you see a newspaper 1.\n",
+    "ACTION: move keychain 1 to sofa 1",
+)
+_EXAMINE = (
+    """\
+You are in the middle of a room. Looking quickly around you, you see a bed 1, a desk 1, a drawer 1, a garbagecan 1, \
+a shelf 2, a shelf 1, and a sidetable 1.
+Your task is to: look at cd under the desklamp.
+""",
+    """\
+THOUGHT: I have to hold a cd and switch on a desklamp beside it. A cd may lie on the desk, where a desklamp may be, too.
+ACTION: go to desk 1""",
+    "You arrive at desk 1. On the desk 1, you see a book 1, a laptop 1, and a pencil 2.\n",
+    "ACTION: go to shelf 1",
+    "You arrive at shelf 1. On the shelf 1, you see a cd 2, and a statue 1.\n",
+    "ACTION: take cd 2 from shelf 1",
+    "You pick up the cd 2 from the shelf 1.\n",
+    """\
+THOUGHT: The cd is in my hand. I have not seen the desklamp yet; the sidetable by the bed is a likely place.
+ACTION: go to sidetable 1""",
+    "You arrive at sidetable 1. On the sidetable 1, you see a alarmclock 1, and a desklamp 1.\n",
+    "ACTION: use desklamp 1",
+)
+_CLEAN = (
+    """\
+You are in the middle of a room. Looking quickly around you, you see a cabinet 2, a cabinet 1, a countertop 1, \
+a diningtable 1, a drawer 1, a fridge 1, a garbagecan 1, a sinkbasin 1, and a stoveburner 1.
+Your task is to: put a clean fork in drawer.
+""",
+    """\
+THOUGHT: First I find a fork, probably on the diningtable. Then I wash it in the sinkbasin and put it into the drawer.
+ACTION: go to diningtable 1""",
+    "You arrive at diningtable 1. On the diningtable 1, you see a fork 1, a plate 3, and a saltshaker 1.\n",
+    "ACTION: take fork 1 from diningtable 1",
+    "You pick up the fork 1 from the diningtable 1.\n",
+    "ACTION: go to sinkbasin 1",
+    "You arrive at sinkbasin 1. On the sinkbasin 1, you see nothing.\n",
+    "ACTION: clean fork 1 with sinkbasin 1",
+    "You clean the fork 1 using the sinkbasin 1.\n",
+    "ACTION: go to drawer 1",
+    "You arrive at drawer 1. The drawer 1 is closed.\n",
+    "ACTION: open drawer 1",
+    "You open the drawer 1. The drawer 1 is open. In it, you see a spoon 1.\n",
+    "ACTION: move fork 1 to drawer 1",
+)
+_HEAT = (
+    """\
+You are in the middle of a room. Looking quickly around you, you see a cabinet 1, a coffeemachine 1, a countertop 2, \
+a countertop 1, a fridge 1, a garbagecan 1, a microwave 1, a sinkbasin 1, and a stoveburner 1.
+Your task is to: put a hot mug in coffeemachine.
+""",
+    """\
+THOUGHT: I need a mug, and the microwave to heat it. Mugs stand on countertops.
+ACTION: go to countertop 1""",
+    "You arrive at countertop 1. On the countertop 1, you see a bread 1, and a knife 1.\n",
+    "ACTION: go to countertop 2",
+    "You arrive at countertop 2. On the countertop 2, you see a mug 1, and a papertowelroll 1.\n",
+    "ACTION: take mug 1 from countertop 2",
+    "You pick up the mug 1 from the countertop 2.\n",
+    "ACTION: go to microwave 1",
+    "You arrive at microwave 1. The microwave 1 is closed.\n",
+    """\
+THOUGHT: I can heat the mug as it is; the microwave need not be opened by me.
+ACTION: heat mug 1 with microwave 1""",
+    "You heat the mug 1 using the microwave 1.\n",
+    "ACTION: go to coffeemachine 1",
+    "You arrive at coffeemachine 1. On the coffeemachine 1, you see nothing.\n",
+    "ACTION: move mug 1 to coffeemachine 1",
+)
+_COOL = (
+    """\
+You are in the middle of a room. Looking quickly around you, you see a cabinet 1, a countertop 1, a diningtable 1, \
+a fridge 1, a garbagecan 1, a sinkbasin 1, a stoveburner 2, and a stoveburner 1.
+Your task is to: cool some potato and put it in garbagecan.
+""",
+    """\
+THOUGHT: I look for a potato, cool it with the fridge and throw it away. I start at the countertop.
+ACTION: go to countertop 1""",
+    "You arrive at countertop 1. On the countertop 1, you see a bowl 2, a potato 1, and a spatula 1.\n",
+    "ACTION: take potato 1 from countertop 1",
+    "You pick up the potato 1 from the countertop 1.\n",
+    "ACTION: go to fridge 1",
+    "You arrive at fridge 1. The fridge 1 is closed.\n",
+    "ACTION: cool potato 1 with fridge 1",
+    "You cool the potato 1 using the fridge 1.\n",
+    "ACTION: go to garbagecan 1",
+    "You arrive at garbagecan 1. On the garbagecan 1, you see nothing.\n",
+    "ACTION: move potato 1 to garbagecan 1",
+)
+_TWO = (
+    """\
+You are in the middle of a room. Looking quickly around you, you see a bathtubbasin 1, a cabinet 2, a cabinet 1, \
+a countertop 1, a garbagecan 1, a sinkbasin 1, a toilet 1, and a towelholder 1.
+Your task is to: put two soapbottle in cabinet.
+""",
+    """\
+THOUGHT: I can carry one soapbottle at a time, so I need two trips to the same cabinet. I look at the countertop first.
+ACTION: go to countertop 1""",
+    "You arrive at countertop 1. On the countertop 1, you see a candle 1, a soapbottle 2, and a soapbottle 1.\n",
+    "ACTION: take soapbottle 1 from countertop 1",
+    "You pick up the soapbottle 1 from the countertop 1.\n",
+    "ACTION: go to cabinet 1",
+    "You arrive at cabinet 1. The cabinet 1 is closed.\n",
+    "ACTION: open cabinet 1",
+    "You open the cabinet 1. The cabinet 1 is open. In it, you see nothing.\n",
+    "ACTION: move soapbottle 1 to cabinet 1",
+    "You move the soapbottle 1 to the cabinet 1.\n",
+    """\
+THOUGHT: One is in place. The other is where I found the first.
+ACTION: go to countertop 1""",
+    "You arrive at countertop 1. On the countertop 1, you see a candle 1, and a soapbottle 2.\n",
+    "ACTION: take soapbottle 2 from countertop 1",
+    "You pick up the soapbottle 2 from the countertop 1.\n",
+    "ACTION: go to cabinet 1",
+    "You arrive at cabinet 1. The cabinet 1 is open. In it, you see a soapbottle 1.\n",
+    "ACTION: move soapbottle 2 to cabinet 1",
+)
+
+# By the first part of a game's folder; user and agent take turns, the agent last.
+EXAMPLES: dict[str, Sequence[str]] = {
+    "pick_and_place": _PLACE,
+    "look_at_obj": _EXAMINE,
+    "pick_clean_then_place": _CLEAN,
+    "pick_heat_then_place": _HEAT,
+    "pick_cool_then_place": _COOL,
+    "pick_two_obj": _TWO,
+}
+
+
+def example_for(folder: str) -> Sequence[str]:
+    """The example for the type of task that a game's folder is named for; a plain one for any other name."""
+    return next((example for prefix, example in EXAMPLES.items() if folder.startswith(prefix)), _PLACE)
+
+
+def opening(folder: str, room: str, admissible: Sequence[str]) -> list[dict[str, str]]:
+    """The conversation up to the policy's first turn."""
+    example = example_for(folder)
+    first, *rest = example
+    messages = [
+        {"role": USER, "content": INSTRUCTION},
+        {"role": AGENT, "content": PROMISE},
+        {"role": USER, "content": EXAMPLE_LEAD + first},
+    ]
+    messages += [{"role": (AGENT, USER)[turn % 2], "content": text} for turn, text in enumerate(rest)]
+    messages.append({"role": USER, "content": TASK_LEAD + room + offer(admissible)})
+    return messages
+
+
+def as_text(messages: Sequence[Mapping[str, str]]) -> str:
+    """The opening as one message, for a policy that starts with one: the instruction, the example, the task."""
+    instruction, _, *example, task = (message["content"] for message in messages)
+    return "\n".join([instruction, *(text.strip() for text in example), "", task])
+
+
+# --- Maps an action that is not listed to the most similar listed action.
+
+
+_LEAST_ALIKE = 0.01
+
+
+def choose(action: str, admissible: Sequence[str]) -> str:
+    """The action if listed, else the most similar listed action, else the action unchanged: the engine will refuse.
+
+    The first of equals wins.
+    """
+    if not admissible or action in admissible:
+        return action
+    likeness = [round(bleu(listed, action), 12) for listed in admissible]
+    best = max(likeness)
+    return admissible[likeness.index(best)] if best > _LEAST_ALIKE else action
+
+
+_LONGEST = 4
+_SMOOTHING = 5.0
+
+
+def bleu(reference: str, candidate: str) -> float:
+    """0 when they share no word. Not symmetric: a candidate that is too short is punished, one too long only diluted."""
+    reference_words, words = reference.split(), candidate.split()
+    shared = [_shared(reference_words, words, n) for n in range(1, _LONGEST + 1)]
+    if shared[0] == 0:
+        return 0.0
+    logs = 0.0
+    missing = 0
+    for n, count in enumerate(shared, start=1):
+        possible = max(1, len(words) - n + 1)
+        if count > 0:
+            logs += math.log(count / possible)
+        elif len(words) > 1:  # a single word has no longer n-grams to be judged by
+            missing += 1
+            logs += math.log(math.log(len(words)) / (2**missing * _SMOOTHING) / possible)
+    brevity = 1.0 if len(words) > len(reference_words) else math.exp(1 - len(reference_words) / len(words))
+    return brevity * math.exp(logs / _LONGEST)
+
+
+def _shared(reference: Sequence[str], candidate: Sequence[str], n: int) -> int:
+    """Number of the candidate's n-grams that the reference has, each counted at most as often as there."""
+    return (_grams(candidate, n) & _grams(reference, n)).total()
+
+
+def _grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
+
+
+# --- List of games: files ``game.tw-pddl`` below a data folder, counted in a list.
+
+
+GAME_FILE = "game.tw-pddl"
+
+
+@dataclass(frozen=True, slots=True)
+class GameList:
+    """Games that a task's ``index`` counts in."""
+
+    names: Sequence[str]  # paths relative to the data folder
+    source: str  # the setting that names the source, and the file or folder
+
+    def holds(self) -> str:
+        """Source and number of the games, for error messages."""
+        return f"{self.source} holds {len(self.names)} games"
+
+
+def list_games(data: Path, config: AlfworldConfig) -> GameList:
+    """Raises ``ConfigError`` for a list that cannot be read, and where there is no game."""
+    if config.games is None:
+        names = sorted(path.relative_to(data).as_posix() for path in data.rglob(GAME_FILE))
+        games = GameList(names, f"envgateway.alfworld.data ({data.absolute()})")
+    else:
+        games = GameList(_read_list(config.games), f"envgateway.alfworld.games ({config.games.absolute()})")
+    if not games.names:
+        raise ConfigError(
+            f"{games.source} holds no game" + ("" if config.games else f": there is no {GAME_FILE} below")
+        )
+    return games
+
+
+def game_of(task: Mapping[str, Any], games: GameList, data: Path) -> str:
+    """The game that a task's row asks for: by ``game``, a path relative to ``data``, or by ``index``.
+
+    Raises:
+        InvalidRequestError: there is no such game.
+    """
+    name, index = task.get("game"), task.get("index")
+    if isinstance(name, str):
+        if not (data / name).resolve().is_relative_to(data.resolve()):
+            raise InvalidRequestError(f"the game {name!r} is not below the data folder")
+        return name
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise InvalidRequestError("the task names no game: it needs `index` (a number) or `game` (a path)")
+    if not 0 <= index < len(games.names):
+        raise InvalidRequestError(f"{games.holds()}, and indices count from 0; the task asks for index {index}")
+    return games.names[index]
+
+
+def _read_list(path: Path) -> list[str]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"envgateway.alfworld.games: {path} cannot be read: {error}") from error
+    lists = list(content.values()) if isinstance(content, dict) else [content]
+    if not all(isinstance(games, list) and all(isinstance(game, str) for game in games) for games in lists):
+        raise ConfigError(f"envgateway.alfworld.games: {path} must hold a list of paths, or such lists by name")
+    return [game for games in lists for game in games]
+
+
+# --- One episode of ALFWorld: messages to the policy, effects of its replies, and how the episode ends.
+
+
+_SAME_REPLIES = 3
+
+
+class AlfworldSettings(Section):
+    max_turns: int | None = Field(default=None, ge=1)
+    """Turns of this episode; left out, `envgateway.alfworld.max_turns`."""
+
+
+class AlfworldEpisode:
+    def __init__(self, pool: EnginePool, data: Path, games: Callable[[], GameList], max_turns: int) -> None:
+        """``games`` may block at its first call: the call reads a folder."""
+        self._pool = pool
+        self._data = data
+        self._games = games
+        self._max_turns = max_turns
+        self._game: Game | None = None
+        self._admissible: Sequence[str] = ()
+        self._replies: deque[str] = deque(maxlen=_SAME_REPLIES)  # the last that held an action
+        self._taken = 0  # all that held one
+        self._turns = 0
+        self._malformed = 0
+        self._replaced = 0
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        """Reset. The row names the game; the seed is not used."""
+        self._max_turns = settings_of(task, AlfworldSettings).max_turns or self._max_turns
+        name = game_of(task, await asyncio.to_thread(self._games), self._data)
+        self._game, answer = await self._pool.open({"path": str((self._data / name).absolute())})
+        self._admissible = answer["admissible"]
+        room = "\n".join(answer["feedback"].split("\n\n")[1:])  # without the engine's welcome
+        messages = opening(_folder(name), room, self._admissible)
+        return Observation(
+            text=as_text(messages),
+            admissible_actions=self._admissible,
+            messages=messages,
+            remembered=without_offer(messages[-1]["content"]),
+        )
+
+    async def step(self, action: str) -> StepResult:
+        assert self._game is not None, "stepped before reset"
+        command = read_action(action)
+        if command is None:
+            self._turns += 1
+            self._malformed += 1
+            return self._result(MALFORMED + offer(self._admissible))
+        chosen = choose(command, self._admissible)
+        answer = await self._game.step(chosen)
+        self._turns += 1
+        self._replaced += chosen != command
+        self._replies.append(action)
+        self._taken += 1
+        self._admissible = answer["admissible"]
+        text = _heard(answer["feedback"]) + offer(self._admissible)
+        if self._taken > _SAME_REPLIES and len(set(self._replies)) == 1:
+            return self._result(text, EndStatus.INVALID_ACTION)
+        if answer["done"]:
+            return self._result(text, EndStatus.COMPLETED, won=answer["won"])
+        return self._result(text)
+
+    async def close(self) -> None:
+        if self._game is not None:
+            self._game.close()
+
+    def _result(self, text: str, status: EndStatus | None = None, won: bool = False) -> StepResult:
+        if status is None and self._turns >= self._max_turns:
+            status = EndStatus.TURN_LIMIT
+        return StepResult(
+            observation=text,
+            reward=float(won),
+            done=status is not None,
+            admissible_actions=self._admissible,
+            metrics={
+                "won": float(won),
+                "malformed_replies": float(self._malformed),
+                "replaced_actions": float(self._replaced),
+            },
+            status=status or "",
+            remembered=without_offer(text),
+        )
+
+
+def _folder(game: str) -> str:
+    """The folder that is named for the task: two above the file."""
+    parts = PurePosixPath(game).parts
+    return parts[-3] if len(parts) >= 3 else ""
+
+
+def _heard(feedback: str) -> str:
+    """The text without numbers of places (``You arrive at loc 7.``), which tell a policy no fact."""
+    return feedback.split(". ", 1)[-1] if feedback.startswith("You arrive at loc ") else feedback
+
+
+_MODULE = "extras.worlds.engines.alfworld"
+
+
+class AlfworldWorld:
+    """State shared by episodes: an indexed world (see ``envs/base.py``). Games are listed, and the engine is started, with the first episode."""
+
+    def __init__(self, config: AlfworldConfig, data: Path) -> None:
+        self._config = config
+        self.max_turns = config.max_turns
+        self._data = data
+        environment = {"ALFWORLD_DATA": str(data.absolute())}  # importing alfworld makes the folder that this names
+        self.pool = EnginePool("alfworld", _MODULE, config.engine, environment)
+
+    @functools.cached_property
+    def games(self) -> GameList:
+        """Raises ``ConfigError``."""
+        return list_games(self._data, self._config)
+
+    async def indices(self) -> Sequence[int]:
+        return range(len((await asyncio.to_thread(lambda: self.games)).names))
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        return self.pool.gauges
+
+    def build(self) -> AlfworldEpisode:
+        return AlfworldEpisode(self.pool, self._data, lambda: self.games, self.max_turns)
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+
+def make_world(config: EnvGatewayConfig, sandbox: object) -> AlfworldWorld | str:
+    data, games = config.alfworld.data, config.alfworld.games
+    missing = []
+    if importlib.util.find_spec("alfworld") is None:
+        missing.append(f"its engine is not installed: {install('alfworld')}")
+    if data is None:
+        missing.append("write envgateway.alfworld.data: FOLDER, which holds ALFWorld's json_2.1.1")
+    elif not data.is_dir():
+        missing.append(f"envgateway.alfworld.data: there is no folder {data.absolute()}")
+    if games is not None and not games.is_file():
+        missing.append(f"envgateway.alfworld.games: there is no file {games.absolute()}")
+    return AlfworldWorld(config.alfworld, data) if data is not None and not missing else "; ".join(missing)
+
+
+def task_problems(gateway: EnvGatewayConfig, asked: Iterable[AskedTasks]) -> Iterator[str]:
+    """A line for each dataset that asks for games which the list does not have, or which are not in the folder."""
+    config, asked = gateway.alfworld, list(asked)
+    for one in asked:
+        if one.reference and config.games is None:
+            yield (
+                f"{one.dataset} counts in AgentBench's list of games, and games in a folder have another order: name "
+                "the list with envgateway.alfworld.games (recipes/alfworld/README.md says where it is from)"
+            )
+    data = config.data
+    if data is None or not (data.is_dir() if config.games is None else config.games.is_file()):
+        return
+    games = list_games(data, config)
+    for one in asked:
+        if beyond := one.outside(len(games.names)):
+            yield f"{games.holds()}; {beyond}"
+        names = [games.names[index] for index in one.indices if 0 <= index < len(games.names)]
+        absent = [name for name in names if data.is_dir() and not (data / name).is_file()]
+        if absent:
+            yield (
+                f"{len(absent)} of the {len(names)} games that {one.dataset} asks for are not below "
+                f"envgateway.alfworld.data ({data.absolute()}), such as {absent[0]}"
+            )

@@ -1,0 +1,234 @@
+"""Processes that hold games, started on first use and replaced after a death or a stall.
+
+Invariants
+- One request at a time per process: engines are not thread-safe. A deadline runs from the moment a request has the
+  process to itself, so a slow game is blamed, never the requests behind.
+- A request that was begun runs to its end, or ends the process: a caller may leave, the channel stays in step.
+- A process that dies or stalls is killed with all its descendants, and its episodes are lost. Others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import structlog
+
+from extras.worlds.engines.process import Answer
+from services.common.aio import TaskOwner
+from services.common.config.envgateway import EnginePoolConfig
+from services.common.errors import CapacityError, InfrastructureError, InvalidRequestError
+from services.envgateway.calls import take_place
+from services.envgateway.child import Child, ChildFailed
+from services.envgateway.envs.base import ActionFailedError, EpisodeLostError
+from services.envgateway.sandbox.bare import wire
+
+log = structlog.get_logger()
+
+_QUEUE_TIMEOUT_S = 30.0
+_ATTEMPTS = 2  # the first try may meet a process that died while idle
+
+
+class EnginePool:
+    """Pool of engine processes. ``open`` is the only entry; an unused pool holds no process."""
+
+    def __init__(self, engine: str, module: str, config: EnginePoolConfig, environment: Mapping[str, str]) -> None:
+        """``module`` runs as ``python -m module descriptor memory_bytes`` and serves as ``process.serve`` does.
+
+        Args:
+            engine: its name, for messages.
+            environment: variables of its processes, beside those that Python needs.
+        """
+        self._engine = engine
+        self._module = module
+        self._config = config
+        self._environment = {"OMP_NUM_THREADS": "1", **environment}
+        self._workers: list[_Worker | None] = [None] * config.num_workers  # None: a place without a process
+        self._numbers = itertools.count(1)
+        self._tasks = TaskOwner()
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers if worker is not None]
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        live = [worker for worker in self._workers if worker is not None]
+        return {
+            f"{self._engine}_engine_processes": float(len(live)),
+            f"{self._engine}_engine_games": float(sum(len(worker.games) for worker in live)),
+            **{f"{self._engine}_engine_{name}": float(n) for name, n in self.counts.items()},
+        }
+
+    async def open(self, settings: Mapping[str, Any]) -> tuple[Game, Answer]:
+        """Load a game in the process that holds the fewest; returns the game and its first answer.
+
+        Raises:
+            CapacityError: every process is full, or busy for too long.
+            InvalidRequestError: there is no such game.
+            InfrastructureError: the engine does not start, or the game did not load in time.
+        """
+        for _ in range(_ATTEMPTS):
+            worker = self._emptiest()
+            game = Game(self, worker, next(self._numbers))
+            worker.games.add(game.number)
+            request = {"kind": "open", "game": game.number, "settings": dict(settings)}
+            try:
+                return game, await worker.ask(request, self._config.load_timeout_s, "loading a game")
+            except _ProcessGone as gone:
+                why = gone
+            except asyncio.CancelledError:
+                self.forget(worker, game.number)  # the load may still end: the game is closed then
+                raise
+            except Exception:
+                worker.games.discard(game.number)
+                raise
+        raise InfrastructureError(f"the {self._engine} engine ended while it loaded a game: {why}")
+
+    async def step(self, worker: _Worker, number: int, command: str) -> Answer:
+        request = {"kind": "step", "game": number, "command": command}
+        try:
+            return await worker.ask(request, self._config.step_timeout_s, "a step")
+        except _ProcessGone as gone:
+            raise EpisodeLostError(f"the {self._engine} engine that held this game has ended: {gone}") from gone
+
+    def forget(self, worker: _Worker, number: int) -> None:
+        """Close a game when its process has time; the caller does not wait."""
+        if number not in worker.games:
+            return
+        worker.games.discard(number)
+        if not worker.gone:
+            self._tasks.start(self._close_game(worker, number), f"close a game of {self._engine}")
+
+    async def close(self) -> None:
+        """Kill every process."""
+        await self._tasks.close()
+        for worker in self._workers:
+            if worker is not None:
+                await worker.stop()
+
+    def _emptiest(self) -> _Worker:
+        def load(place: int) -> int:
+            worker = self._workers[place]
+            return 0 if worker is None else len(worker.games)
+
+        place = min(range(len(self._workers)), key=load)
+        if load(place) >= self._config.episodes_per_worker:
+            held = self._config.num_workers * self._config.episodes_per_worker
+            raise CapacityError(f"the {self._engine} engine holds {held} games, as many as it may", retry_after_s=1.0)
+        worker = self._workers[place]
+        if worker is None:
+            child = Child(self._module, [str(self._config.memory_bytes)], self._environment)
+            worker = self._workers[place] = _Worker(self._engine, child, self._lost)
+            self.counts["started"] += 1
+            log.info("engine.started", engine=self._engine, pid=child.pid)
+        return worker
+
+    def _lost(self, worker: _Worker, why: str) -> None:
+        if worker in self._workers:
+            self._workers[self._workers.index(worker)] = None
+        self.counts[why] += 1
+        log.warning("engine.lost", engine=self._engine, why=why, games=len(worker.games), pid=worker.pid)
+
+    async def _close_game(self, worker: _Worker, number: int) -> None:
+        try:
+            request = {"kind": "close", "game": number}
+            await worker.ask(request, self._config.step_timeout_s, "closing a game", queue_timeout_s=None)
+        except (InfrastructureError, _ProcessGone) as error:
+            log.warning("engine.close_failed", engine=self._engine, error=str(error))
+
+
+class Game:
+    """One game in some process of the pool."""
+
+    def __init__(self, pool: EnginePool, worker: _Worker, number: int) -> None:
+        self._pool = pool
+        self._worker = worker
+        self.number = number
+
+    async def step(self, command: str) -> Answer:
+        """Raises ``ActionFailedError`` for a command at which the engine raised, ``EpisodeLostError`` when its process
+        died or stalled, ``CapacityError`` when other requests keep the process busy."""
+        return await self._pool.step(self._worker, self.number, command)
+
+    def close(self) -> None:
+        self._pool.forget(self._worker, self.number)
+
+
+class _ProcessGone(Exception):
+    """The process has ended: no request can be sent."""
+
+
+class _Worker:
+    """One process, the requests that wait, and its games."""
+
+    def __init__(self, engine: str, child: Child, lost: Callable[[_Worker, str], None]) -> None:
+        self._engine = engine
+        self._child = child
+        self._lost = lost
+        self._turn = asyncio.Lock()
+        self._running: asyncio.Task[dict[str, Any]] | None = None
+        self._ready = False
+        self.gone = ""  # reason of the death, once known
+        self.games: set[int] = set()
+        self.pid = child.pid
+
+    async def ask(
+        self, request: dict[str, Any], timeout_s: float, what: str, queue_timeout_s: float | None = _QUEUE_TIMEOUT_S
+    ) -> Answer:
+        """``queue_timeout_s`` bounds waiting for other requests, each with its own deadline; ``timeout_s`` bounds the
+        process itself."""
+        busy = f"the {self._engine} engine was busy with other games for {_QUEUE_TIMEOUT_S:g} s"
+        await take_place(self._turn, queue_timeout_s, busy)
+        if self.gone:
+            self._turn.release()
+            raise _ProcessGone(self.gone)
+        self._running = asyncio.create_task(self._exchange(request, timeout_s, what), name=f"{self._engine}: {what}")
+        self._running.add_done_callback(self._turn_over)
+        answer = await asyncio.shield(self._running)
+        if answer["kind"] == "refused":
+            raise InvalidRequestError(answer["error"])
+        if answer["kind"] == "raised":
+            raise ActionFailedError(f"the {self._engine} engine failed at a command: {answer['error']}")
+        if answer["kind"] == "failed":
+            raise EpisodeLostError(f"the {self._engine} engine failed: {answer['error']}")
+        return answer["answer"]  # type: ignore[no-any-return]
+
+    async def stop(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        if not self.gone:
+            self.gone = "it was stopped"
+            self._child.kill()
+
+    def _turn_over(self, running: asyncio.Task[dict[str, Any]]) -> None:
+        self._turn.release()
+        if not running.cancelled():
+            running.exception()  # the caller may have gone; then no other code reads the exception
+
+    async def _exchange(self, request: dict[str, Any], timeout_s: float, what: str) -> dict[str, Any]:
+        try:
+            if not self._ready:
+                await self._child.start(f"the {self._engine} engine")
+                self._ready = True
+            async with asyncio.timeout(timeout_s):
+                return await self._child.ask(wire.encode(request))
+        except TimeoutError:
+            self._end("stalled")
+            raise EpisodeLostError(f"{what} took the {self._engine} engine longer than {timeout_s:g} s") from None
+        except ChildFailed:
+            self._end("died")
+            raise _ProcessGone(self.gone) from None
+        except InfrastructureError:
+            self._end("not_started")
+            raise
+
+    def _end(self, why: str) -> None:
+        self.gone = f"its process {why.replace('_', ' ')}"
+        self._child.kill()
+        self._lost(self, why)

@@ -1,0 +1,245 @@
+"""Small worlds for machines without the data of the real ones: houses for ALFWorld's engine, a catalogue for WebShop."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import ConfigError
+from services.common.installing import install
+
+# --- Small houses for the real engine, where ALFWorld's own games are not at hand: put one thing somewhere else.
+
+
+PLACES = (
+    "ArmChair",
+    "Bed",
+    "CoffeeTable",
+    "CounterTop",
+    "Desk",
+    "DiningTable",
+    "Dresser",
+    "Shelf",
+    "SideTable",
+    "Sofa",
+)
+THINGS = ("Book", "CreditCard", "KeyChain", "Newspaper", "Pen", "Pencil", "RemoteControl", "Vase", "Watch", "CellPhone")
+_NUM_PLACES, _NUM_THINGS = 6, 4
+
+
+def package_data() -> Path:
+    """The folder with `alfred.pddl` and `alfred.twl2`; ``ConfigError`` where the package is not installed.
+
+    The package itself is not imported: that would overwrite ``sys.argv``.
+    """
+    spec = importlib.util.find_spec("alfworld")
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"ALFWorld's engine is not installed: {install('alfworld')}")
+    return Path(spec.origin).parent / "data"
+
+
+def houses(count: int, seed: int, grammar: str) -> Iterator[dict[str, Any]]:
+    """Rows as ``unpack`` takes them, ``walkthrough`` included. ``grammar`` is the text of `alfred.twl2`."""
+    draw = random.Random(seed)
+    for number in range(count):
+        places, things = draw.sample(PLACES, _NUM_PLACES), draw.sample(THINGS, _NUM_THINGS)
+        lies = {thing: draw.choice(places) for thing in things}
+        thing = things[0]
+        place = draw.choice([other for other in places if other != lies[thing]])
+        one, there, here = f"{thing.lower()} 1", f"{place.lower()} 1", f"{lies[thing].lower()} 1"
+        yield {
+            "game": f"json_2.1.1/made/pick_and_place_simple-{thing}-None-{place}-0/trial_{number:03}/game.tw-pddl",
+            "task_type": "pick_and_place_simple",
+            "pddl_params": {"object_target": thing, "parent_target": place, "mrecep_target": "", "toggle_target": ""},
+            "scene": {"floor_plan": "FloorPlan0", "scene_num": 0},
+            "grammar": grammar.replace("UNKNOWN GOAL", f"put some {thing.lower()} on {place.lower()}"),
+            "pddl_problem": _problem(number, places, lies, thing, place),
+            "walkthrough": [f"go to {here}", f"take {one} from {here}", f"go to {there}", f"move {one} to {there}"],
+        }
+
+
+def _problem(number: int, places: list[str], lies: dict[str, str], thing: str, place: str) -> str:
+    where = {name: f"loc_bar_{1 + at}_bar_0_bar_0_bar_30" for at, name in enumerate(places)}
+    stops = ["loc_bar_0_bar_0_bar_0_bar_30", *where.values()]
+    objects = ["agent1 - agent", *(f"{stop} - location" for stop in stops)]
+    objects += [f"{_id(name)} - receptacle" for name in places] + [f"{_id(name)} - object" for name in lies]
+    objects += [f"{name}Type - rtype" for name in places] + [f"{name}Type - otype" for name in lies]
+    facts = [f"(atLocation agent1 {stops[0]})", "(= (total-cost) 0)"]
+    for name in places:
+        facts += [f"(receptacleType {_id(name)} {name}Type)", f"(receptacleAtLocation {_id(name)} {where[name]})"]
+        facts += [f"(canContain {name}Type {other}Type)" for other in lies]
+    for name, at in lies.items():
+        facts += [f"(objectType {_id(name)} {name}Type)", f"(pickupable {_id(name)})"]
+        facts += [f"(inReceptacle {_id(name)} {_id(at)})", f"(objectAtLocation {_id(name)} {where[at]})"]
+    facts += [
+        f"(= (distance {a} {b}) {abs(i - j)})" for i, a in enumerate(stops) for j, b in enumerate(stops) if i != j
+    ]
+    goal = (
+        f"(exists (?r - receptacle) (exists (?o - object) (and (inReceptacle ?o ?r) (objectType ?o {thing}Type) "
+        f"(receptacleType ?r {place}Type))))"
+    )
+    lines = [
+        f"(define (problem plan_made_{number})",
+        "(:domain alfred)",
+        "(:objects",
+        *objects,
+        ")",
+        "(:init",
+        *facts,
+        ")",
+    ]
+    return "\n".join([*lines, f"(:goal (and {goal}))", ")"])
+
+
+def _id(name: str) -> str:
+    """A name in the form from which the engine derives its object numbers."""
+    return f"{name}_bar__plus_01_dot_00_bar__plus_01_dot_00_bar__plus_01_dot_00"
+
+
+# --- Write games that are kept as rows into the tree of folders that ALFWorld reads.
+
+
+def unpack(rows: Path, domain: Path, folder: Path) -> list[str]:
+    """The games written, in order, as paths relative to ``folder``."""
+    pddl_domain = json.loads(domain.read_text(encoding="utf-8"))["pddl_domain"]
+    lines = rows.read_text(encoding="utf-8").splitlines()
+    return write_games(map(json.loads, lines), pddl_domain, folder)
+
+
+def write_games(rows: Iterable[Mapping[str, Any]], pddl_domain: str, folder: Path) -> list[str]:
+    """Write games from rows in memory."""
+    names = []
+    for row in rows:
+        path = folder / row["game"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        game = {key: row[key] for key in ("grammar", "pddl_problem", "walkthrough")}
+        path.write_text(json.dumps({"pddl_domain": pddl_domain, **game, "solvable": True}), encoding="utf-8")
+        about = {key: row[key] for key in ("task_type", "pddl_params", "scene")}
+        about |= {"plan": {"high_pddl": []}, "turk_annotations": {"anns": []}}
+        path.with_name("traj_data.json").write_text(json.dumps(about), encoding="utf-8")
+        names.append(row["game"])
+    return names
+
+
+# --- Makes a small catalogue of invented products in WebShop's raw form, for machines without the real catalogue.
+
+
+_BRANDS = ("Alder", "Brisk", "Cobalt", "Dovetail", "Ember", "Fathom")
+_KINDS = (
+    ("Water Bottle", "home", ("Home & Kitchen", "Dining", "Bottles"), ("leak proof", "stainless steel")),
+    ("Desk Lamp", "garden", ("Tools & Home", "Lighting", "Desk Lamps"), ("energy efficient", "usb charging")),
+    ("Running Shoes", "fashion", ("Clothing & Shoes", "Shoes", "Running"), ("non slip", "quick drying")),
+    ("Wireless Speaker", "electronics", ("Electronics", "Audio", "Speakers"), ("fast charging", "water resistant")),
+)
+_COLORS = ("black", "blue", "red", "white")
+
+
+def write_catalogue(folder: Path, num_products: int, seed: int) -> int:
+    """Write products, their attributes and one shopping instruction for each; returns the number of instructions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(seed)
+    items, attributes, instructions = [], {}, {}
+    for number in range(num_products):
+        noun, category, path, words = _KINDS[number % len(_KINDS)]
+        asin, attribute = f"B{number:09}", draw.choice(words)
+        items.append(
+            {
+                "asin": asin,
+                "name": f"{draw.choice(_BRANDS)} {attribute.title()} {noun}, No. {number}",
+                "category": category,
+                "query": noun.lower(),
+                "product_category": " › ".join(path),
+                "full_description": f"A {noun.lower()} that is {attribute}.",
+                "small_description": [attribute, f"{noun.lower()} for every day"],
+                "pricing": f"${draw.randrange(500, 15_000) / 100:.2f}",
+                "customization_options": {"Color": [{"value": color, "image": None} for color in _COLORS]},
+                "images": ["none"],
+            }
+        )
+        attributes[asin] = {"attributes": [attribute]}
+        instructions[asin] = [
+            {
+                "asin": asin,
+                "instruction": f"i am looking for a {noun.lower()} that is {attribute}.",
+                "instruction_attributes": [attribute],
+                "instruction_options": [],
+            }
+        ]
+    for name, content in (
+        ("items_shuffle_1000.json", items),
+        ("items_ins_v2_1000.json", attributes),
+        ("items_human_ins.json", instructions),
+    ):
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    return len(instructions)
+
+
+# --- The stand-ins of a profile: settings that point the gateway to a world on this machine, and the rows of its tasks.
+
+
+def houses_here(section: Mapping[str, Any], worlds: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The folder that the recipe names if present, else houses that are made once below ``worlds``.
+
+    Raises:
+        ConfigError: ALFWorld's engine is not installed.
+    """
+
+    def make(folder: Path) -> None:
+        package = package_data()
+        grammar = (package / "alfred.twl2").read_text(encoding="utf-8")
+        write_games(houses(24, 1, grammar), (package / "alfred.pddl").read_text(encoding="utf-8"), folder)
+
+    own = section["data"]
+    games = own if own is not None and Path(own).is_dir() else _written_once(worlds / "alfworld-houses", make)
+    rows = {"generator": "services.common.tiny:games", "settings": {"data": str(games)}}
+    return {"data": str(games), "games": None}, rows
+
+
+def shop_here(section: Mapping[str, Any], worlds: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The catalogue that the recipe names if present, else one that is made once below ``worlds``. Every word counts as a
+    noun, so that no tagger model is needed."""
+    settings: dict[str, Any] = {"tagger": "words"}
+    if section["data"] is None or not Path(section["data"]).is_dir():
+        made = _written_once(worlds / "webshop-catalogue", lambda folder: write_catalogue(folder, 48, 1))
+        settings |= {"data": str(made), "goals": None}
+    return settings, {"generator": "services.common.tiny:places", "settings": {"count": 48}}
+
+
+def _written_once(folder: Path, write: Callable[[Path], object]) -> Path:
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial_folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+        write(partial_folder)
+        try:
+            partial_folder.rename(folder)
+        except OSError:  # another run has written it meanwhile
+            shutil.rmtree(partial_folder)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m extras.worlds.made",
+        description="Write games kept as rows of JSON into the folders that ALFWorld reads.",
+    )
+    parser.add_argument("games", type=Path, help="file with a game per line")
+    parser.add_argument("domain", type=Path, help="file with the PDDL domain")
+    parser.add_argument("folder", type=Path, help="the data folder to make (envgateway.alfworld.data)")
+    arguments = parser.parse_args()
+    try:
+        names = unpack(arguments.games, arguments.domain, arguments.folder)
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"error: {type(error).__name__}: {error}")
+    sys.stdout.write(f"{len(names)} games below {arguments.folder}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Environments with orders as actions, and a task server over them on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from extras.worlds.taskserver import TaskServer
+from services.common.config.envgateway import ServedTaskConfig, TaskServerConfig
+from services.common.errors import InfrastructureError, InvalidRequestError
+from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
+from services.envgateway.envs.episodes import EpisodeManager
+from tests.integration.envgateway.environments.serving import registry
+
+ACTIONS: list[str] = []
+"""Actions that episodes of ``Orders`` have got, for tests that wait until one is being taken."""
+
+
+class Orders:
+    """``win``, ``lose`` and ``limit`` end the episode; ``fail N`` fails N times; ``crash``, ``lost`` and ``stall`` do."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        if task["index"] == 3:
+            raise InvalidRequestError("nobody can play 3")
+        if task["index"] == 4:
+            raise InfrastructureError("the disk is gone")
+        messages = ({"role": "user", "content": "rules"}, {"role": "assistant", "content": "Ok."})
+        last = {"role": "user", "content": f"task {task['index']} of seed {seed}, {task.get('extra', 'plain')}"}
+        return Observation(text="all", messages=(*messages, last))
+
+    async def step(self, action: str) -> StepResult:
+        ACTIONS.append(action)
+        match action.split():
+            case ["win"]:
+                return StepResult(reward=0.75, done=True, metrics={"wins": 1.0})
+            case ["lose"]:
+                return StepResult(done=True, status=EndStatus.VALIDATION_FAILED)
+            case ["limit"]:
+                return StepResult(reward=0.25, done=True, status=EndStatus.TURN_LIMIT)
+            case ["fail", times] if self.failed < int(times):
+                self.failed += 1
+                raise InfrastructureError("a peer is gone")
+            case ["crash"]:
+                raise RuntimeError("a bug")
+            case ["lost"]:
+                raise EpisodeLostError("the game's process died")
+            case ["long"]:
+                return StepResult(observation="seen, and what is possible now", remembered="seen")
+            case ["slow"]:
+                await asyncio.sleep(2.0)
+            case ["stall"]:
+                await asyncio.sleep(60)
+        return StepResult(observation=f"you said {action}", reward=0.25)
+
+    async def close(self) -> None:
+        pass
+
+
+class OrdersWorld:
+    def __init__(self, indices: list[int | str] | range = range(6)) -> None:
+        self._indices = indices
+
+    def build(self) -> Orders:
+        return Orders()
+
+    async def indices(self) -> list[int | str] | range:
+        return self._indices
+
+    async def close(self) -> None:
+        pass
+
+
+class Unlisted:
+    """A user's environment, which cannot list its tasks."""
+
+    def __init__(self, context: object) -> None:
+        pass
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        return Observation(text=f"{task['index']} {seed}")
+
+    def step(self, action: str) -> StepResult:
+        return StepResult(reward=1.0, done=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Http:
+    def __init__(self, session: aiohttp.ClientSession, server: TaskServer, episodes: EpisodeManager) -> None:
+        self._session = session
+        self.server = server
+        self.episodes = episodes
+
+    async def get(self, path: str, status: int = 200) -> Any:
+        async with self._session.get(path) as response:
+            return await self._body(response, status)
+
+    async def post(self, path: str, body: object = None, status: int = 200) -> Any:
+        async with self._session.post(path, json=body) as response:
+            return await self._body(response, status)
+
+    async def _body(self, response: aiohttp.ClientResponse, status: int) -> Any:
+        assert response.status == status, (response.status, await response.text())
+        is_json = response.content_type == "application/json"
+        return await response.json() if is_json else await response.text()
+
+
+@asynccontextmanager
+async def task_server(
+    environments: Mapping[str, ServedTaskConfig] | None = None, *, body_bytes: int = 16 << 20, **settings: Any
+) -> AsyncIterator[Http]:
+    known = registry({"orders": OrdersWorld(), "named": OrdersWorld(["a", "b"])}, {"unlisted": Unlisted})  # type: ignore[dict-item]
+    episodes = EpisodeManager(known, **{"max_episodes": 64, "lease_s": 60.0, "step_timeout_s": 4.0, **settings})
+    config = TaskServerConfig(port=0, environments=dict(environments or {}), body_bytes=body_bytes)
+    server = TaskServer(config, "127.0.0.1", episodes, known, idle_s=settings.get("lease_s", 60.0))
+    port = await server.start()
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+        yield Http(session, server, episodes)
+    await server.stop()
+    assert episodes.num_live == 0
+    await known.close()

@@ -1,0 +1,234 @@
+"""Episodes that AgentBench's servers play: both protocols, and how their failures are told apart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from extras.worlds.agentbench import AgentBenchEpisode, AgentBenchWorld, Reply, reward_of
+from extras.worlds.tests.agentbench_fakes import CAPACITY, FakeAdapter, FakeController, running
+from services.common.config.envgateway import AgentBenchConfig
+from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
+from services.envgateway.envs.base import EndStatus, EpisodeLostError
+from tests.waiting import until
+
+FAKES = {"classic": FakeController, "adapter": FakeAdapter}
+
+
+@asynccontextmanager
+async def playing(fake: Any, **settings: Any) -> AsyncIterator[AgentBenchWorld]:
+    async with running(fake) as url:
+        world = AgentBenchWorld(AgentBenchConfig(url=url, **settings))
+        try:
+            yield world
+        finally:
+            await world.close()
+
+
+async def begin(world: AgentBenchWorld, index: int | str = 0) -> AgentBenchEpisode:
+    episode = world.build()
+    await episode.reset({"index": index}, 0)
+    return episode
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_an_episode_from_its_first_turn_to_its_reward(kind: str) -> None:
+    fake = FAKES[kind]()
+    async with playing(fake) as world:
+        episode = world.build()
+        first = await episode.reset({"index": 1, "messages": []}, 7)
+        assert [message["role"] for message in first.messages] == ["user", "assistant", "user"]
+        assert first.text == "rules\n\nOK.\n\nfirst turn"
+        result = await episode.step("hello")
+        assert (result.observation, result.reward, result.done) == ("you said hello", 0.0, False)
+        result = await episode.step("win")
+        assert (result.reward, result.done, result.status) == (1.0, True, "completed")
+        await episode.close()
+        assert fake.cancelled == [] and fake.taken == {}
+
+
+@pytest.mark.parametrize("kind", FAKES)
+@pytest.mark.parametrize(
+    ("order", "reward", "status"),
+    [("lose", 0.0, "agent invalid action"), ("limit", 0.0, "task limit reached"), ("third", 0.33, "completed")],
+)
+async def test_ends_of_the_agents_making_are_results(kind: str, order: str, reward: float, status: str) -> None:
+    async with playing(FAKES[kind]()) as world:
+        result = await (await begin(world)).step(order)
+        assert (result.reward, result.done, result.status) == (reward, True, status)
+
+
+@pytest.mark.parametrize("kind", FAKES)
+@pytest.mark.parametrize("order", ["error", "unknown", "raise", "drop"])
+async def test_a_task_that_failed_is_never_a_reward(kind: str, order: str) -> None:
+    async with playing(FAKES[kind]()) as world:
+        with pytest.raises(EpisodeLostError):
+            await (await begin(world)).step(order)
+
+
+async def test_a_completed_task_without_a_reward_is_none_of_zero() -> None:
+    async with playing(FakeController()) as world:
+        with pytest.raises(EpisodeLostError, match="holds no reward"):
+            await (await begin(world)).step("nothing")
+    assert reward_of({"log": []}, EndStatus.TURN_LIMIT) == 0.0
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_an_episode_that_is_closed_early_gives_its_place_back(kind: str) -> None:
+    fake = FAKES[kind]()
+    async with playing(fake) as world:
+        episodes = [await begin(world) for _ in range(CAPACITY)]
+        with pytest.raises(CapacityError) as refusal:
+            await begin(world)
+        assert refusal.value.retry_after_s
+        await episodes[0].close()
+        await episodes[0].close()
+        assert len(fake.cancelled) == 1
+        await begin(world)
+
+
+async def test_the_slot_that_a_raising_task_leaks_is_freed() -> None:
+    fake = FakeController(failing_syncs=1)
+    async with playing(fake) as world:
+        other = await begin(world)
+        with pytest.raises(EpisodeLostError, match="501"):
+            await (await begin(world)).step("raise")
+        with pytest.raises(CapacityError):
+            await begin(world)
+        await until(lambda: not fake.leaked)
+        await begin(world)
+        assert fake.syncs == 2
+        assert not (await other.step("hello")).done
+    fake = FakeController()
+    async with playing(fake, release_leaked_slots=False) as world:
+        with pytest.raises(EpisodeLostError):
+            await (await begin(world)).step("raise")
+        await asyncio.sleep(0.1)
+        assert fake.syncs == 0 and fake.leaked
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_a_busy_server_is_asked_again_and_the_turn_taken_once(kind: str) -> None:
+    fake = FAKES[kind]()
+    async with playing(fake) as world:
+        result = await (await begin(world)).step("busy 2")
+        assert result.observation == "you said busy 2"
+        assert fake.refusals == 2 and fake.said == ["busy 2"]
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_a_turn_that_a_busy_server_never_took_may_be_repeated(kind: str) -> None:
+    fake = FAKES[kind]()
+    async with playing(fake, step_timeout_s=3.0) as world:
+        episode = await begin(world)
+        with pytest.raises(InfrastructureError, match="busy") as failure:
+            await episode.step("busy 99")
+        assert not isinstance(failure.value, EpisodeLostError) and fake.said == []
+        assert (await episode.step("hello")).observation == "you said hello"
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_a_turn_without_an_answer_loses_the_episode_for_it_may_have_been_taken(kind: str) -> None:
+    fake = FAKES[kind]()
+    async with playing(fake, step_timeout_s=0.3) as world:
+        episode = await begin(world)
+        with pytest.raises(EpisodeLostError, match="no answer within"):
+            await episode.step("slow")
+        assert len(fake.cancelled) == 1
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_a_session_that_the_server_forgot_is_lost(kind: str) -> None:
+    fake = FAKES[kind]()
+    async with playing(fake) as world:
+        episode = await begin(world)
+        fake.taken.clear()
+        with pytest.raises(EpisodeLostError, match=r"not exist|not found"):
+            await episode.step("hello")
+
+
+async def test_an_index_that_is_none_is_the_tasks_mistake_and_a_dead_worker_is_not() -> None:
+    async with playing(FakeController()) as world:
+        for index in (7, "y"):
+            with pytest.raises(InvalidRequestError, match="has no sample"):
+                await begin(world, index)
+        with pytest.raises(InfrastructureError, match="not responding"):
+            await begin(world, "worker gone")
+        await begin(world, "x")
+        for task in ({}, {"index": None}, {"index": True}):
+            with pytest.raises(InvalidRequestError, match="needs `index`"):
+                await world.build().reset(task, 0)
+    for wrapped in (False, True):
+        fake = FakeAdapter()
+        fake.wrapped = wrapped
+        async with playing(fake) as world:
+            with pytest.raises(InvalidRequestError, match="Sample 7 not found"):
+                await begin(world, 7)
+            with pytest.raises(InvalidRequestError, match="expected integer"):
+                await begin(world, "x")
+            episode = await begin(world)
+            with pytest.raises(EpisodeLostError, match="500 Task failed: oh"):
+                await episode.step("raise")
+            assert fake.taken == {}  # it is cancelled: an adapter may go on holding its place
+
+
+async def test_the_task_of_a_controller_is_its_only_one_or_named() -> None:
+    async with playing(FakeController(tasks=("a", "b"))) as world:
+        with pytest.raises(ConfigError, match="a, b"):
+            await begin(world)
+    async with playing(FakeController(tasks=("a", "b")), task="b") as world:
+        await begin(world)
+    async with playing(FakeController(tasks=())) as world:
+        with pytest.raises(InfrastructureError, match="no worker has registered"):
+            await begin(world)
+    async with playing(FakeController(), task="other") as world:
+        with pytest.raises(InfrastructureError, match="no task 'other'"):
+            await begin(world)
+
+
+async def test_indices_are_listed_or_counted() -> None:
+    async with playing(FakeController()) as world:
+        assert list(await world.indices()) == [0, 1, "x"]
+    async with playing(FakeAdapter()) as world:
+        assert list(await world.indices()) == [0, 1, 2]
+
+
+async def test_a_server_that_is_not_there_yet_is_asked_again_by_the_next_episode() -> None:
+    fake = FakeAdapter()
+    async with running(fake) as url:
+        pass
+    world = AgentBenchWorld(AgentBenchConfig(url=url))
+    with pytest.raises(InfrastructureError):
+        await begin(world)
+    world._http.url = ""  # the port is gone: another server takes its place
+    async with running(fake) as url:
+        world._http.url = url
+        await begin(world)
+        await world.close()
+
+
+async def test_protocols_may_be_configured_instead_of_detected() -> None:
+    async with playing(FakeAdapter(), protocol="classic", task="toy") as world:
+        with pytest.raises(InfrastructureError, match="could not start: 404"):
+            await begin(world)
+
+
+def test_the_words_of_an_error_are_found_behind_pools_and_in_plain_text() -> None:
+    wrapped = '{"detail": {"upstream_status": 500, "upstream_detail": {"detail": {"message": "no planner"}}}}'
+    assert Reply(500, wrapped).detail == "no planner"
+    assert Reply(500, "Internal Server Error").detail == "Internal Server Error"
+    assert Reply(422, '{"detail": [{"loc": ["body"]}]}').detail == '{"detail": [{"loc": ["body"]}]}'
+    assert Reply(200, "").json is None
+
+
+@pytest.mark.parametrize("session", [None, "one", 1.5])
+async def test_a_controller_that_names_no_session_by_a_number_is_at_fault(session: object) -> None:
+    fake = FakeController()
+    fake.numbers = iter([session])  # type: ignore[assignment]
+    async with playing(fake) as world:
+        with pytest.raises(InfrastructureError, match="no session by a number"):
+            await begin(world)

@@ -1,0 +1,154 @@
+"""ALFWorld's real engine over real gRPC: recorded episodes, and engines that die or stall in mid-episode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extras.worlds import alfworld
+from extras.worlds.alfworld import AlfworldWorld
+from extras.worlds.engines import pool as engine_pool
+from extras.worlds.made import unpack
+from extras.worlds.messages import offer
+from services.common.config.envgateway import AlfworldConfig, EnginePoolConfig
+from services.common.errors import (
+    EpisodeNotFoundError,
+    InfrastructureError,
+    InvalidRequestError,
+)
+from tests import needs
+from tests.integration.envgateway.environments.serving import TIMEOUT_S, Client, served_world
+
+pytestmark = pytest.mark.needs("alfworld")
+
+# A client asks again by itself after the first, and then hears the second. Rollouts start anew after either.
+LOST = (InfrastructureError, EpisodeNotFoundError)
+
+
+@pytest.fixture(scope="module")
+def rows(data_root: Path) -> Path:
+    """The folder of made games and of the real engine's answers."""
+    needs.check("made ALFWorld games")
+    return data_root / "alfworld_made"
+
+
+@pytest.fixture(scope="module")
+def data(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ALFWorld's tree of folders, made of the rows."""
+    folder = tmp_path_factory.mktemp("alfworld")
+    unpack(rows / "games.jsonl", rows / "domain.json", folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Games wait for their turn at an engine as long as the test takes on a busy machine."""
+    monkeypatch.setattr(engine_pool, "_QUEUE_TIMEOUT_S", TIMEOUT_S)
+
+
+def world_of(data: Path, **engine: Any) -> AlfworldWorld:
+    config = EnginePoolConfig(**{"step_timeout_s": TIMEOUT_S, "load_timeout_s": TIMEOUT_S, **engine})
+    return AlfworldWorld(AlfworldConfig(data=data, engine=config), data)
+
+
+def traces(rows: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (rows / "traces.jsonl").read_text(encoding="utf-8").splitlines()
+    return [trace for trace in map(json.loads, lines) if trace["kind"] == kind]
+
+
+def is_possible(trace: dict[str, Any]) -> bool:
+    """Whether every action was listed: one that is not would be replaced."""
+    listed = [trace["admissible"], *(step["admissible"] for step in trace["steps"])]
+    return all(step["action"] in actions for step, actions in zip(trace["steps"], listed, strict=False))
+
+
+async def replay(client: Client, trace: dict[str, Any]) -> None:
+    episode = await client.create("alfworld", {"game": trace["game"]})
+    room = "\n".join(trace["intro"].split("\n\n")[1:])
+    assert episode.observation.endswith(alfworld.TASK_LEAD + room + offer(trace["admissible"]))
+    assert list(episode.admissible_actions) == trace["admissible"]
+    roles = [message.role for message in episode.messages]
+    assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"] and len(roles) >= 5
+    assert episode.messages[-1].content == alfworld.TASK_LEAD + room + offer(trace["admissible"])
+    for turn, step in enumerate(trace["steps"], start=1):
+        result = await client.step(episode.episode_id, turn, f"THOUGHT: as recorded\nACTION: {step['action']}")
+        assert result.observation == step["observation"].strip() + offer(step["admissible"])
+        assert list(result.admissible_actions) == step["admissible"]
+        assert (result.reward, result.done) == (step["reward"], step["done"])
+    await client.close(episode.episode_id)
+
+
+@pytest.mark.slow
+async def test_recorded_expert_episodes_reproduce(rows: Path, data: Path) -> None:
+    recorded = traces(rows, "expert")
+    assert len(recorded) == 18
+    async with served_world("alfworld", world_of(data)) as client:
+        playing = asyncio.Semaphore(6)  # games wait for their engine at most 30 s, also on a busy machine
+
+        async def play(trace: dict[str, Any]) -> None:
+            async with playing:
+                await replay(client, trace)
+
+        await asyncio.gather(*map(play, recorded))
+
+
+async def test_recorded_random_episodes_reproduce(rows: Path, data: Path) -> None:
+    async with served_world("alfworld", world_of(data)) as client:
+        await asyncio.gather(*(replay(client, trace) for trace in traces(rows, "random") if is_possible(trace)))
+
+
+async def test_the_same_game_may_be_played_often_at_once_in_one_process(rows: Path, data: Path) -> None:
+    async with served_world("alfworld", world_of(data, num_workers=1)) as client:
+        trace = traces(rows, "expert")[4]
+        await asyncio.gather(*(replay(client, trace) for _ in range(4)))
+        await replay(client, trace)  # on an engine that was used before
+
+
+async def test_an_engine_killed_in_mid_episode_loses_its_episodes_and_no_others(rows: Path, data: Path) -> None:
+    trace = traces(rows, "expert")[4]
+    task = {"game": trace["game"]}
+    world = world_of(data)
+    pool = world.pool
+    async with served_world("alfworld", world) as client:
+        first = await client.create("alfworld", task)
+        victim = pool.pids[0]
+        second = await client.create("alfworld", task)  # in the other process
+        await client.step(first.episode_id, 1, f"ACTION: {trace['steps'][0]['action']}")
+        os.kill(victim, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(LOST, match="alfworld engine that held this game has ended"):
+                await client.step(first.episode_id, 2, f"ACTION: {trace['steps'][1]['action']}")
+        for turn, step in enumerate(trace["steps"], start=1):
+            result = await client.step(second.episode_id, turn, f"ACTION: {step['action']}")
+        assert (result.reward, result.done) == (1.0, True)
+        await replay(client, trace)
+        assert victim not in pool.pids and len(pool.pids) == 2
+
+
+async def test_a_stalled_engine_is_killed_within_its_deadline(rows: Path, data: Path) -> None:
+    trace = traces(rows, "expert")[4]
+    world = world_of(data, num_workers=1, step_timeout_s=4.0)
+    async with served_world("alfworld", world) as client:
+        episode = await client.create("alfworld", {"game": trace["game"]})
+        (stalled,) = world.pool.pids
+        os.kill(stalled, signal.SIGSTOP)
+        with pytest.raises(LOST, match=r"longer than 4 s"):
+            await client.step(episode.episode_id, 1, "ACTION: look")
+        assert not Path(f"/proc/{stalled}").exists()
+        await replay(client, trace)
+
+
+async def test_games_that_do_not_exist_are_refused_and_those_that_do_are_counted(data: Path) -> None:
+    world = world_of(data)
+    assert list(await world.indices()) == list(range(18))
+    async with served_world("alfworld", world) as client:
+        with pytest.raises(InvalidRequestError, match=r"holds 18 games, .* asks for index 18"):
+            await client.create("alfworld", {"index": 18})
+        with pytest.raises(InvalidRequestError, match="there is no game"):
+            await client.create("alfworld", {"game": "json_2.1.1/none/game.tw-pddl"})

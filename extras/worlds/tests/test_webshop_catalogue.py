@@ -1,0 +1,109 @@
+"""Products, prices and goals, from files that are good and files that are not."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from extras.worlds.tests.webshop_made import GOAL, write_catalogue
+from extras.worlds.webshop import (
+    NO_LIMIT,
+    draw_goals,
+    draw_prices,
+    find_files,
+    goal_of,
+    read_catalogue,
+    read_goals,
+)
+from services.common.errors import ConfigError, DatasetError, InvalidRequestError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_catalogue(tmp_path)
+
+
+def test_products_are_cleaned_as_webshop_cleans_them(folder: Path) -> None:
+    catalogue = read_catalogue(find_files(folder))
+    mug, glass, lamp = (catalogue.products[f"B00000000{letter}"] for letter in "ABC")
+    assert len(catalogue.products) == 15 and mug.title == "Acme Stone Mug"
+    assert mug.options == {"color": ("navy blue", "red | white"), "size": ("large", "description")}
+    assert (mug.query, mug.attributes, glass.attributes) == ("mugs", ("hand made", "lead free"), ("DUMMY_ATTR",))
+    assert (mug.prices, glass.prices, lamp.prices) == ((10.0,), (12.5, 20.0), (100.0,))
+    assert (glass.price_tag, lamp.price_tag, glass.bullet_points) == ("$12.5 to $20.0", "$100.0", ("one text",))
+    assert [instruction.product.id for instruction in catalogue.instructions] == ["B00000000A", "B00000000B"]
+    assert len(read_catalogue(find_files(folder), 2).products) == 2
+
+
+def test_the_seed_decides_prices_limits_and_order(folder: Path) -> None:
+    catalogue = read_catalogue(find_files(folder))
+    products = catalogue.products.values()
+    first, same, other = (draw_prices(products, random.Random(seed)) for seed in (1, 1, 2))
+    assert first == same and first["B00000000B"] != other["B00000000B"]
+    assert 12.5 <= first["B00000000B"] <= 20 and first["B00000000C"] == 100
+    for seed in range(20):
+        goals = draw_goals(catalogue.instructions, first, seed)
+        assert goals == draw_goals(catalogue.instructions, first, seed)
+        for goal in goals:
+            price = first[goal.product_id]
+            assert price < goal.price_limit <= price // 10 * 10 + 40 and goal.price_limit % 10 == 0
+            assert goal.instruction.endswith(f", and price lower than {goal.price_limit:.2f} dollars")
+            assert ".," not in goal.instruction
+    assert len({draw_goals(catalogue.instructions, first, seed)[0].price_limit for seed in range(20)}) == 3
+
+
+def test_a_product_above_every_price_limit_has_no_limit(folder: Path) -> None:
+    catalogue = read_catalogue(find_files(folder))
+    prices = dict.fromkeys(catalogue.products, 985.0)
+    assert {(g.price_limit, "price" in g.instruction) for g in draw_goals(catalogue.instructions, prices, 1)} == {
+        (NO_LIMIT, False)
+    }
+
+
+def test_goals_are_read_from_a_file_and_from_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "goals.json"
+    path.write_text(json.dumps({"goals": [GOAL], "prices": {"B00000000A": 7}}))
+    stored = read_goals(path)
+    assert stored.goals == (goal_of(GOAL),) and stored.prices == {"B00000000A": 7.0}
+    assert goal_of({**GOAL, "goal_options": {"color": "navy"}}).options == (("color", "navy"),)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"price_upper": 0}, "above 0"),
+        ({"attributes": []}, "at least one attribute"),
+        ({"goal_options": None}, "no goal"),
+        ({"price_upper": "cheap"}, "no goal"),
+    ],
+)
+def test_a_goal_that_cannot_be_judged_is_refused(tmp_path: Path, change: dict[str, object], why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        goal_of({**GOAL, **change})
+    path = tmp_path / "goals.json"
+    path.write_text(json.dumps({"goals": [GOAL, {**GOAL, **change}], "prices": {}}))
+    with pytest.raises(DatasetError, match=f"goal 1: .*{why}"):
+        read_goals(path)
+
+
+def test_files_that_are_missing_or_no_catalogue_are_named(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no folder"):
+        find_files(folder / "nowhere")
+    (folder / "items_shuffle_7.json").write_text("[]")
+    with pytest.raises(ConfigError, match="several of items_shuffle"):
+        find_files(folder)
+    (folder / "items_shuffle.json").write_text('[{"asin": "B1"}]')
+    with pytest.raises(DatasetError, match=r"items_shuffle\.json: product 0: KeyError"):
+        read_catalogue(find_files(folder))
+    (folder / "items_shuffle.json").write_text("{}")
+    with pytest.raises(DatasetError, match="no JSON array"):
+        read_catalogue(find_files(folder))
+    (folder / "items_shuffle.json").write_text("nonsense")
+    with pytest.raises(DatasetError, match=r"items_shuffle\.json"):
+        read_catalogue(find_files(folder))
+    (folder / "items_human_ins.json").unlink()
+    with pytest.raises(ConfigError, match=r"no items_human_ins\.json"):
+        find_files(folder)

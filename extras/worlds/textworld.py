@@ -1,0 +1,360 @@
+"""One episode of a TextWorld game. Its rewards are the shares of the game's score, 1 in all; 1 for a win without a score."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import os
+import re
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import structlog
+from pydantic import Field, model_validator
+
+from extras.worlds.engines.pool import EnginePool, Game
+from extras.worlds.messages import MALFORMED, offer, read_action, without_offer
+from services.common.config.base import Section
+from services.common.config.envgateway import EnvGatewayConfig, TextworldConfig
+from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
+from services.common.installing import install
+from services.common.system.child import bound_to_this_process
+from services.common.system.processes import process_group
+from services.envgateway.calls import SharedCalls
+from services.envgateway.envs.base import EndStatus, Observation, StepResult, settings_of
+
+# --- Finds the game that a task's row asks for: a file of a folder, or a game to be made.
+
+
+_GAME_FILE = re.compile(r".*\.z[1-8]")
+
+
+class CookingGame(Section):
+    """Find a recipe's ingredients, prepare them, eat the meal."""
+
+    kind: Literal["cooking"]
+    recipe: int = Field(default=1, ge=1, le=5)
+    """Ingredients of the recipe."""
+    take: int = Field(default=1, ge=0, le=5)
+    """Ingredients that have to be found; at most those of the recipe."""
+    go: Literal[1, 6, 9, 12] = 1
+    """Rooms."""
+    open: bool = False
+    """Doors and containers have to be opened."""
+    cook: bool = False
+    """Some ingredients have to be cooked."""
+    cut: bool = False
+    """Some ingredients have to be cut."""
+    drop: bool = False
+    """Only so much can be carried."""
+    split: Literal["train", "valid", "test"] = "train"
+    """Which ingredients and preparations there are."""
+
+    @model_validator(mode="after")
+    def _takes_what_is_needed(self) -> CookingGame:
+        if self.take > self.recipe:
+            raise ValueError(f"take: {self.take} is more than the recipe's {self.recipe} ingredients")
+        return self
+
+
+class CustomGame(Section):
+    """A quest through some rooms, drawn at random."""
+
+    kind: Literal["custom"] = "custom"
+    world_size: int = Field(default=2, ge=1, le=20)
+    """Rooms."""
+    nb_objects: int = Field(default=4, ge=1, le=50)
+    """Things in them."""
+    quest_length: int = Field(default=3, ge=1, le=20)
+    """Actions that the quest takes."""
+
+
+MadeGame = Annotated[CookingGame | CustomGame, Field(discriminator="kind")]
+
+
+class TextworldSettings(Section):
+    max_turns: int | None = Field(default=None, ge=1)
+    """Turns of this episode; left out, `envgateway.textworld.max_turns`."""
+    make: MadeGame = CustomGame()
+    """Size and rewards of a game that is made, where the config names no folder of games; the row's `index` is the
+    seed."""
+
+
+def list_games(folder: Path) -> Sequence[str]:
+    """Names in a folder of games, sorted. Raises ``ConfigError`` where there is none."""
+    games = sorted(path.name for path in folder.iterdir() if _GAME_FILE.fullmatch(path.name))
+    if not games:
+        raise ConfigError(f"envgateway.textworld.games: there is no game file (such as .z8) in {folder}")
+    return games
+
+
+def game_of(task: Mapping[str, Any], folder: Path) -> Path:
+    """The file of the game that a row asks for, by ``game`` (its name) or ``index``. Raises ``InvalidRequestError``."""
+    games = list_games(folder)
+    name = task.get("game")
+    if name is None:
+        index = index_of(task)
+        if index >= len(games):
+            raise InvalidRequestError(f"there is no game {index}; they count from 0 to {len(games) - 1}")
+        name = games[index]
+    elif name not in games:
+        raise InvalidRequestError(f"there is no game {name!r} in the folder")
+    return folder / name
+
+
+def index_of(task: Mapping[str, Any]) -> int:
+    index = task.get("index")
+    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+        raise InvalidRequestError("the task names no game: it needs `index`, a number from 0")
+    return index
+
+
+# --- Makes games with TextWorld's ``tw-make``: each once, kept in a cache under its settings and seed.
+
+
+log = structlog.get_logger()
+_AT_ONCE = 2  # a game takes some seconds of one core
+_SCRIPT = "tw-make"
+
+
+class GameMaker:
+    def __init__(self, cache: Path | None, timeout_s: float) -> None:
+        """``cache`` left out: a folder of this user's below the system's temporary one."""
+        self._cache = cache or Path(tempfile.gettempdir()) / f"rollmill-textworld-{os.getuid()}"
+        self._timeout_s = timeout_s
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._shared: SharedCalls[Path] = SharedCalls(max_stored=0)
+
+    async def make(self, game: CookingGame | CustomGame, seed: int) -> Path:
+        """The game's file, from the cache if present. Concurrent requests for one game share one computation.
+
+        Raises:
+            InvalidRequestError: ``tw-make`` reports that no such game exists.
+            InfrastructureError: ``tw-make`` took too long, or cannot be run.
+        """
+        arguments = _arguments(game, seed)
+        digest = hashlib.sha256(" ".join(arguments).encode()).hexdigest()[:16]
+        path = self._cache / f"{game.kind}-{seed}-{digest}.z8"
+        if path.is_file():
+            return path
+        return await self._shared.run(path.name, lambda: self._make(arguments, path))
+
+    async def _make(self, arguments: list[str], path: Path) -> Path:
+        async with self._turns:
+            self._cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._cache.stat().st_uid != os.getuid():
+                raise InfrastructureError(f"{self._cache} belongs to another user: set envgateway.textworld.cache")
+            with tempfile.TemporaryDirectory(dir=self._cache, prefix="making-", ignore_cleanup_errors=True) as folder:
+                await self._run([*arguments, "--output", f"{folder}/{path.name}"], folder)
+                made = Path(folder) / path.name
+                for suffix in (".json", ".z8"):  # the game last: a reader that sees the game finds the other file
+                    os.replace(made.with_suffix(suffix), path.with_suffix(suffix))
+        log.info("textworld.made", game=path.name)
+        return path
+
+    async def _run(self, arguments: list[str], folder: str) -> None:
+        script = Path(sysconfig.get_path("scripts")) / _SCRIPT
+        if not script.is_file():
+            raise InfrastructureError(f"{script} is missing: TextWorld is not installed as a package")
+        async with process_group(
+            *bound_to_this_process([sys.executable, str(script), *arguments]),
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+            env={
+                "PATH": os.defpath, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1",
+                "HOME": folder,  # Inform writes its documentation to HOME, or to the current directory
+            },
+            cwd=folder,
+        ) as process:  # fmt: skip
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    _, told = await process.communicate()
+            except TimeoutError:
+                raise InfrastructureError(f"{_SCRIPT} took longer than {self._timeout_s:g} s") from None
+        if process.returncode != 0:
+            last = told.decode(errors="replace").strip().splitlines()[-1:]
+            raise InvalidRequestError(f"this game cannot be made: {' '.join(last) or process.returncode}")
+
+
+def _arguments(game: CookingGame | CustomGame, seed: int) -> list[str]:
+    common = ["--seed", str(seed), "--silent"]
+    if isinstance(game, CustomGame):
+        return [
+            "custom", "--world-size", str(game.world_size), "--nb-objects", str(game.nb_objects),
+            "--quest-length", str(game.quest_length), *common,
+        ]  # fmt: skip
+    switches = [f"--{name}" for name in ("open", "cook", "cut", "drop") if getattr(game, name)]
+    return [
+        "tw-cooking", "--recipe", str(game.recipe), "--take", str(game.take), "--go", str(game.go),
+        "--recipe-seed", str(seed), "--split", game.split, *switches, *common,
+    ]  # fmt: skip
+
+
+class TextworldEpisode:
+    def __init__(self, pool: EnginePool, maker: GameMaker, folder: Path | None, max_turns: int) -> None:
+        """``folder`` holds the games; without one they are made."""
+        self._pool = pool
+        self._maker = maker
+        self._folder = folder
+        self._max_turns = max_turns
+        self._game: Game | None = None
+        self._admissible: Sequence[str] = ()
+        self._max_score = 0.0
+        self._score = 0.0
+        self._turns = 0
+        self._malformed = 0
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        """The game comes from the row alone, so that all episodes of a task play the same; ``seed`` is its chance."""
+        settings = settings_of(task, TextworldSettings)
+        self._max_turns = settings.max_turns or self._max_turns
+        if self._folder is None:
+            path = await self._maker.make(settings.make, index_of(task))
+        else:
+            path = game_of(task, self._folder)
+        self._game, answer = await self._pool.open({"path": str(path.absolute()), "seed": seed % 2**31})
+        self._admissible = answer["admissible"]
+        self._max_score = answer["max_score"]
+        text = opening(answer["feedback"], answer["objective"], self._admissible)
+        return Observation(text=text, admissible_actions=self._admissible, remembered=without_offer(text))
+
+    async def step(self, action: str) -> StepResult:
+        assert self._game is not None, "stepped before reset"
+        command = read_action(action)
+        if command is None or not is_of_the_game(command):
+            self._turns += 1
+            self._malformed += 1
+            return self._result((MALFORMED if command is None else REFUSED) + offer(self._admissible))
+        answer = await self._game.step(command)
+        self._turns += 1
+        self._admissible = answer["admissible"]
+        text = tidy(answer["feedback"]) + offer(self._admissible)
+        return self._result(text, self._earned(answer), done=answer["done"], won=answer["won"])
+
+    async def close(self) -> None:
+        if self._game is not None:
+            self._game.close()
+
+    def _earned(self, answer: Mapping[str, Any]) -> float:
+        if self._max_score <= 0:
+            return float(answer["won"])
+        gained, self._score = answer["score"] - self._score, answer["score"]
+        return float(gained / self._max_score)
+
+    def _result(self, text: str, reward: float = 0.0, done: bool = False, won: bool = False) -> StepResult:
+        status = ""
+        if done:
+            status = EndStatus.COMPLETED
+        elif self._turns >= self._max_turns:
+            status = EndStatus.TURN_LIMIT
+        return StepResult(
+            observation=text,
+            reward=reward,
+            done=bool(status),
+            admissible_actions=self._admissible,
+            metrics={"won": float(won), "malformed_replies": float(self._malformed)},
+            status=status,
+            remembered=without_offer(text),
+        )
+
+
+_MODULE = "extras.worlds.engines.textworld"
+
+
+class TextworldWorld:
+    """State shared by episodes: a world (see ``envs/base.py``). No process runs before the first episode."""
+
+    def __init__(self, config: TextworldConfig) -> None:
+        self._config = config
+        self.max_turns = config.max_turns
+        self._maker = GameMaker(config.cache, config.make_timeout_s)
+        self.pool = EnginePool("textworld", _MODULE, config.engine, {})
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        return self.pool.gauges
+
+    def build(self) -> TextworldEpisode:
+        return TextworldEpisode(self.pool, self._maker, self._config.games, self.max_turns)
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+
+def make_world(config: EnvGatewayConfig, sandbox: object) -> TextworldWorld | str:
+    games = config.textworld.games
+    if importlib.util.find_spec("textworld") is None:
+        return f"its engine is not installed: {install('textworld')}"
+    if games is not None and not games.is_dir():
+        return f"envgateway.textworld.games: there is no folder {games.absolute()}"
+    return TextworldWorld(config.textworld)
+
+
+REFUSED = "That is no command of this game.\n"
+_MOST_CHARS = 200  # more does not fit into an interpreter's line
+_WORDS = re.compile(r"[a-z0-9 ',.;:!?\"-]+")
+_SENTENCE_END = re.compile(r"[.,;:!?\"]| then | and ")
+# Inform's words for the interpreter, and those of its testing that a game may have been compiled with.
+_META = """
+    save restore restart quit q undo oops script transcript noscript unscript recording replay verify restrict notify
+    actions changes gonear goto random routines messages scope showdict dict showobj showverb timers daemons trace
+    abstract purloin tree glklist showme test rules relations showheap scenes
+"""
+_OF_THE_INTERPRETER = frozenset(_META.split())
+
+
+def is_of_the_game(command: str) -> bool:
+    """Whether a lower-cased command may be given to the game, and is none of its interpreter.
+
+    The interpreter reads some commands itself: ``save`` and ``script`` write files on the gateway's machine, ``quit``
+    and ``restart`` begin a dialogue outside the game, ``tw-trace-actions`` turns off the list of actions, and a line
+    that begins with a backslash is an order to the interpreter's screen, which may never return. A game's own words are
+    plain letters.
+
+    >>> is_of_the_game("take the knife, then go east"), is_of_the_game("look. save"), is_of_the_game("\\\\x")
+    (True, False, False)
+    """
+    if len(command) > _MOST_CHARS or not _WORDS.fullmatch(command):
+        return False
+    sentences = (sentence.split() for sentence in _SENTENCE_END.split(command))
+    first_words = [words[0].strip("'-") for words in sentences if words]
+    return bool(first_words) and not any(word in _OF_THE_INTERPRETER or word.startswith("tw-") for word in first_words)
+
+
+INSTRUCTION = """\
+You are playing a text game. You are told where you are and what you are after; after each of your actions you are told \
+what happened. Each reply is one of these two:
+
+THOUGHT: what you think
+ACTION: what you do
+
+or only
+
+ACTION: what you do
+
+One action per reply, a short command such as one of the available actions.
+
+"""
+_BANNER = re.compile(r"[\s_|\\/$<>]+")
+_STATUS_LINE = re.compile(r"^>\s.*$", re.MULTILINE)  # the prompt, and the status line beside the prompt
+
+
+def opening(feedback: str, objective: str, admissible: Sequence[str]) -> str:
+    """The first message. Games tell their objective themselves, or the file beside them does."""
+    scene = tidy(feedback)
+    told = objective if objective and objective not in scene else ""
+    return INSTRUCTION + "\n".join(filter(None, (told, scene))) + offer(admissible)
+
+
+def tidy(feedback: str) -> str:
+    """The text without the title's drawing, the prompt and empty lines at either end or in a row."""
+    lines = [
+        line.rstrip()
+        for line in _STATUS_LINE.sub("", feedback).splitlines()
+        if not (line.strip() and _BANNER.fullmatch(line))
+    ]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
