@@ -433,8 +433,6 @@ def _bounded(name: str, files: Iterable[TaskFile], most_bytes: int) -> list[Task
     for file in files:
         total += len(file.content)
         if total > most_bytes:
-            raise DatasetError(
-                f"task {name}: its files are larger than {most_bytes} bytes: raise envgateway.harbor.files_bytes"
-            )
+            raise DatasetError(f"task {name}: its files are larger than {most_bytes} bytes: leave some of them out")
         found.append(file)
     return found

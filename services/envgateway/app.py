@@ -47,7 +47,7 @@ from services.envgateway.rpc import (
     JudgeServicer,
     RewardServicer,
 )
-from services.envgateway.sandbox.pool import SandboxPool
+from services.envgateway.sandbox.pool import COMPILE_TIME_S, SandboxPool
 from services.envgateway.taskserver import TaskServer
 from services.envgateway.tools.mcp import McpServer
 from services.envgateway.tools.registry import ToolBox, load_tools
@@ -128,7 +128,7 @@ class Gateway:
             self.queue = RedisQueue(config.queue, redis_uri)
         else:
             judge, limits = Judge(sandbox, self._comparisons.failure), config.sandbox
-            self.queue = local_queue(sandbox, judge, num_slots=limits.num_slots, lane_size=config.queue.lane_size)
+            self.queue = local_queue(sandbox, judge, num_slots=limits.num_slots)
         self._reasoning = MathPool(config.reasoning_gym, REASONING_GYM)
         self._rewards = Rewards(
             self._math,
@@ -235,7 +235,7 @@ def _make_http(config: EnvGatewayConfig, queue: JobQueue, rewards: Rewards) -> H
         queue,
         rewards,
         run_s=limits.wall_time_s,
-        compile_s=limits.compile_time_s,
+        compile_s=COMPILE_TIME_S,
         output_bytes=limits.output_bytes,
     )
     return HttpServer(config.http, config.host, queue, submissions)

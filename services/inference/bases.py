@@ -46,7 +46,7 @@ class BaseModels:
         recipe = settings.recipe
         section = recipe.policies[policy]
         assert section.adapter is not None
-        base = self._load(recipe.model_path(policy, settings.run_dir), section, dtype, recipe.digest_algorithm(policy))
+        base = self._load(recipe.model_path(policy, settings.run_dir), section, dtype, recipe.digest_algorithm())
         identity = identity_of(base.model, section.adapter, base.digest)
         rounded: torch.dtype = getattr(torch, section.trainer.master_dtype)  # as the trainer's are
         tensors = initial_adapter(base.model, section.adapter, recipe.run.seed)

@@ -104,7 +104,7 @@ def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, 
     context_length = section.model.context_length
     first = _first_version(policy, settings)
     engine = ScriptedEngine(
-        script.script or RandomTokens(vocab_size=script.vocabulary, median_length=float(script.response_tokens)),
+        script.script or RandomTokens(vocab_size=256, median_length=64.0),
         num_slots=config.engine_slots or config.num_slots,
         context_length=context_length,
         tokens_per_second=script.tokens_per_s,
@@ -300,7 +300,7 @@ def _filled_mirror(
         run_id=settings.run_id,
         version=0,
         dtype=settings.recipe.policies[policy].published_dtype,
-        algorithm=settings.recipe.digest_algorithm(policy),
+        algorithm=settings.recipe.digest_algorithm(),
         adapter=adapter,
     )
     return mirror

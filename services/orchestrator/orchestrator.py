@@ -41,7 +41,7 @@ from services.orchestrator.stalls import PAUSED_ITSELF, Hold, StallState
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, TrainingOrders
 from services.orchestrator.trainers import Absences, DeviceTurns, TrainerLeases
-from services.orchestrator.versions import FanOut, PublishedVersions, VersionLedger
+from services.orchestrator.versions import MAX_RELAYS, FanOut, PublishedVersions, VersionLedger
 
 log = structlog.get_logger()
 
@@ -117,7 +117,6 @@ class OrchestratorCore:
             self.counters,
             admit=recipe.rollout.admit,
             deterministic=recipe.run.deterministic,
-            exhausted_after=recipe.data.exhausted_after,
             issuable=lambda policy: self.dispatcher.may_issue(policy),
             on_closed=partial(entries.close_group, self.journal),
             on_judged=self._judged,
@@ -167,7 +166,7 @@ class OrchestratorCore:
             evaluation=recipe.evaluation,
             journal=self.journal,
             counters=self.counters,
-            fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
+            fanout=FanOut(dict.fromkeys(recipe.policies, MAX_RELAYS)),
             clock=self.clock,
         )
 
@@ -185,7 +184,7 @@ class OrchestratorCore:
             is_member=lambda sender: self.pool.has_met(*sender),
         )
         self.retry_limit = RetryLimit(self.groups, self.dispatcher, self.evaluations, self.ingest)
-        self.masked = MaskedSamples(self.counters, rollout.max_masked_share, rollout.masked_window)
+        self.masked = MaskedSamples(self.counters, rollout.max_masked_share)
 
     def _make_versions(self) -> None:
         self.versions = PublishedVersions(

@@ -127,7 +127,6 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
             trainable=False,
             compute_dtype=compute,
             attention=config.trainer.attention,
-            logprob_chunk_tokens=config.trainer.logprob_chunk_tokens,
             offload="reference" in config.trainer.offload,
         )
 
@@ -185,12 +184,11 @@ def _trained_model(
         gradient_checkpointing=config.trainer.gradient_checkpointing is True,
         compute_dtype=compute,
         attention=config.trainer.attention,
-        logprob_chunk_tokens=config.trainer.logprob_chunk_tokens,
         value_head=config.algorithm.value_head is not None,
         adapter=adapter,
     )
     if adapter is not None:
-        model.base = digest_base(model.causal_lm, ranks, recipe.digest_algorithm(policy), path)
+        model.base = digest_base(model.causal_lm, ranks, recipe.digest_algorithm(), path)
         model.adapter = identity_of(model.causal_lm, adapter.config, model.base.digest)
     return model
 
@@ -344,7 +342,7 @@ def _snapshot_publisher(
         run_id=run.run_id,
         policy=policy,
         dtype=run.recipe.policies[policy].published_dtype,
-        algorithm=run.recipe.digest_algorithm(policy),
+        algorithm=run.recipe.digest_algorithm(),
         directories=directories,
     )
     return SnapshotPublisher(policy=policy, snapshots=snapshots, process=process)

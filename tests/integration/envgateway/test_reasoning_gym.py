@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.common import reasoning_gym
-from services.common.config.envgateway import ReasoningGymConfig
+from services.common.config.envgateway import ScorerConfig
 from services.common.errors import InvalidRequestError
 from services.envgateway.calls import RewardOutcome
 from services.envgateway.rewards.math_worker import REASONING_GYM
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.needs("reasoning-gym"), pytest.mark.slow]
 
 @pytest.fixture
 async def pool() -> AsyncIterator[MathPool]:
-    made = MathPool(ReasoningGymConfig(timeout_s=1.0), REASONING_GYM)
+    made = MathPool(ScorerConfig(timeout_s=1.0), REASONING_GYM)
     yield made
     await made.close()
 

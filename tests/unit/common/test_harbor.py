@@ -173,7 +173,7 @@ def test_no_file_outside_of_the_task_is_read(tasks: Path, tmp_path: Path) -> Non
 
 
 def test_files_that_are_missing_or_too_large_are_told(tasks: Path) -> None:
-    with pytest.raises(DatasetError, match=r"raise envgateway.harbor.files_bytes"):
+    with pytest.raises(DatasetError, match=r"leave some of them out"):
         places(tasks / "count-lines", most_bytes=10)
     (tasks / "count-lines" / "environment" / "Dockerfile").write_text("COPY none.txt /app/\n")
     with pytest.raises(DatasetError, match=r"Dockerfile line 1: there is no none.txt in environment"):

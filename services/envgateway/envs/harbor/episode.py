@@ -63,6 +63,12 @@ You work in a shell without a network, in the directory {workdir}. To run a comm
 
 and its output comes back; one command in each reply. A reply without a command ends the task."""
 _LATE_S = 3600.0  # of a policy that answers slowly after the agent's time: never the reason of a reward
+_AGENT_TIME_S = 3600.0  # before the tests; a task's `agent.timeout_sec` may be less
+_NUM_FILES = 8192
+_NUM_PROCESSES = 64
+_OPEN_FILES = 256  # of one process
+_MAX_CHARS = 4000  # of a command's output that the agent reads; it is cut in its middle
+_FILES_BYTES = 32 << 20  # of a task's `environment`, and of its `tests`
 _SPARE_S = 5.0  # between the time of a command and that of its turn
 _INSIDE = resources.files(__package__).joinpath("inside.py").read_text(encoding="utf-8") if __package__ else ""
 
@@ -98,7 +104,7 @@ class HarborEpisode:
         """
         try:
             self._row, self._task = task, _task_of(task, self._config)
-            files = environment_files(self._task, self._config.files_bytes)
+            files = environment_files(self._task, _FILES_BYTES)
         except DatasetError as error:
             raise InvalidRequestError(error.message) from error
         dockerfile = self._task.dockerfile
@@ -106,7 +112,7 @@ class HarborEpisode:
         await self._must(_INSIDE)
         await self._must(_call("begin", WRITABLE, str(dockerfile.workdir), dockerfile.variables))
         await self._must(_call("put", _packed(files)))
-        self._deadline = self._clock() + min(self._task.agent_s, self._config.agent_time_s)
+        self._deadline = self._clock() + min(self._task.agent_s, _AGENT_TIME_S)
         text = self._task.instruction.rstrip() + _HOW.format(workdir=dockerfile.workdir)
         return Observation(text=text, tools=(TOOL,))
 
@@ -128,7 +134,7 @@ class HarborEpisode:
             said += "\n(the command printed too much and was stopped)"
         elif result.status is not RunStatus.OK:
             raise EpisodeLostError(f"task {self._task.name}: a command ended as {result.status}: {result.error}")
-        return StepResult(observation=cut_text(said or "(no output)", self._config.max_chars), metrics=self._metrics())
+        return StepResult(observation=cut_text(said or "(no output)", _MAX_CHARS), metrics=self._metrics())
 
     async def close(self) -> None:
         process, self._process = self._process, None
@@ -157,7 +163,7 @@ class HarborEpisode:
         """
         name = self._task.name
         try:
-            files = verifier_files(self._task, self._config.files_bytes)
+            files = verifier_files(self._task, _FILES_BYTES)
         except DatasetError as error:
             raise EpisodeLostError(error.message) from error
         limit_s = min(self._task.verifier_s, self._config.verifier_time_s)
@@ -231,7 +237,7 @@ class HarborEpisode:
         return LiveConfig.model_construct(
             cell_time_s=turn_s,
             cpu_time_s=config.cpu_time_s,
-            lifetime_s=min(self._task.agent_s, config.agent_time_s) + config.verifier_time_s + _LATE_S,
+            lifetime_s=min(self._task.agent_s, _AGENT_TIME_S) + config.verifier_time_s + _LATE_S,
             memory_bytes=min(self._task.memory_bytes or config.memory_bytes, config.memory_bytes),
             output_bytes=config.output_bytes,
         )
@@ -239,11 +245,11 @@ class HarborEpisode:
     def _bounds(self) -> dict[str, float | int]:
         config = self._config
         return {
-            "processes": config.num_processes,
+            "processes": _NUM_PROCESSES,
             "disk_bytes": min(self._task.storage_bytes or config.disk_bytes, config.disk_bytes),
             "file_bytes": config.disk_bytes,
-            "num_files": config.num_files,
-            "open_files": config.open_files,
+            "num_files": _NUM_FILES,
+            "open_files": _OPEN_FILES,
         }
 
 

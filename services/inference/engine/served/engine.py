@@ -651,9 +651,6 @@ def engine_of(
         context_length=setup.context_length,
         vocab_size=_vocab_size(setup.model_path),
         kv_policy=kv_policy,
-        restarts=settings.restarts,
-        stall_timeout_s=settings.stall_timeout_s,
-        chunk_tokens=settings.chunk_tokens,
         on_tokens=setup.on_tokens,
     )
 

@@ -505,10 +505,7 @@ class Fleet:
         log.error("engine_server.given_up", server=server.name, restarts=self._restarts, how=exit_message)
         if all(other.given_up for other in self.servers):
             program = server.program
-            self._failed(
-                f"every {program.name} server died more than {self._restarts} times in a row ({program.section}.restarts)\n"
-                f"{exit_message}"
-            )
+            self._failed(f"every {program.name} server died more than {self._restarts} times in a row \n{exit_message}")
 
     async def _watch_load(self) -> None:
         while True:

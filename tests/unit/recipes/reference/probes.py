@@ -28,6 +28,7 @@ from services.inference.workflows.codegen import read_cases
 from services.inference.workflows.single import TRY_AGAIN, VERIFY
 from services.inference.workflows.tools import ToolMathSettings, format_term
 from services.orchestrator.buffer.buffer import advantage_groups
+from services.trainer.losses import ALGORITHMS
 from tests.integration.envgateway.conftest import CONFIG
 from tests.unit.envgateway.webshop.made import write_catalogue
 from tests.unit.envgateway.webshop.test_search import _product
@@ -204,7 +205,12 @@ def an_output_keeps_each_reading_that_its_row_leaves_open() -> None:
     )
 
 
+def the_trust_region_is_of_a_whole_minibatch() -> None:
+    assert ALGORITHMS["m2po"].needs_trust_region
+
+
 PROBES: dict[str, Probe] = {
+    "second moments of M2PO": the_trust_region_is_of_a_whole_minibatch,
     "a failed sample": a_failed_sample_leaves_its_siblings_compared,
     "log-probabilities of truncated sampling": log_probabilities_are_over_what_is_kept,
     "opening of an episode": an_episode_opens_with_turns_of_user_and_assistant,
