@@ -300,29 +300,25 @@ def add_mismatch(sums: Sums, batch: MicroTensors, logprobs: torch.Tensor, fresh_
 
 
 def shares(total: Mapping[str, float], minibatches: tuple[MinibatchTotals, ...]) -> dict[str, float]:
-    """Metrics of a step with other denominators than all trained tokens. ``total`` are its sums over all ranks."""
-    return {**_of_each_sign(total), **_effective_samples(total, minibatches)}
+    """Metrics of a step with other denominators than all trained tokens. ``total`` are its sums over all ranks.
 
-
-def _effective_samples(total: Mapping[str, float], minibatches: tuple[MinibatchTotals, ...]) -> dict[str, float]:
-    """Effective sample size of the ratios as a share of the trained tokens: mean and minimum over the minibatches."""
-    found = [
-        total[f"{_RATIOS}{index}"] ** 2 / (totals.num_trained_tokens * total[f"{_SQUARES}{index}"])
-        for index, totals in enumerate(minibatches)
-        if total.get(f"{_SQUARES}{index}")
-    ]
-    return (
-        {"effective_sample_share": sum(found) / len(found), "effective_sample_share_min": min(found)} if found else {}
-    )
-
-
-def _of_each_sign(total: Mapping[str, float]) -> dict[str, float]:
-    """Share without gradient of the tokens with a positive (a negative) advantage; absent without such tokens."""
+    ``zero_gradient_of_SIGN_share``: share without gradient of the tokens whose advantage has that sign.
+    ``effective_sample_share``: effective sample size of the ratios as a share of the trained tokens, mean and minimum
+    over the minibatches. Each is absent without such tokens.
+    """
     found: dict[str, float] = {}
     for sign in Sign:
         if count := total.get(f"advantage_{sign}_tokens", 0.0):
             without = sum(total[f"zero_gradient/{sign}/{cause}_tokens"] for cause in Cause)
             found[f"zero_gradient_of_{sign}_share"] = without / count
+    effective = [
+        total[f"{_RATIOS}{index}"] ** 2 / (totals.num_trained_tokens * total[f"{_SQUARES}{index}"])
+        for index, totals in enumerate(minibatches)
+        if total.get(f"{_SQUARES}{index}")
+    ]
+    if effective:
+        found["effective_sample_share"] = sum(effective) / len(effective)
+        found["effective_sample_share_min"] = min(effective)
     return found
 
 

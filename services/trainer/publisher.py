@@ -38,7 +38,7 @@ from services.common.errors import (
     VersionConflictError,
     VersionUnavailableError,
 )
-from services.common.prometheus import serve_metrics
+from services.common.prometheus import Metric, serve_metrics
 from services.common.rpc.interceptors import AccountInterceptor
 from services.common.rpc.server import Server
 from services.common.security import identity
@@ -66,8 +66,15 @@ from services.common.weights.snapshot import (
     same_tensors,
     tensor_digest,
 )
-from services.trainer.app import PUBLISHER_METRICS
 
+PUBLISHER_METRICS = (
+    Metric("rollmill_published_weight_version", "gauge", "The newest version that can be fetched.", "newest_version"),
+    Metric("rollmill_snapshots", "gauge", "Versions kept in full.", "snapshots"),
+    Metric("rollmill_deltas", "gauge", "Deltas kept.", "deltas"),
+    Metric("rollmill_delta_bytes", "gauge", "Bytes of the deltas kept.", "delta_bytes"),
+    Metric("rollmill_deltas_skipped_total", "counter", "Versions without a delta of their own: coding was slower than publishing.", "deltas_skipped"),
+    Metric("rollmill_weight_bytes_sent_total", "counter", "Bytes of weights sent.", "bytes_sent"),
+)  # fmt: skip
 log = structlog.get_logger()
 
 _ACTIVITIES = {

@@ -164,20 +164,15 @@ def _credited(
         _, _, values = forward_with_values(models.policy, batch, temperature)
         assert values is not None
         advantages, returns = gae(rewards, values, index, config.gamma, config.gae_lambda)
-        _add_fit(sums, values.double(), returns)
+        # From these ``explained_variance`` is computed.
+        sums.add("value", values.sum(dtype=torch.float64))
+        for name, numbers in (("return", returns), ("value_error", returns - values.double())):
+            sums.add(name, numbers.sum())
+            sums.add(f"{name}_squared", numbers.square().sum())
         batch = replace(batch, old_values=values, returns=returns.to(values.dtype))
     else:
         advantages = discounted_sums(rewards, index, config.gamma)
     return replace(batch, advantages=advantages.to(dtype))
-
-
-def _add_fit(sums: Sums, values: torch.Tensor, returns: torch.Tensor) -> None:
-    """Add the sums from which ``explained_variance`` is computed."""
-    errors = returns - values
-    sums.add("value", values.sum())
-    for name, numbers in (("return", returns), ("value_error", errors)):
-        sums.add(name, numbers.sum())
-        sums.add(f"{name}_squared", numbers.square().sum())
 
 
 def _normalized(minibatches: Minibatches, ranks: Ranks, config: AlgorithmConfig) -> list[list[MicroTensors]]:
