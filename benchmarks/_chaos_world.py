@@ -52,7 +52,6 @@ SMALL = [
     "rollout.infra_retries=9",
     f"orchestrator.lease_s={LEASE_S}",
     "orchestrator.min_free_bytes=4000000",
-    "orchestrator.segment_bytes=1000000",
     "orchestrator.retention=all",
     "launch.restarts=1000000",
 ]

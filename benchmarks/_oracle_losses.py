@@ -16,7 +16,6 @@ from services.trainer.losses import TokenBatch, aggregate, importance_weights, k
 
 _SECTION: TypeAdapter[Any] = TypeAdapter(LossConfig)
 
-LOG_RATIO_CLAMP = AlgorithmConfig().log_ratio_clamp
 NO_CAP = 1e9
 
 AGGREGATIONS: dict[str, dict[str, Any]] = {  # the oracles' names -> ours
@@ -100,7 +99,7 @@ def kl(case: Case) -> Answer:
     tokens = Tokens.of(case)
     logprobs = tokens.input("logprobs").requires_grad_()
     _, bound = case.settings["clamp_value"] or (None, None)
-    values = kl_per_token(logprobs, tokens.input("reference"), case.settings["estimator"], LOG_RATIO_CLAMP, bound)
+    values = kl_per_token(logprobs, tokens.input("reference"), case.settings["estimator"], bound)
     loss = values.mean()
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return Answer(
@@ -193,7 +192,7 @@ def _weights(case: Case, config: AlgorithmConfig, new: str) -> list[float]:
         num_sequences=tokens.num_sequences,
     )
     level = config.importance_level
-    weights = truncated(importance_weights(tokens.input(new), given.behaviour, given, level, LOG_RATIO_CLAMP), config)
+    weights = truncated(importance_weights(tokens.input(new), given.behaviour, given, level), config)
     if isinstance(config, Tis) and config.importance_normalize:
         total, count = weight_sum(weights, given, level)
         weights = weights / (total / count)

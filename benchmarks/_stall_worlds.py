@@ -251,7 +251,6 @@ class World:
                     "scripted": {
                         "tokens_per_s": self.shape.tokens_per_s,
                         "latency_s": self.shape.latency_s,
-                        "response_tokens": 16,
                     },
                 }
             },

@@ -37,7 +37,7 @@ from benchmarks._report import median_and_spread, report, report_nothing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from services.common.config.envgateway import MathRewardConfig
+from services.common.config.envgateway import ScorerConfig
 from services.common.system.machine import num_cores
 from services.envgateway.calls import RewardOutcome, RewardResult
 from services.envgateway.rewards.pool import MathPool
@@ -182,7 +182,7 @@ async def measure(
     data: Path, num_cases: int, repeats: int, per_repeat: int, num_traps: int, workers: int, seed: int
 ) -> None:
     direct = Direct()
-    pool = MathPool(MathRewardConfig(num_workers=workers))
+    pool = MathPool(ScorerConfig(num_workers=workers))
     try:
         num_timed = (repeats + 1) * per_repeat
         fresh = completions(data, num_timed + num_cases, seed)

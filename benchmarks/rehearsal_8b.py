@@ -39,7 +39,7 @@ from services.common.config.loading import load_recipe
 from services.common.config.training import PolicyConfig
 from services.trainer.model import attention
 from services.trainer.model.attention import Documents
-from services.trainer.model.logprobs import Targets
+from services.trainer.model.logprobs import CHUNK_TOKENS, Targets
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import AdapterSetup, PolicyModel, Scorer, WithoutAdapter, build_policy_model
 from services.trainer.ranks import Ranks
@@ -209,7 +209,7 @@ def _model(
         trainable=trainable,
         gradient_checkpointing=trainer.gradient_checkpointing,
         compute_dtype=None if trainer.compute_dtype == trainer.master_dtype else getattr(torch, trainer.compute_dtype),
-        logprob_chunk_tokens=chunk_tokens or trainer.logprob_chunk_tokens,
+        logprob_chunk_tokens=chunk_tokens or CHUNK_TOKENS,
         adapter=adapter,
     )
 

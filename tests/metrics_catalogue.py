@@ -12,7 +12,7 @@ from services.envgateway.app import WORKER_METRICS as WORKER
 from services.inference.replica import METRICS as INFERENCE
 from services.orchestrator.progress import METRICS as ORCHESTRATOR
 from services.trainer.app import METRICS as TRAINER
-from services.trainer.app import PUBLISHER_METRICS as PUBLISHER
+from services.trainer.publisher import PUBLISHER_METRICS as PUBLISHER
 from tests.documented import DOCS
 
 CATALOGUE: dict[str, tuple[Metric, ...]] = {

@@ -168,15 +168,11 @@ class _VectorEpisode(_Base):
         import gymnasium
 
         config = self._config
-        # Never by forking: the gateway has threads.
-        kwargs = {"context": "spawn"} if config.vectorization == "async" else None
         extras = {"max_episode_steps": config.max_turns} if config.max_turns else {}
         make = partial(
             gymnasium.make_vec,
             config.id,
             self._number,
-            vectorization_mode=config.vectorization,
-            vector_kwargs=kwargs,
             **extras,
             **config.settings,
         )

@@ -55,8 +55,7 @@ You work in a shell without a network, in the directory {workdir}. To run a comm
 
 and its output comes back; one command in each reply. A reply without a command ends the task."""
 _LATE_S = 3600.0  # of a policy that answers slowly after the agent's time: never the reason of a reward
-_CPU_TIME_S = 600.0  # of all commands and the tests together
-_OUTPUT_BYTES = 1 << 20  # of one command; then it is stopped
+_AGENT_TIME_S = 3600.0  # before the tests; a task's `agent.timeout_sec` may be less
 _MOST_CHARS = 4000  # of its output before the agent; the middle is cut
 _SPARE_S = 5.0  # between the time of a command and that of its turn
 _INSIDE = Path(__file__).with_name("harbor_inside.py").read_text(encoding="utf-8")
@@ -102,7 +101,7 @@ class HarborEpisode:
         variables = {"PATH": PATH, **dockerfile.variables}
         await self._must(_call("begin", WRITABLE, str(dockerfile.workdir), variables))
         await self._must(_call("put", base64.b64encode(files).decode()))
-        self._deadline = self._clock() + min(self._task.agent_s, self._config.agent_time_s)
+        self._deadline = self._clock() + min(self._task.agent_s, _AGENT_TIME_S)
         text = self._task.instruction.rstrip() + _HOW.format(workdir=dockerfile.workdir)
         return Observation(text=text, tools=(TOOL,))
 
@@ -226,10 +225,10 @@ class HarborEpisode:
         turn_s = max(config.command_time_s, config.verifier_time_s) + _SPARE_S
         return LiveConfig.model_construct(
             cell_time_s=turn_s,
-            cpu_time_s=_CPU_TIME_S,
-            lifetime_s=min(self._task.agent_s, config.agent_time_s) + config.verifier_time_s + _LATE_S,
+            cpu_time_s=config.cpu_time_s,
+            lifetime_s=min(self._task.agent_s, _AGENT_TIME_S) + config.verifier_time_s + _LATE_S,
             memory_bytes=min(self._task.memory_bytes or config.memory_bytes, config.memory_bytes),
-            output_bytes=_OUTPUT_BYTES,
+            output_bytes=config.output_bytes,
         )
 
     def _bounds(self) -> dict[str, float | int]:

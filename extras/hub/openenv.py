@@ -30,6 +30,7 @@ from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observati
 
 log = structlog.get_logger()
 _ASK_AGAIN_S = 0.1
+_CONNECTIONS = 256  # sockets open at once, one for each episode
 _GRACE_S = 3.0  # from SIGTERM on: a container's client stops the container
 
 
@@ -449,7 +450,7 @@ class OpenEnvWorld:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._client is None:
-            connector = aiohttp.TCPConnector(limit=self.config.connections)
+            connector = aiohttp.TCPConnector(limit=_CONNECTIONS)
             self._client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         return self._client
 

@@ -156,6 +156,7 @@ class HttpConnection:
         return self._session
 
 
+_CONNECTIONS = 256  # at once
 _QUESTION_S = 10.0  # requests that start no session
 _LEAST_S = 0.1  # with less, a server could take the turn and its answer come too late
 _CANCEL_S = 4.5  # less than the gateway waits for an environment to close
@@ -397,7 +398,7 @@ class ClassicServer:
             return _turn(_output(reply))
         if reply.status in CONTENT_REFUSED:
             raise ContentRefusedError(f"{self._http.url} refuses the action: {reply.status} {reply.detail}")
-        if reply.status == 501 and self._config.release_leaked_slots:
+        if reply.status == 501:
             self._free_slot_of(session)
         raise EpisodeLostError(f"{self._http.url} ended session {session}: {reply.status} {reply.detail}")
 
@@ -587,7 +588,7 @@ class AgentBenchWorld:
 
     def __init__(self, config: AgentBenchConfig) -> None:
         self._config = config
-        self._http = HttpConnection(config.url, config.connections)
+        self._http = HttpConnection(config.url, _CONNECTIONS)
         self._server: ClassicServer | AdapterServer | None = None
         self._finding = asyncio.Lock()
 

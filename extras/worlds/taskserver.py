@@ -655,6 +655,7 @@ def _classic_refusal(error: RollmillError) -> Refusal:
 
 
 PREFIX = "/api"
+BODY_BYTES = 16 << 20  # of the largest request
 
 
 class TaskServer:
@@ -679,7 +680,7 @@ class TaskServer:
             )
         self.conversations = Conversations(episodes, idle_s=idle_s)
         self._tasks = TaskOwner()
-        application = web.Application(client_max_size=config.body_bytes)
+        application = web.Application(client_max_size=BODY_BYTES)
         # First the names that are fixed, then those with a task in the path.
         application.add_routes(ClassicProtocol(tasks, self.conversations).routes(PREFIX))
         application.add_routes(AdapterProtocol(tasks, self.conversations).routes(PREFIX))

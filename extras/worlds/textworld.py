@@ -262,6 +262,7 @@ class TextworldEpisode:
         )
 
 
+_MAKE_TIMEOUT_S = 50.0  # making one game
 _MODULE = "extras.worlds.engines.textworld"
 
 
@@ -271,7 +272,7 @@ class TextworldWorld:
     def __init__(self, config: TextworldConfig) -> None:
         self._config = config
         self.max_turns = config.max_turns
-        self._maker = GameMaker(config.cache, config.make_timeout_s)
+        self._maker = GameMaker(config.cache, _MAKE_TIMEOUT_S)
         self.pool = EnginePool("textworld", _MODULE, config.engine, {})
 
     @property

@@ -80,12 +80,12 @@ def find_files(folder: Path) -> CatalogueFiles:
     )
 
 
-def read_catalogue(files: CatalogueFiles, num_products: int | None = None) -> Catalogue:
+def read_catalogue(files: CatalogueFiles) -> Catalogue:
     """Raises ``DatasetError`` with the file and the row."""
     attributes = _json(files.attributes, dict)
     instructions = _json(files.instructions, dict)
     products: dict[str, Product] = {}
-    for number, row in enumerate(_json(files.products, list)[:num_products]):
+    for number, row in enumerate(_json(files.products, list)):
         try:
             if row["asin"] != "nan" and len(row["asin"]) <= _LONGEST_ID and row["asin"] not in products:
                 products[row["asin"]] = product_of(row, attributes.get(row["asin"], {}))

@@ -396,12 +396,12 @@ class Shop:
         return judge_purchase(product, goal, self._prices[product.id], options, self._nouns)
 
 
-def open_shop(files: CatalogueFiles, goals: Path | None, num_products: int | None, seed: int, nouns: Tagger) -> Shop:
+def open_shop(files: CatalogueFiles, goals: Path | None, seed: int, nouns: Tagger) -> Shop:
     """Read and index everything: seconds to minutes, as large as the catalogue is.
 
     ``goals`` names a file of goals and prices; without one both are drawn with the seed. Raises ``DatasetError``.
     """
-    catalogue = read_catalogue(files, num_products)
+    catalogue = read_catalogue(files)
     if goals is not None:
         stored = read_goals(goals)
         shop = Shop(catalogue.products, stored.prices, stored.goals, nouns)
@@ -751,7 +751,7 @@ class WebshopWorld:
         """
         if self._opening is None or (self._opening.done() and not _succeeded(self._opening)):
             config = self._config
-            opening = THREADS.run(open_shop, self._files, config.goals, config.num_products, config.seed, self._tagger)
+            opening = THREADS.run(open_shop, self._files, config.goals, config.seed, self._tagger)
             self._opening = asyncio.create_task(opening, name="open the shop")
         opened, _ = await asyncio.wait([self._opening], timeout=_OPEN_TIMEOUT_S)
         if not opened:

@@ -49,7 +49,7 @@ from services.envgateway.rpc import (
     RewardServicer,
     by_client,
 )
-from services.envgateway.sandbox.pool import SandboxPool
+from services.envgateway.sandbox.pool import COMPILE_TIME_S, SandboxPool
 from services.envgateway.tools.mcp import McpServer
 from services.envgateway.tools.registry import ToolBox, load_tools
 from services.envgateway.tools.tools import built_in_tools
@@ -129,7 +129,7 @@ class Gateway:
             self.queue = RedisQueue(config.queue, redis_uri)
         else:
             judge, limits = Judge(sandbox, self._comparisons.failure), config.sandbox
-            self.queue = local_queue(sandbox, judge, num_slots=limits.num_slots, lane_size=config.queue.lane_size)
+            self.queue = local_queue(sandbox, judge, num_slots=limits.num_slots)
         self._reasoning = MathPool(config.reasoning_gym, BuiltInReward.REASONING_GYM)
         self._rewards = Rewards(
             self._math,
@@ -236,7 +236,7 @@ def _make_http(config: EnvGatewayConfig, queue: JobQueue, rewards: Rewards) -> H
         queue,
         rewards,
         run_s=limits.wall_time_s,
-        compile_s=limits.compile_time_s,
+        compile_s=COMPILE_TIME_S,
         output_bytes=limits.output_bytes,
     )
     return HttpServer(config.http, config.host, queue, submissions)

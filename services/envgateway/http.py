@@ -47,6 +47,8 @@ CLIENT_HEADER = "X-Client-Id"
 SHOWN_CHARACTERS = 1000  # of each of stdout and stderr
 _KEEP_ALIVE_S = 10.0
 _LONG_BATCH_WAIT_S = 3600.0  # of one run, for a slot
+QUEUE_WAIT_S = 20.0  # of a run without a slot, or of one of a batch; then `queue_timeout`
+BODY_BYTES = 256 << 20  # of the largest request
 _LARGE_BODY = 1 << 20  # bytes from which reading JSON leaves the event loop
 _STRIPPED = Comparison(mode=ComparisonMode.STRIPPED)
 _IN_FLIGHT = 256  # of one batch; the others wait here, so that one batch does not fill the queue
@@ -245,10 +247,9 @@ class HttpServer:
 
     def __init__(self, config: HttpConfig, host: str, queue: JobQueue, submissions: Submissions) -> None:
         assert config.port is not None
-        self._config = config
         self._queue = queue
         self._submissions = submissions
-        application = web.Application(client_max_size=config.body_bytes)
+        application = web.Application(client_max_size=BODY_BYTES)
         application.add_routes([web.get("/ping", self._ping), web.get("/status", self._status)])
         for name in ("run", "judge"):
             application.add_routes(web.post(f"/{name}{form}", self._answer) for form in ("", "/batch", "/long-batch"))
@@ -288,14 +289,14 @@ class HttpServer:
             try:
                 if not form:
                     submission = await _read(request, Submission)
-                    outcome = await self._submissions.run(submission, Lane.INTERACTIVE, self._config.queue_wait_s)
+                    outcome = await self._submissions.run(submission, Lane.INTERACTIVE, QUEUE_WAIT_S)
                     return json_answer(outcome.shown(with_output))
                 batch = await _read(request, BatchSubmission)
             except ValidationError as error:
                 return json_answer({"detail": _details(error)}, status=422)
             if form == ["long-batch"]:
                 return await self._long_batch(request, batch, with_output)
-            return json_answer(await self._run_all(batch, with_output, self._config.queue_wait_s))
+            return json_answer(await self._run_all(batch, with_output, QUEUE_WAIT_S))
 
     async def _long_batch(self, request: web.Request, batch: BatchSubmission, with_output: bool) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})

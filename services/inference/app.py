@@ -168,7 +168,6 @@ class _Process:
             infra_retries=rollout.infra_retries,
             account=self._account,
             endpoint=self._endpoint,
-            timed=rollout.timing,
             teachers=self._settings.recipe.teachers,
         )
         turns = EngineTurns(self._policies, player)

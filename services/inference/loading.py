@@ -94,7 +94,7 @@ class BaseModels:
         recipe = settings.recipe
         section = recipe.policies[policy]
         assert section.adapter is not None
-        base = self._load(recipe.model_path(policy, settings.run_dir), section, dtype, recipe.digest_algorithm(policy))
+        base = self._load(recipe.model_path(policy, settings.run_dir), section, dtype, recipe.digest_algorithm())
         identity = identity_of(base.model, section.adapter, base.digest)
         rounded: torch.dtype = getattr(torch, section.trainer.master_dtype)  # as the trainer's are
         tensors = initial_adapter(base.model, section.adapter, recipe.run.seed)
@@ -169,7 +169,7 @@ def _on_device(policy: str, settings: RunSettings, config: InferenceConfig) -> t
 def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
     script = config.scripted
     engine = ScriptedEngine(
-        script.script or RandomTokens(vocab_size=script.vocabulary, median_length=float(script.response_tokens)),
+        script.script or RandomTokens(vocab_size=256, median_length=64.0),
         num_slots=config.engine_slots or config.num_slots,
         context_length=settings.recipe.policies[policy].model.context_length,
         tokens_per_second=script.tokens_per_s,
@@ -369,7 +369,7 @@ def _filled_mirror(
         run_id=settings.run_id,
         version=0,
         dtype=settings.recipe.policies[policy].published_dtype,
-        algorithm=settings.recipe.digest_algorithm(policy),
+        algorithm=settings.recipe.digest_algorithm(),
         adapter=adapter,
     )
     return mirror

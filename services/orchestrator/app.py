@@ -103,7 +103,6 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: _stop_on_bug(context, fail))
     journal = Journal(
         run_files.journal(settings.run_dir),
-        segment_bytes=recipe.orchestrator.segment_bytes,
         durability=recipe.orchestrator.durability,
         on_failure=fail,
     )

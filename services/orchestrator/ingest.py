@@ -314,6 +314,9 @@ class Ingest:
             )
 
 
+MASKED_WINDOW = 512  # rollouts over which the share is taken; the check begins when half of them have ended
+
+
 class MaskedSamples:
     """Counts samples without a reward because of machinery, by policy and cause, and bounds their share.
 
@@ -323,10 +326,9 @@ class MaskedSamples:
     ``redrawn/<policy>/<cause>``.
     """
 
-    def __init__(self, counters: Counter[str], max_share: float, window: int) -> None:
+    def __init__(self, counters: Counter[str], max_share: float) -> None:
         self._counters = counters
         self._max_share = max_share
-        self._window = window
         self._newest: dict[str, deque[MaskedCause | None]] = {}
 
     def resolved(self, policies: Iterable[str], outcome: Outcome) -> None:
@@ -340,7 +342,7 @@ class MaskedSamples:
                 self._counters[MaskedCount.REDRAWN.of(policy, again)] += 1
             if cause is not None:
                 self._counters[MaskedCount.MASKED.of(policy, cause)] += 1
-            newest = self._newest.setdefault(policy, deque(maxlen=self._window))
+            newest = self._newest.setdefault(policy, deque(maxlen=MASKED_WINDOW))
             newest.append(cause if cause is not None and cause.is_of_machinery else None)
 
     def share(self, policy: str) -> float:
@@ -352,7 +354,7 @@ class MaskedSamples:
         """The policy with too large a share, the causes and the advice; empty without one. Needs half of the window."""
         for policy, newest in self._newest.items():
             share = self.share(policy)
-            if 2 * len(newest) < self._window or share <= self._max_share:
+            if 2 * len(newest) < MASKED_WINDOW or share <= self._max_share:
                 continue
             causes = Counter(cause for cause in newest if cause is not None).most_common()
             told = ", ".join(f"{count} {cause.value}" for cause, count in causes)

@@ -44,7 +44,7 @@ from services.orchestrator.stalls import PAUSED_ITSELF, Hold, StallState
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, TrainingOrders
 from services.orchestrator.trainers import DeviceTurns, TrainerLeases
-from services.orchestrator.versions import FanOut, VersionLedger
+from services.orchestrator.versions import MAX_RELAYS, FanOut, VersionLedger
 
 log = structlog.get_logger()
 
@@ -119,7 +119,6 @@ class OrchestratorCore:
             self.counters,
             admit=recipe.rollout.admit,
             deterministic=recipe.run.deterministic,
-            exhausted_after=recipe.data.exhausted_after,
             on_closed=self.close_group,
             on_judged=self._judged,
             rules=self.rewards,
@@ -153,7 +152,7 @@ class OrchestratorCore:
             refusals=Refusals(self.counters, self.clock),
             is_member=self.pool.has_met,
         )
-        self.masked = MaskedSamples(self.counters, rollout.max_masked_share, rollout.masked_window)
+        self.masked = MaskedSamples(self.counters, rollout.max_masked_share)
 
     def _make_dispatcher(self) -> None:
         recipe = self.recipe
@@ -169,7 +168,7 @@ class OrchestratorCore:
             evaluation=recipe.evaluation,
             journal=self.journal,
             counters=self.counters,
-            fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
+            fanout=FanOut(dict.fromkeys(recipe.policies, MAX_RELAYS)),
             ingest=self.ingest,
             clock=self.clock,
         )

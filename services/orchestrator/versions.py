@@ -98,6 +98,7 @@ class VersionLedger:
 AT_ONCE = 16  # replicas that are told of a version at one moment
 NEXT, NEXT_S = 4, 0.01  # how many of the others follow at a time, and when: later where the event loop is busy
 ANNOUNCE_AGAIN_S = 15.0  # interval of announcements to a replica that holds another version
+MAX_RELAYS = 16  # replicas that pass parts of a version on to others
 MAX_HOLDERS = 3  # named to a late receiver before the publisher
 
 

@@ -31,6 +31,7 @@ import torch
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.errors import MOST, InvalidRequestError
 from services.common.records import TrainingSequence
+from services.trainer.losses import clamped
 
 Floats = npt.NDArray[np.float64]
 EQUAL = 1e-12  # deviation of a group, relative to its mean, that counts as rounding
@@ -248,11 +249,6 @@ def distillation_advantages(
     *,
     coefficient: float,
     task_coefficient: float,
-    clamp: float,
 ) -> torch.Tensor:
-    """Advantages with the teacher's term. All shapes [num_tokens].
-
-    ``clamp`` bounds teacher - student, so that one token cannot dominate an update.
-    """
-    gap = (teacher - student.detach()).clamp(-clamp, clamp)
-    return task_coefficient * advantages + coefficient * gap
+    """Advantages with the teacher's term, bounded so that one token cannot dominate an update. All shapes [num_tokens]."""
+    return task_coefficient * advantages + coefficient * clamped(teacher - student.detach())

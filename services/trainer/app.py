@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 import torch
@@ -19,7 +19,6 @@ from services.common import run_files
 from services.common.checkpoints import checkpoints_directory
 from services.common.config.processes import Placement
 from services.common.config.recipe import Recipe
-from services.common.config.training import PolicyConfig
 from services.common.errors import UnknownPolicyError
 from services.common.lora import identity_of
 from services.common.prometheus import Metric, serve_metrics
@@ -32,9 +31,17 @@ from services.common.telemetry.accounts import TrainerState
 from services.common.telemetry.accounts import publisher as publisher_of
 from services.common.telemetry.logs import bind, configure
 from services.common.text.chat import check_model_matches, check_same_vocabulary, load_tokenizer
-from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import (
+    CheckpointIdentity,
+    Checkpoints,
+    ExportFailedError,
+    checkpoint_files,
+    export_last,
+    require_shared,
+)
 from services.trainer.config import Settings
 from services.trainer.link import GrpcLink, LoopThread, OrchestratorClient, rank_account
+from services.trainer.loop import DeviceTurns, TrainingLoop
 from services.trainer.metrics import peak_flops
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import (
@@ -47,18 +54,10 @@ from services.trainer.model.policy_model import (
     own_rates,
 )
 from services.trainer.numerics import NumericsGate
+from services.trainer.publish import SnapshotPublisher, Snapshots, snapshot_directories, sweep
 from services.trainer.publisher_process import PublisherProcess
-from services.trainer.ranks import Ranks, init_ranks
+from services.trainer.ranks import LeaveOnSignal, PeerLostError, Ranks, init_ranks, leave_ranks
 from services.trainer.step import TrainStep
-
-if TYPE_CHECKING:
-    from services.trainer.publish import SnapshotPublisher
-    from services.trainer.ranks import Ranks
-    from services.trainer.step import TrainStep
-
-
-# --- Prometheus metrics of a trainer and of its weight publisher. Imports no torch.
-
 
 METRICS = (
     Metric("rollmill_training_step", "gauge", "The training step at hand.", "training_step"),
@@ -68,14 +67,6 @@ METRICS = (
     Metric("rollmill_batch_wait_seconds_total", "counter", "Seconds spent waiting for batches.", "waited_s"),
     Metric("rollmill_failed_checkpoints_total", "counter", "Checkpoints that could not be written.", "failed_checkpoints"),
     Metric("rollmill_damaged_checkpoints", "gauge", "Checkpoints that were set aside as damaged.", "damaged_checkpoints"),
-)  # fmt: skip
-PUBLISHER_METRICS = (
-    Metric("rollmill_published_weight_version", "gauge", "The newest version that can be fetched.", "newest_version"),
-    Metric("rollmill_snapshots", "gauge", "Versions kept in full.", "snapshots"),
-    Metric("rollmill_deltas", "gauge", "Deltas kept.", "deltas"),
-    Metric("rollmill_delta_bytes", "gauge", "Bytes of the deltas kept.", "delta_bytes"),
-    Metric("rollmill_deltas_skipped_total", "counter", "Versions without a delta of their own: coding was slower than publishing.", "deltas_skipped"),
-    Metric("rollmill_weight_bytes_sent_total", "counter", "Bytes of weights sent.", "bytes_sent"),
 )  # fmt: skip
 
 
@@ -127,7 +118,6 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
             trainable=False,
             compute_dtype=compute,
             attention=config.trainer.attention,
-            logprob_chunk_tokens=config.trainer.logprob_chunk_tokens,
             offload="reference" in config.trainer.offload,
         )
 
@@ -185,12 +175,11 @@ def _trained_model(
         gradient_checkpointing=config.trainer.gradient_checkpointing is True,
         compute_dtype=compute,
         attention=config.trainer.attention,
-        logprob_chunk_tokens=config.trainer.logprob_chunk_tokens,
         value_head=config.algorithm.value_head is not None,
         adapter=adapter,
     )
     if adapter is not None:
-        model.base = digest_base(model.causal_lm, ranks, recipe.digest_algorithm(policy), path)
+        model.base = digest_base(model.causal_lm, ranks, recipe.digest_algorithm(), path)
         model.adapter = identity_of(model.causal_lm, adapter.config, model.base.digest)
     return model
 
@@ -237,8 +226,16 @@ def run_trainer(settings: Settings) -> None:
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     configure("trainer", run_dir, f"trainer-{policy}" + (f"-rank{rank}" if rank else ""))
     bind(run=run.run_id, policy=policy)
-    # Before torch: the publisher starts while torch is imported.
-    publisher = _publisher(run, settings, run_dir) if rank == 0 else None
+    publisher = None
+    if rank == 0:
+        publisher = PublisherProcess(
+            run_id=run.run_id,
+            policy=policy,
+            config=run.recipe.policies[policy].weights,
+            run_dir=run_dir,
+            host=settings.host,
+            metrics=run.recipe.metrics,
+        )
     try:
         if publisher is not None:
             publisher.start()
@@ -246,7 +243,7 @@ def run_trainer(settings: Settings) -> None:
         server = thread.call(_serve(run, policy, run_dir, client)) if rank == 0 else None
         try:
             _train(run, policy, run_dir, client, thread, publisher, server)
-            _leave_ranks()
+            leave_ranks()
         finally:
             thread.call(client.close())
             if server is not None:
@@ -267,13 +264,6 @@ def _train(
     publisher: PublisherProcess | None,
     server: Server | None,
 ) -> None:
-    import torch
-
-    from services.trainer.checkpoints import checkpoint_files, require_shared
-    from services.trainer.loop import DeviceTurns, TrainingLoop
-    from services.trainer.publish import snapshot_directories, sweep
-    from services.trainer.ranks import LeaveOnSignal, PeerLostError
-
     recipe = run.recipe
     config = recipe.policies[policy]
     ranks = join_ranks(recipe, policy)
@@ -283,9 +273,11 @@ def _train(
         sweep(directories)
     account = rank_account(policy, ranks.rank)
     client.report.accounts = lambda: [account.state()]
-    if ranks.is_first:
-        _watch_publisher(policy, client, thread, publisher)
-    else:
+    if publisher is not None:  # its state is reported beside the training's: replicas only know that they wait
+        watch = PeerWatch(publisher_of(policy), lambda: publisher.address)
+        client.report.peers = lambda: [state] if (state := watch.state()) is not None else []
+        thread.loop.call_soon_threadsafe(lambda: client.start(watch.run(), "publisher watch"))
+    if not ranks.is_first:
         thread.loop.call_soon_threadsafe(client.report_as_rank, ranks.rank)
     shared = recipe.placement is Placement.SHARED
     turn = _first_turn(client, thread, run_dir, policy, ranks) if shared else 0
@@ -302,11 +294,20 @@ def _train(
     # From here on a signal ends every wait, and the rank leaves after the current training step.
     LeaveOnSignal(lambda: thread.loop.call_soon_threadsafe(client.leave), account).install()
     link = GrpcLink(client, thread, ranks.rank, account)
+    snapshots = Snapshots(
+        step.model,
+        ranks,
+        run_id=run.run_id,
+        policy=policy,
+        dtype=config.published_dtype,
+        algorithm=recipe.digest_algorithm(),
+        directories=directories,
+    )
     device = DeviceTurns(step, link, ranks, run_dir, first=turn) if shared else None
     loop = TrainingLoop(
         step=step,
         link=link,
-        publisher=_snapshot_publisher(run, policy, step, ranks, directories, publisher),
+        publisher=SnapshotPublisher(policy=policy, snapshots=snapshots, process=publisher),
         checkpoints=checkpoints,
         ranks=ranks,
         device=device,
@@ -323,31 +324,12 @@ def _train(
         raise PeerLostError("the ranks of another node got a signal to leave; a checkpoint is written")
     if config.trainer.export_final and not leaving and (device is None or device.wait_for_last()):
         client.report.state = TrainerState.EXPORTING
-        _export(step, tokenizer, run_files.export(run_dir, policy), ranks, config, checkpoints.path(done))
+        directory, dtype = run_files.export(run_dir, policy), getattr(torch, config.published_dtype)
+        try:
+            export_last(step.model, tokenizer, directory, ranks, dtype, checkpoints.path(done))
+        except ExportFailedError as error:  # the checkpoint holds the same weights: the run succeeds
+            log.error("export.failed", path=str(directory), error=error.message)
     loop.wait_for_stop(done)
-
-
-def _snapshot_publisher(
-    run: RunSettings,
-    policy: str,
-    step: TrainStep,
-    ranks: Ranks,
-    directories: tuple[Path, ...],
-    process: PublisherProcess | None,
-) -> SnapshotPublisher:
-    """Writes a snapshot of every version into ``directories`` and hands it to ``process``, which the first rank has."""
-    from services.trainer.publish import SnapshotPublisher, Snapshots
-
-    snapshots = Snapshots(
-        step.model,
-        ranks,
-        run_id=run.run_id,
-        policy=policy,
-        dtype=run.recipe.policies[policy].published_dtype,
-        algorithm=run.recipe.digest_algorithm(policy),
-        directories=directories,
-    )
-    return SnapshotPublisher(policy=policy, snapshots=snapshots, process=process)
 
 
 def _first_turn(client: OrchestratorClient, thread: LoopThread, run_dir: Path, policy: str, ranks: Ranks) -> int:
@@ -355,8 +337,6 @@ def _first_turn(client: OrchestratorClient, thread: LoopThread, run_dir: Path, p
 
     No deadline: the replicas may hold the device until they have freed it, and a dead one loses its lease.
     """
-    import torch
-
     number = 0
     if ranks.is_first:
         kept = names.steps(names.checkpoints_directory(run_dir, policy))
@@ -365,48 +345,6 @@ def _first_turn(client: OrchestratorClient, thread: LoopThread, run_dir: Path, p
     number = int(ranks.max(torch.tensor(number, device=ranks.device)))
     client.report.device_turn = number
     return number
-
-
-def _watch_publisher(
-    policy: str, client: OrchestratorClient, thread: LoopThread, publisher: PublisherProcess | None
-) -> None:
-    """Report the state of the publisher beside the training: replicas only know that they wait."""
-    if publisher is None:
-        return
-    watch = PeerWatch(publisher_of(policy), lambda: publisher.address)
-    client.report.peers = lambda: [state] if (state := watch.state()) is not None else []
-    thread.loop.call_soon_threadsafe(lambda: client.start(watch.run(), "publisher watch"))
-
-
-def _leave_ranks() -> None:
-    from services.trainer.ranks import leave_ranks
-
-    leave_ranks()
-
-
-def _export(
-    step: TrainStep, tokenizer: Any, directory: Path, ranks: Ranks, config: PolicyConfig, checkpoint: Path
-) -> None:
-    import torch
-
-    from services.trainer.checkpoints import ExportFailedError, export_last
-
-    dtype: torch.dtype = getattr(torch, config.published_dtype)
-    try:
-        export_last(step.model, tokenizer, directory, ranks, dtype, checkpoint)
-    except ExportFailedError as error:  # the checkpoint holds the same weights: the run succeeds
-        log.error("export.failed", path=str(directory), error=error.message)
-
-
-def _publisher(run: RunSettings, settings: Settings, run_dir: Path) -> PublisherProcess:
-    return PublisherProcess(
-        run_id=run.run_id,
-        policy=settings.policy,
-        config=run.recipe.policies[settings.policy].weights,
-        run_dir=run_dir,
-        host=settings.host,
-        metrics=run.recipe.metrics,
-    )
 
 
 async def _connect(address: str, run_id: str, policy: str, num_ranks: int) -> OrchestratorClient:

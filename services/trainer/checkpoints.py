@@ -518,7 +518,7 @@ def contents(model: PolicyModel, optimizer: PolicyOptimizer, ranks: Ranks, *, co
     num_bytes = sum(weight.numel() * weight.element_size() for weight in weights.values())
     return Contents(
         weights=pieces(weights, ranks, copied=copied),
-        optimizer=[*pieces(moments, ranks, copied=copied), *own_pieces(random)],
+        optimizer=[*pieces(moments, ranks, copied=copied), *pieces(random, Ranks.single())],
         tensors={
             **describe({**weights, **moments}),
             **{f"{RANDOM_STATE}{rank}": generator for rank in range(ranks.world_size)},
@@ -591,11 +591,6 @@ def pieces(tensors: Mapping[str, torch.Tensor], ranks: Ranks, *, copied: bool = 
 def random_state(ranks: Ranks) -> dict[str, torch.Tensor]:
     """The state of this rank's generator."""
     return {f"{RANDOM_STATE}{ranks.rank}": torch.get_rng_state()}
-
-
-def own_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
-    """Whole tensors that no other rank has."""
-    return pieces(tensors, Ranks.single())
 
 
 @torch.no_grad()

@@ -103,11 +103,6 @@ class Commands:
     leave: bool = False  # from this process: a signal arrived, the run continues without this process
 
 
-def _is_lost(number: int, welcome: training_pb2.TrainingWelcome) -> bool:
-    """Whether the ledger has lost a published version, because its record was damaged."""
-    return number > welcome.newest_version or (number == welcome.newest_version and not welcome.newest_digest)
-
-
 class OrchestratorClient:
     """One rank's connection. Only the first rank joins, reports and publishes."""
 
@@ -261,16 +256,12 @@ class OrchestratorClient:
         assert self._welcomed is not None
         self.commands.paused = False  # the orchestrator repeats a pause that still holds
         if not self._welcomed.done():
-            self._welcomed.set_result(
-                Welcome(
-                    newest_version=proto.newest_version,
-                    newest_digest=proto.newest_digest,
-                    num_steps=proto.num_steps,
-                )
-            )
-
-        elif self._newest is not None and _is_lost(self._newest.version.number, proto):
-            self._tasks.start(self._offer_again(self._newest), "trainer.offer_again")
+            self._welcomed.set_result(read(Welcome, proto))
+        elif self._newest is not None:
+            number, newest = self._newest.version.number, proto.newest_version
+            # The ledger has lost a published version: its record was damaged.
+            if number > newest or (number == newest and not proto.newest_digest):
+                self._tasks.start(self._offer_again(self._newest), "trainer.offer_again")
 
     async def _offer_again(self, request: training_pb2.PublishVersionRequest) -> None:
         """Publish the newest version again after the ledger lost its record. One attempt: the next welcome asks again."""

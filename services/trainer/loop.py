@@ -264,7 +264,12 @@ class TrainingLoop:
             try:
                 self._train(batch)
             except MismatchError as error:
-                self._wait_with_refusal(done + 1, error.message)
+                # A person has to end the run. No deadline: the batch is recorded, so another try would find the same.
+                self._link.set_state(TrainerState.PAUSED, done + 1)
+                self._link.refuse(error.message)
+                while self._agreed_command() != _STOP:
+                    self._follow_turns()
+                    time.sleep(COMMAND_POLL_S)
                 break
             done += 1
             if done % self._checkpoint_every == 0 or done == self._num_steps:
@@ -280,14 +285,6 @@ class TrainingLoop:
             self._begin_checkpoint(done)
             self._collect_checkpoint()
         return done
-
-    def _wait_with_refusal(self, training_step: int, reason: str) -> None:
-        """Wait for a person to end the run. No deadline: the batch is recorded, so another try would find the same."""
-        self._link.set_state(TrainerState.PAUSED, training_step)
-        self._link.refuse(reason)
-        while self._agreed_command() != _STOP:
-            self._follow_turns()
-            time.sleep(COMMAND_POLL_S)
 
     def wait_for_stop(self, done: int) -> None:
         """Wait until the orchestrator ends the run, so that replicas can fetch the last version.

@@ -162,8 +162,15 @@ def num_not_finite(per_token: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
     return (tokens.mask & finite & ~per_token.isfinite()).sum()
 
 
-def log_ratio(new: torch.Tensor, old: torch.Tensor, clamp: float) -> torch.Tensor:
-    """new - old, clamped so that exp never overflows. [num_tokens]"""
+LOG_RATIO_CLAMP = 20.0  # of log ratios before exp, so that no ratio overflows; no gradient flows beyond
+
+
+def clamped(log_ratios: torch.Tensor) -> torch.Tensor:
+    return log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+
+
+def log_ratio(new: torch.Tensor, old: torch.Tensor, clamp: float = LOG_RATIO_CLAMP) -> torch.Tensor:
+    """new - old, clamped so that exp never overflows. For a user's own loss. [num_tokens]"""
     return (new - old).clamp(-clamp, clamp)
 
 
@@ -218,14 +225,10 @@ def kl_per_token(
     logprobs: torch.Tensor,
     reference: torch.Tensor,
     estimator: str,
-    clamp: float = 20.0,
     clamp_estimate: float | None = None,
 ) -> torch.Tensor:
-    """The estimate per token. [num_tokens] each -> [num_tokens]
-
-    ``clamp`` bounds l - ref before exp, ``clamp_estimate`` the estimate.
-    """
-    estimate = KL_ESTIMATORS[estimator]((logprobs - reference).clamp(-clamp, clamp))
+    """The estimate per token, at most ``clamp_estimate`` in magnitude. [num_tokens] each -> [num_tokens]"""
+    estimate = KL_ESTIMATORS[estimator](clamped(logprobs - reference))
     return estimate if clamp_estimate is None else estimate.clamp(-clamp_estimate, clamp_estimate)
 
 
@@ -255,7 +258,7 @@ def loss_by_path(path: str) -> LossFunction:
 
 
 def importance_weights(
-    new: torch.Tensor, old: torch.Tensor, tokens: TokenBatch, level: ImportanceLevel, clamp: float
+    new: torch.Tensor, old: torch.Tensor, tokens: TokenBatch, level: ImportanceLevel
 ) -> torch.Tensor:
     """new / old, not truncated; ones with ``level: none``. [num_tokens] each -> [num_tokens]"""
     if level == "none":
@@ -266,7 +269,7 @@ def importance_weights(
         means = sequence_means(d, *axes)
         per_sequence = means if level == "sequence_mean" else means * sequence_lengths(*axes)
         d = per_sequence[tokens.sequence_index]
-    return d.clamp(-clamp, clamp).exp()
+    return clamped(d).exp()
 
 
 def truncated(weights: torch.Tensor, settings: ImportanceSettings) -> torch.Tensor:
@@ -294,9 +297,7 @@ def weight_sum(weights: torch.Tensor, tokens: TokenBatch, level: ImportanceLevel
 
 def cispo(tokens: TokenBatch, config: Cispo) -> PolicyLoss:
     """The CISPO loss. All shapes [num_tokens]."""
-    weights = importance_weights(
-        tokens.logprobs.detach(), tokens.behaviour, tokens, config.importance_level, config.log_ratio_clamp
-    )
+    weights = importance_weights(tokens.logprobs.detach(), tokens.behaviour, tokens, config.importance_level)
     loss = -truncated(weights, config) * tokens.advantages * tokens.logprobs
     count = (tokens.mask & outside(weights, config)).sum()
     return PolicyLoss(per_token=masked(loss, tokens.mask), counts={"truncated_tokens": count})
@@ -312,7 +313,7 @@ def ppo_clip(tokens: TokenBatch, config: ClipSettings) -> PolicyLoss:
 
 def clipped_surrogate(tokens: TokenBatch, old: torch.Tensor, config: ClipSettings) -> PolicyLoss:
     """The surrogate against any ``old`` log-probabilities (behaviour or proximal). All shapes [num_tokens]."""
-    ratio = log_ratio(tokens.logprobs, old, config.log_ratio_clamp).exp()
+    ratio = clamped(tokens.logprobs - old).exp()
     plain = -ratio * tokens.advantages
     clipped = -ratio.clamp(1.0 - config.eps_clip, 1.0 + config.upper_clip) * tokens.advantages
     loss = torch.maximum(plain, clipped)
@@ -329,7 +330,7 @@ def decoupled_ppo(tokens: TokenBatch, config: DecoupledPpo | M2poMask) -> Policy
     """The decoupled PPO loss. All shapes [num_tokens]."""
     proximal = tokens.require_proximal()
     surrogate = clipped_surrogate(tokens, proximal, config)
-    weights = importance_weights(proximal, tokens.behaviour, tokens, config.importance_level, config.log_ratio_clamp)
+    weights = importance_weights(proximal, tokens.behaviour, tokens, config.importance_level)
     dropped = outside(weights, config)
     return PolicyLoss(
         per_token=masked(weights * surrogate.per_token, tokens.mask & ~dropped),
@@ -345,7 +346,7 @@ def gspo(tokens: TokenBatch, config: Gspo) -> PolicyLoss:
     """The GSPO loss. [num_tokens] -> [num_tokens]; in between [num_sequences]."""
     axes = (tokens.mask, tokens.sequence_index, tokens.num_sequences)
     mean_log_ratio = sequence_means(tokens.logprobs - tokens.behaviour, *axes)
-    ratio = mean_log_ratio.clamp(-config.log_ratio_clamp, config.log_ratio_clamp).exp()  # [num_sequences]
+    ratio = clamped(mean_log_ratio).exp()  # [num_sequences]
     advantages = sequence_means(tokens.advantages, *axes)
     plain = -ratio * advantages
     clipped = -ratio.clamp(1.0 - config.eps_clip, 1.0 + config.eps_clip_higher) * advantages
@@ -366,7 +367,7 @@ _ROUNDINGS = 8  # the bounds are widened by so many roundings of the log ratios'
 
 def m2po(tokens: TokenBatch, config: M2po) -> PolicyLoss:
     """-min(r A, clip(r) A) within ``tokens.trust_region``, or the micro-batch's own. All shapes [num_tokens]."""
-    d = log_ratio(tokens.logprobs, tokens.behaviour, config.log_ratio_clamp)
+    d = clamped(tokens.logprobs - tokens.behaviour)
     region = tokens.trust_region
     if region is None:
         region = trust_region(binding_second_moments(d.detach(), tokens.advantages, tokens.mask), config)
@@ -475,7 +476,7 @@ def _change(tokens: TokenBatch) -> torch.Tensor:
 
 
 def _loss(tokens: TokenBatch, ended: torch.Tensor, config: Dppo | Ipo) -> PolicyLoss:
-    d = log_ratio(tokens.logprobs, tokens.behaviour, config.log_ratio_clamp)
+    d = clamped(tokens.logprobs - tokens.behaviour)
     loss = config.behaviour_penalty * d.square() - masked(d.exp() * tokens.advantages, ~ended)
     return PolicyLoss(
         per_token=masked(loss, tokens.mask), counts={"ended_tokens": (tokens.mask & ended).sum()}, left_out=ended
@@ -500,7 +501,7 @@ def sapo(tokens: TokenBatch, config: Sapo) -> PolicyLoss:
         axes = (tokens.mask, tokens.sequence_index, tokens.num_sequences)
         d = sequence_means(d, *axes)[tokens.sequence_index]
         advantages = sequence_means(advantages, *axes)[tokens.sequence_index]
-    ratio = d.clamp(-config.log_ratio_clamp, config.log_ratio_clamp).exp()
+    ratio = clamped(d).exp()
     positive = advantages > 0
     # Not torch.where of two numbers: its result is float32 before any conversion.
     tau = torch.full_like(ratio, config.sapo_tau_negative).masked_fill(positive, config.sapo_tau_positive)
@@ -516,7 +517,7 @@ def tis(tokens: TokenBatch, config: Tis) -> PolicyLoss:
     """The TIS loss. All shapes [num_tokens]."""
     proximal = tokens.require_proximal()
     surrogate = clipped_surrogate(tokens, proximal, config)
-    raw = importance_weights(proximal, tokens.behaviour, tokens, config.importance_level, config.log_ratio_clamp)
+    raw = importance_weights(proximal, tokens.behaviour, tokens, config.importance_level)
     weights = truncated(raw, config)
     if tokens.mean_weight is not None:
         weights = weights / tokens.mean_weight
@@ -567,8 +568,6 @@ def algorithm_of(config: AlgorithmConfig) -> Algorithm:
         found = ALGORITHMS[config.name]
     else:
         raise ConfigError(f"algorithm.name is {config.name!r}: write one of {', '.join(ALGORITHMS)}, or an import path")
-    if isinstance(config, M2po):
-        found = replace(found, needs_trust_region=config.m2po_scope == "minibatch")
     if config.rejection or (isinstance(config, Tis) and config.importance_normalize):
         found = replace(found, needs_whole_proximal=True)
     return found
@@ -592,10 +591,9 @@ def kept_by(
     mask: torch.Tensor,
     sequence_index: torch.Tensor,
     num_sequences: int,
-    clamp: float,
 ) -> torch.Tensor:
     """The loss mask without the rejected tokens. [num_tokens] each -> [num_tokens] bool"""
-    x = (proximal - behaviour).clamp(-clamp, clamp)
+    x = clamped(proximal - behaviour)
     kept = mask
     for config in criteria:
         value = _CRITERIA[config.criterion](x)

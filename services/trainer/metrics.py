@@ -12,7 +12,7 @@ A token without gradient has one cause, the first that holds:
     zero_advantage   its advantage is 0
     masked           the loss mask excludes the token (m2po_mask, rejection)
     dropped          the loss reports the token as left out (an importance cap, a probability mask)
-    clamped          |log ratio| is beyond log_ratio_clamp
+    clamped          |log ratio| is beyond LOG_RATIO_CLAMP
     clipped          the rest: the loss is flat there
 
 Effective sample size of a minibatch's n ratios w = policy / behaviour: (sum w)^2 / sum w^2, here as a share of n
@@ -40,7 +40,7 @@ import torch
 
 from services.common.errors import ConfigError
 from services.common.records import MinibatchTotals, RankBatch
-from services.trainer.losses import KL_ESTIMATORS, RESERVED_COUNTS, PolicyLoss, TokenBatch, log_ratio
+from services.trainer.losses import KL_ESTIMATORS, LOG_RATIO_CLAMP, RESERVED_COUNTS, PolicyLoss, TokenBatch, clamped
 from services.trainer.micro_batches import MicroTensors
 from services.trainer.model.optimizer import Update
 from services.trainer.model.policy_model import PolicyModel
@@ -238,8 +238,7 @@ _ZERO_ADVANTAGE = len(_CELLS)  # and behind it the tokens of each sign, then tho
 class GradientAudit:
     """Counts over the micro-batches of one training step. The counts stay on the device."""
 
-    def __init__(self, clamp: float, device: torch.device) -> None:
-        self._clamp = clamp
+    def __init__(self, device: torch.device) -> None:
         self._counts = torch.zeros(_ZERO_ADVANTAGE + 2, dtype=torch.float64, device=device)
         self._of_sign = torch.zeros(len(Sign), dtype=torch.float64, device=device)
 
@@ -257,7 +256,7 @@ class GradientAudit:
         gradient = torch.zeros_like(seen) if seen.grad is None else seen.grad  # None: the loss does not use them
         gap = (seen.detach() - tokens.behaviour).abs()
         # From the last cause to the first, so that the first one that holds remains.
-        cell = torch.where(gap > self._clamp, 2, 3)
+        cell = torch.where(gap > LOG_RATIO_CLAMP, 2, 3)
         if loss.left_out is not None:
             cell = cell.masked_fill(loss.left_out, 1)
         cell = cell.masked_fill(~tokens.mask, 0)
@@ -279,9 +278,9 @@ class GradientAudit:
 
 
 @torch.no_grad()
-def add_ratios(sums: Sums, minibatch: int, batch: MicroTensors, logprobs: torch.Tensor, clamp: float) -> torch.Tensor:
+def add_ratios(sums: Sums, minibatch: int, batch: MicroTensors, logprobs: torch.Tensor) -> torch.Tensor:
     """Add the ratios policy / behaviour of a micro-batch to its minibatch; returns their sum. []"""
-    ratios = log_ratio(logprobs.detach(), batch.behaviour, clamp).double().exp()
+    ratios = clamped(logprobs.detach() - batch.behaviour).double().exp()
     total = ratios.sum()
     sums.add(f"{_RATIOS}{minibatch}", total)
     sums.add(f"{_SQUARES}{minibatch}", ratios.square().sum())
@@ -301,29 +300,25 @@ def add_mismatch(sums: Sums, batch: MicroTensors, logprobs: torch.Tensor, fresh_
 
 
 def shares(total: Mapping[str, float], minibatches: tuple[MinibatchTotals, ...]) -> dict[str, float]:
-    """Metrics of a step with other denominators than all trained tokens. ``total`` are its sums over all ranks."""
-    return {**_of_each_sign(total), **_effective_samples(total, minibatches)}
+    """Metrics of a step with other denominators than all trained tokens. ``total`` are its sums over all ranks.
 
-
-def _effective_samples(total: Mapping[str, float], minibatches: tuple[MinibatchTotals, ...]) -> dict[str, float]:
-    """Effective sample size of the ratios as a share of the trained tokens: mean and minimum over the minibatches."""
-    found = [
-        total[f"{_RATIOS}{index}"] ** 2 / (totals.num_trained_tokens * total[f"{_SQUARES}{index}"])
-        for index, totals in enumerate(minibatches)
-        if total.get(f"{_SQUARES}{index}")
-    ]
-    return (
-        {"effective_sample_share": sum(found) / len(found), "effective_sample_share_min": min(found)} if found else {}
-    )
-
-
-def _of_each_sign(total: Mapping[str, float]) -> dict[str, float]:
-    """Share without gradient of the tokens with a positive (a negative) advantage; absent without such tokens."""
+    ``zero_gradient_of_SIGN_share``: share without gradient of the tokens whose advantage has that sign.
+    ``effective_sample_share``: effective sample size of the ratios as a share of the trained tokens, mean and minimum
+    over the minibatches. Each is absent without such tokens.
+    """
     found: dict[str, float] = {}
     for sign in Sign:
         if count := total.get(f"advantage_{sign}_tokens", 0.0):
             without = sum(total[f"zero_gradient/{sign}/{cause}_tokens"] for cause in Cause)
             found[f"zero_gradient_of_{sign}_share"] = without / count
+    effective = [
+        total[f"{_RATIOS}{index}"] ** 2 / (totals.num_trained_tokens * total[f"{_SQUARES}{index}"])
+        for index, totals in enumerate(minibatches)
+        if total.get(f"{_SQUARES}{index}")
+    ]
+    if effective:
+        found["effective_sample_share"] = sum(effective) / len(effective)
+        found["effective_sample_share_min"] = min(effective)
     return found
 
 

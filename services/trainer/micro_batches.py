@@ -29,12 +29,12 @@ from services.trainer.losses import (
     TokenBatch,
     TrustRegion,
     binding_second_moments,
+    clamped,
     gap_second_moments,
     importance_weights,
     keep_limit,
     kept_by,
     kept_tokens,
-    log_ratio,
     sequence_lengths,
     truncated,
     trust_region,
@@ -264,7 +264,7 @@ def minibatch_context(
     if config.rejection:
         assert proximal is not None
         masks = [
-            kept_by(config.rejection, p, m.behaviour, mask, m.sequence_index, m.num_sequences, config.log_ratio_clamp)
+            kept_by(config.rejection, p, m.behaviour, mask, m.sequence_index, m.num_sequences)
             for m, p, mask in zip(micro_batches, proximal, masks, strict=True)
         ]
     if isinstance(config, M2poMask):
@@ -284,7 +284,7 @@ def minibatch_context(
     if algorithm.needs_trust_region:
         assert current is not None and isinstance(config, M2po)
         moments = [
-            binding_second_moments(log_ratio(logprobs, m.behaviour, config.log_ratio_clamp), m.advantages, mask)
+            binding_second_moments(clamped(logprobs - m.behaviour), m.advantages, mask)
             for m, logprobs, mask in zip(micro_batches, current, masks, strict=True)
         ]
         context = replace(context, region=trust_region(ranks.gather(torch.cat(moments)), config))
@@ -308,11 +308,11 @@ def _mean_weight(
     context: MinibatchContext, config: Tis, micro_batches: Seq[MicroTensors], proximal: Logprobs, ranks: Ranks
 ) -> torch.Tensor:
     """Mean of the truncated weights over tokens, or over sequences for weights of sequences. []"""
-    level, clamp = config.importance_level, config.log_ratio_clamp
+    level = config.importance_level
     found = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     for index, (m, p) in enumerate(zip(micro_batches, proximal, strict=True)):
         tokens = context.tokens(index, m, p, p)
-        weights = truncated(importance_weights(p, m.behaviour, tokens, level, clamp), config)
+        weights = truncated(importance_weights(p, m.behaviour, tokens, level), config)
         found += weight_sum(weights, tokens, level)
     total, count = ranks.sum(found).unbind()
     return (total / count.clamp(min=1.0)).to(proximal[0].dtype)

@@ -19,8 +19,10 @@ Plain numpy, independent of models, ranks and losses.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -248,7 +250,11 @@ def _micro_batch(given: Seq[Document], computed: Seq[TokenIds], placed: Seq[Fami
     masks = [d.loss_mask for d in documents]
     mask = np.concatenate(masks)
     num_trained = np.array([int(m.sum()) for m in masks], dtype=np.int64)
-    kept, temperatures, teacher = _joined_kept(documents), _joined_temperatures(documents), _joined_teacher(documents)
+    kept = _joined(documents, "kept", KeptSets.whole)
+    temperatures = _joined(documents, "temperatures", lambda n: np.full(n, np.nan))
+    teacher = _joined(documents, "teacher", lambda n: np.zeros(n, dtype=np.float32))
+    if teacher is not None and any(d.teacher is None and d.num_trained_tokens for d in documents):
+        raise InvalidRequestError("a batch has sequences with and without a teacher's log-probabilities")
     return MicroBatch(
         token_ids=token_ids,
         position_ids=position_ids,
@@ -263,38 +269,18 @@ def _micro_batch(given: Seq[Document], computed: Seq[TokenIds], placed: Seq[Fami
         document_index=np.repeat(np.arange(len(documents), dtype=np.int64), num_trained),
         sources=np.array(sources, dtype=np.int64),
         num_given_tokens=sum(d.num_tokens for d in documents),
-        kept=None if kept is None else kept.select(mask),
-        temperatures=None if temperatures is None else temperatures[mask],
-        teacher=None if teacher is None else teacher[mask],
+        kept=None if kept is None else KeptSets.concatenated(kept).select(mask),
+        temperatures=None if temperatures is None else np.concatenate(temperatures)[mask],
+        teacher=None if teacher is None else np.concatenate(teacher)[mask],
     )
 
 
-def _joined_kept(documents: Seq[Document]) -> KeptSets | None:
-    if all(d.kept is None for d in documents):
+def _joined(documents: Seq[Document], name: str, absent: Callable[[int], Any]) -> list[Any] | None:
+    """A field of all documents, ``absent(num_tokens)`` where one has none; None when no document has it, as in a dummy."""
+    values = [getattr(d, name) for d in documents]
+    if all(value is None for value in values):
         return None
-    return KeptSets.concatenated([KeptSets.whole(d.num_tokens) if d.kept is None else d.kept for d in documents])
-
-
-def _joined_temperatures(documents: Seq[Document]) -> npt.NDArray[np.float64] | None:
-    if all(d.temperatures is None for d in documents):
-        return None
-    return np.concatenate(
-        [np.full(d.num_tokens, np.nan) if d.temperatures is None else d.temperatures for d in documents]
-    )
-
-
-def _joined_teacher(documents: Seq[Document]) -> Logprobs | None:
-    """The teacher's log-probabilities of all documents; None when no document has them, as in a dummy.
-
-    Raises:
-        InvalidRequestError: only some documents have them.
-    """
-    if all(d.teacher is None for d in documents):
-        return None
-    if any(d.teacher is None and d.num_trained_tokens for d in documents):
-        raise InvalidRequestError("a batch has sequences with and without a teacher's log-probabilities")
-    own = [np.zeros(d.num_tokens, dtype=np.float32) if d.teacher is None else d.teacher for d in documents]
-    return np.concatenate(own)
+    return [absent(d.num_tokens) if value is None else value for d, value in zip(documents, values, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

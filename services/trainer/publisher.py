@@ -66,8 +66,15 @@ from services.common.weights.snapshot import (
     same_tensors,
     tensor_digest,
 )
-from services.trainer.app import PUBLISHER_METRICS
 
+PUBLISHER_METRICS = (
+    Metric("rollmill_published_weight_version", "gauge", "The newest version that can be fetched.", "newest_version"),
+    Metric("rollmill_snapshots", "gauge", "Versions kept in full.", "snapshots"),
+    Metric("rollmill_deltas", "gauge", "Deltas kept.", "deltas"),
+    Metric("rollmill_delta_bytes", "gauge", "Bytes of the deltas kept.", "delta_bytes"),
+    Metric("rollmill_deltas_skipped_total", "counter", "Versions without a delta of their own: coding was slower than publishing.", "deltas_skipped"),
+    Metric("rollmill_weight_bytes_sent_total", "counter", "Bytes of weights sent.", "bytes_sent"),
+)  # fmt: skip
 log = structlog.get_logger()
 
 _ACTIVITIES = {

@@ -105,7 +105,7 @@ def _digest(recipe: Recipe, policy: str, version: int, model: object, ranks: obj
             run_id=str(recipe.run.id),
             policy=policy,
             dtype=recipe.policies[policy].published_dtype,
-            algorithm=recipe.digest_algorithm(policy),
+            algorithm=recipe.digest_algorithm(),
             directories=(Path(directory),),
         ).write(version)
         assert written is not None

@@ -121,7 +121,6 @@ def with_teacher(batch: MicroTensors, logprobs: torch.Tensor, config: AlgorithmC
         batch.teacher,
         coefficient=config.distillation.coefficient,
         task_coefficient=config.distillation.task_coefficient,
-        clamp=config.log_ratio_clamp,
     )
     return replace(batch, advantages=advantages)
 
@@ -153,7 +152,7 @@ def _credited(
     if config.kl_reward_coefficient > 0.0:
         assert models.reference is not None
         reference, _ = forward(models.reference, batch, temperature)
-        kl = kl_per_token(batch.behaviour, reference, "k1", config.log_ratio_clamp)
+        kl = kl_per_token(batch.behaviour, reference, "k1")
         sums.add("kl_reference", kl.sum())
         rewards = rewards - config.kl_reward_coefficient * kl.double()
     if models.teacher is not None:
@@ -165,20 +164,15 @@ def _credited(
         _, _, values = forward_with_values(models.policy, batch, temperature)
         assert values is not None
         advantages, returns = gae(rewards, values, index, config.gamma, config.gae_lambda)
-        _add_fit(sums, values.double(), returns)
+        # From these ``explained_variance`` is computed.
+        sums.add("value", values.sum(dtype=torch.float64))
+        for name, numbers in (("return", returns), ("value_error", returns - values.double())):
+            sums.add(name, numbers.sum())
+            sums.add(f"{name}_squared", numbers.square().sum())
         batch = replace(batch, old_values=values, returns=returns.to(values.dtype))
     else:
         advantages = discounted_sums(rewards, index, config.gamma)
     return replace(batch, advantages=advantages.to(dtype))
-
-
-def _add_fit(sums: Sums, values: torch.Tensor, returns: torch.Tensor) -> None:
-    """Add the sums from which ``explained_variance`` is computed."""
-    errors = returns - values
-    sums.add("value", values.sum())
-    for name, numbers in (("return", returns), ("value_error", errors)):
-        sums.add(name, numbers.sum())
-        sums.add(f"{name}_squared", numbers.square().sum())
 
 
 def _normalized(minibatches: Minibatches, ranks: Ranks, config: AlgorithmConfig) -> list[list[MicroTensors]]:
@@ -247,7 +241,7 @@ class TrainStep:
         self._dtype = logprob_dtype(model)
         self.vocab_size: int = model.causal_lm.get_input_embeddings().num_embeddings
         self._usage = Usage(model, ranks, peak_flops)
-        self._audit = GradientAudit(config.log_ratio_clamp, ranks.device)
+        self._audit = GradientAudit(ranks.device)
 
     def run(self, batch: RankBatch, check: BeforeUpdate | None = None) -> StepMetrics:
         """Train on one batch. A collective: every rank passes its own share of the same batch.
@@ -257,7 +251,7 @@ class TrainStep:
         """
         started = time.perf_counter()
         self._usage.begin()
-        self._audit = GradientAudit(self.config.log_ratio_clamp, self.ranks.device)
+        self._audit = GradientAudit(self.ranks.device)
         sums = Sums(self.ranks.device)
         minibatches = self._pack(batch, sums)
         proximal = self._proximal(minibatches)
@@ -393,7 +387,7 @@ class TrainStep:
             own_proximal = proximal[index] if proximal is not None else logprobs.detach()
             if context is None:  # the only micro-batch: its own forward pass has all inputs
                 context = self._context([micro_batch], totals, [logprobs.detach()], [own_proximal])
-            ratios += add_ratios(sums, number, micro_batch, logprobs, self.config.log_ratio_clamp)
+            ratios += add_ratios(sums, number, micro_batch, logprobs)
             if fresh_version is not None:
                 add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
             given = own_proximal if self._algorithm.needs_proximal else None
@@ -465,9 +459,7 @@ class TrainStep:
         if self.reference is not None and config.kl_coefficient > 0.0:
             with torch.no_grad():
                 reference_logprobs, _ = forward(self.reference, batch, self.temperature)
-            kl = kl_per_token(
-                logprobs, reference_logprobs, config.kl_estimator, config.log_ratio_clamp, config.kl_clamp
-            )
+            kl = kl_per_token(logprobs, reference_logprobs, config.kl_estimator, config.kl_clamp)
             if config.kl_reward_coefficient == 0.0:
                 sums.add("kl_reference", kl.sum())  # otherwise known from the sampled tokens
             per_token = per_token + config.kl_coefficient * kl

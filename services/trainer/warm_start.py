@@ -59,7 +59,9 @@ def make_starting_checkpoint(recipe: Recipe, policy: str, run_dir: Path) -> Path
     target = warm_start_dir(run_dir, policy)
     made_by = {"seed": recipe.run.seed, **config.model_dump(mode="json")}
     if target.exists():
-        _check_made_by(target, made_by)
+        path = target / COMPLETE
+        if not path.exists() or json.loads(path.read_text()) != json.loads(json.dumps(made_by)):
+            raise ConfigError(f"{target} was made by other warm_start settings: remove it, or start a new run")
         log.info("warm_start.reused", path=str(target))
         return target
     partial = target.with_name(f"{target.name}.partial")
@@ -182,12 +184,6 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
             if not isinstance(row, dict):
                 raise DatasetError(f"{path}, row {number}: a dialogue is an object, this is {type(row).__name__}")
             yield row
-
-
-def _check_made_by(target: Path, made_by: Mapping[str, Any]) -> None:
-    path = target / COMPLETE
-    if not path.exists() or json.loads(path.read_text()) != json.loads(json.dumps(made_by)):
-        raise ConfigError(f"{target} was made by other warm_start settings: remove it, or start a new run")
 
 
 def main() -> int:

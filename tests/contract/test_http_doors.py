@@ -94,7 +94,7 @@ def make(group: str) -> Any:
     """The server of a group of routes, without a service behind the routes."""
     nothing: Any = None
     if group == "judge":
-        return HttpServer(HttpConfig(port=0, body_bytes=1 << 20), "127.0.0.1", nothing, nothing)
+        return HttpServer(HttpConfig(port=0), "127.0.0.1", nothing, nothing)
     if group == "task_server":
         served: Any = {"environments": {"household_toy": {"end": 10}}}
         environments: Any = _NoEnvironments()

@@ -74,9 +74,8 @@ def test_a_drawing_shows_the_place(opened: Any) -> None:
 
 
 @pytest.mark.needs("gymnasium")
-@pytest.mark.parametrize("vectorization", [None, "sync"])
-def test_a_vector_pays_the_mean_return_of_its_copies(opened: Any, vectorization: Any) -> None:
-    episode = opened(num_envs=2, vectorization=vectorization)
+def test_a_vector_pays_the_mean_return_of_its_copies(opened: Any) -> None:
+    episode = opened(num_envs=2)
     assert episode.reset({}, 0).text == "1: 0\n2: 0"
     total = 0.0
     for place, word in enumerate(WAY):  # the second falls into the hole at 5
@@ -131,7 +130,6 @@ def test_a_recipe_that_works_has_no_problem() -> None:
         ({"actions": ["left", "Left "]}, "a name of its own"),
         ({"actions": "left"}, "import path"),
         ({"observation": "ansi"}, "values, render"),
-        ({"vectorization": "sync"}, "write num_envs"),
         ({"num_envs": 2, "observation": "render"}, "draws no text"),
     ],
 )

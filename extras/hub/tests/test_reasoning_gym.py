@@ -11,7 +11,7 @@ import pytest
 
 from extras.hub.reasoning_gym import answer_in, load_scorer, rows
 from services.common.config.data import DatasetConfig
-from services.common.config.envgateway import ReasoningGymConfig
+from services.common.config.envgateway import ScorerConfig
 from services.common.dataset_rows import BuiltInReward
 from services.common.errors import DatasetError, InvalidRequestError
 from services.common.installing import install
@@ -101,7 +101,7 @@ def test_the_answer_is_the_last_one_between_tags_or_everything_after_the_thought
 
 @pytest.fixture
 async def pool() -> AsyncIterator[MathPool]:
-    made = MathPool(ReasoningGymConfig(timeout_s=1.0), BuiltInReward.REASONING_GYM)
+    made = MathPool(ScorerConfig(timeout_s=1.0), BuiltInReward.REASONING_GYM)
     yield made
     await made.close()
 

@@ -29,6 +29,8 @@ from services.envgateway.sandbox.bare import wire
 log = structlog.get_logger()
 
 _QUEUE_TIMEOUT_S = 30.0
+EPISODES_PER_WORKER = 32  # lost with their process: fewer is safer, more is cheaper
+_MEMORY_BYTES = 4 << 30  # address space of one process
 _ATTEMPTS = 2  # the first try may meet a process that died while idle
 
 
@@ -78,7 +80,7 @@ class EnginePool:
             worker.games.add(game.number)
             request = {"kind": "open", "game": game.number, "settings": dict(settings)}
             try:
-                return game, await worker.ask(request, self._config.load_timeout_s, "loading a game")
+                return game, await worker.ask(request, self._config.start_timeout_s, "loading a game")
             except _ProcessGone as gone:
                 why = gone
             except asyncio.CancelledError:
@@ -117,12 +119,12 @@ class EnginePool:
             return 0 if worker is None else len(worker.games)
 
         place = min(range(len(self._workers)), key=load)
-        if load(place) >= self._config.episodes_per_worker:
-            held = self._config.num_workers * self._config.episodes_per_worker
+        if load(place) >= EPISODES_PER_WORKER:
+            held = self._config.num_workers * EPISODES_PER_WORKER
             raise CapacityError(f"the {self._engine} engine holds {held} games, as many as it may", retry_after_s=1.0)
         worker = self._workers[place]
         if worker is None:
-            child = Child(self._module, [str(self._config.memory_bytes)], self._environment)
+            child = Child(self._module, [str(_MEMORY_BYTES)], self._environment)
             worker = self._workers[place] = _Worker(self._engine, child, self._lost)
             self.counts["started"] += 1
             log.info("engine.started", engine=self._engine, pid=child.pid)

@@ -115,11 +115,11 @@ class Http:
 
 @asynccontextmanager
 async def task_server(
-    environments: Mapping[str, ServedTaskConfig] | None = None, *, body_bytes: int = 16 << 20, **settings: Any
+    environments: Mapping[str, ServedTaskConfig] | None = None, **settings: Any
 ) -> AsyncIterator[Http]:
     known = registry({"orders": OrdersWorld(), "named": OrdersWorld(["a", "b"])}, {"unlisted": Unlisted})  # type: ignore[dict-item]
     episodes = EpisodeManager(known, **{"max_episodes": 64, "lease_s": 60.0, "step_timeout_s": 4.0, **settings})
-    config = TaskServerConfig(port=0, environments=dict(environments or {}), body_bytes=body_bytes)
+    config = TaskServerConfig(port=0, environments=dict(environments or {}))
     server = TaskServer(config, "127.0.0.1", episodes, known, idle_s=settings.get("lease_s", 60.0))
     port = await server.start()
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:

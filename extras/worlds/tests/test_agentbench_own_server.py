@@ -71,7 +71,8 @@ async def test_a_server_of_both_protocols_is_taken_for_a_controller() -> None:
 async def test_an_action_that_the_server_does_not_read_ends_the_episode_without_another_try(
     protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with playing(protocol, concurrency=1, body_bytes=2000) as (world, server):
+    monkeypatch.setattr(taskserver, "BODY_BYTES", 2000)
+    async with playing(protocol, concurrency=1) as (world, server):
         for action in ("a" * 3000, "\ud800"):  # larger than the server's largest body; no Unicode text
             episode = world.build()
             await episode.reset({"index": 0}, 0)

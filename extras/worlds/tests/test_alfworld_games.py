@@ -53,7 +53,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def world_of(data: Path, **engine: Any) -> AlfworldWorld:
-    config = EnginePoolConfig(**{"step_timeout_s": TIMEOUT_S, "load_timeout_s": TIMEOUT_S, **engine})
+    config = EnginePoolConfig(**{"step_timeout_s": TIMEOUT_S, "start_timeout_s": TIMEOUT_S, **engine})
     return AlfworldWorld(AlfworldConfig(data=data, engine=config), data)
 
 

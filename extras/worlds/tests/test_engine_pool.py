@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from extras.worlds.engines import pool as engine_pool
 from extras.worlds.engines.pool import EnginePool
 from services.common.config.envgateway import EnginePoolConfig
 from services.common.errors import CapacityError, InvalidRequestError
@@ -25,13 +26,12 @@ MakePool = Callable[..., EnginePool]
 
 
 @pytest.fixture
-async def make_pool() -> AsyncIterator[MakePool]:
+async def make_pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakePool]:
     pools: list[EnginePool] = []
 
     def make(num_workers: int = 2, episodes_per_worker: int = 4, step_timeout_s: float = 20.0) -> EnginePool:
-        config = EnginePoolConfig(
-            num_workers=num_workers, episodes_per_worker=episodes_per_worker, step_timeout_s=step_timeout_s
-        )
+        monkeypatch.setattr(engine_pool, "EPISODES_PER_WORKER", episodes_per_worker)
+        config = EnginePoolConfig(num_workers=num_workers, step_timeout_s=step_timeout_s)
         pools.append(EnginePool("toy", MODULE, config, {}))
         return pools[-1]
 
@@ -168,6 +168,7 @@ async def test_an_engine_that_cannot_start_raises_an_error_about_the_start() -> 
 _OWNER = f"""
 import asyncio, sys
 from services.common.config.envgateway import EnginePoolConfig
+from extras.worlds.engines import pool as engine_pool
 from extras.worlds.engines.pool import EnginePool
 from tests.running import is_running
 

@@ -27,7 +27,7 @@ from services.common.errors import DatasetError
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
     folder = write_catalogue(tmp_path_factory.mktemp("catalogue"))
-    return open_shop(find_files(folder), None, None, 233, every_word)
+    return open_shop(find_files(folder), None, 233, every_word)
 
 
 def _visit(shop: Shop, *actions: str, **goal: Any) -> Visit:
@@ -148,7 +148,7 @@ def test_a_shop_without_goals_or_prices_is_refused(tmp_path: Path, shop: Shop) -
     folder = write_catalogue(tmp_path)
     (folder / "items_human_ins.json").write_text("{}")
     with pytest.raises(DatasetError, match="no goals"):
-        open_shop(find_files(folder), None, None, 1, every_word)
+        open_shop(find_files(folder), None, 1, every_word)
     products = read_catalogue(find_files(folder)).products
     with pytest.raises(DatasetError, match="has no price"):
         Shop(products, {}, shop.goals, every_word)

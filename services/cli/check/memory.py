@@ -26,7 +26,7 @@ from services.common.safetensors_files import read_object
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 4}  # auto: of a device that is not known yet
 ALLOWANCE = 1.05  # fragmentation and buffers of collectives
-_HEAD_BLOCK = 8192  # CHUNK_VOCAB of the trainer
+_HEAD_BLOCK, _HEAD_TOKENS = 8192, 1024  # CHUNK_VOCAB and CHUNK_TOKENS of the trainer
 BUCKETS_IN_FLIGHT = 3  # one fetched, one updated, one on its way back
 CONTEXT_BYTES = int(1.5 * GIB)  # CUDA context, NCCL, kernels
 KEPT_BY_OTHERS, OTHERS = "kept by others", "other processes"
@@ -252,7 +252,7 @@ def _moments(shape: ModelShape, policy: PolicyConfig) -> list[dict[str, float]]:
     recomputed = trainer.gradient_checkpointing is True
     kept = shape.num_layers * (hidden * compute if recomputed else saved)
     again = 2 * wide * compute + (saved if recomputed else 0)
-    blocks = 4.0 * min(trainer.logprob_chunk_tokens, tokens) * min(_HEAD_BLOCK, shape.vocabulary) * 4
+    blocks = 4.0 * min(_HEAD_TOKENS, tokens) * min(_HEAD_BLOCK, shape.vocabulary) * 4
     gradients = policy.adapter is None  # of the model's own weights
     in_head = {
         "gathered": float((layer + ends) * compute * sharded),

@@ -191,7 +191,6 @@ _FIXED = {
     "policies.*.algorithm.distillation*": "recorded sequences have, or lack, the teacher's scores",
     "policies.*.trainer.master_dtype": "the checkpoints of the run have this type",
     "policies.*.weights.publish_dtype": "published versions have this type",
-    "policies.*.weights.digest": "published versions have digests of this kind",
     "policies.*.batch.max_staleness": "",
     "policies.*.batch.max_token_age": "",
     "policies.*.batch.late*": "",

@@ -242,9 +242,6 @@ class AlgorithmConfig(CreditConfig):
     """See reward_bias; `rewards_clipped` counts the changed ones. Off when null: a clip that binds without being asked
     for makes the best of a group equal to the second best."""
 
-    log_ratio_clamp: float = Field(default=20.0, gt=0.0)
-    """Log ratios are clamped to this magnitude before exp, so no ratio overflows; no gradient flows beyond."""
-
     @property
     def needs_reference(self) -> bool:
         """Whether the trainer holds a second model with the initial weights."""
@@ -284,7 +281,6 @@ class AlgorithmConfig(CreditConfig):
 # --- One settings class per policy loss, and their union by ``name``: settings of other losses are refused.
 
 
-M2poScope = Literal["minibatch", "micro_batch"]
 M2poRule = Literal["suffix", "authors"]
 SapoLevel = Literal["token", "sequence"]
 WeightLevel = Literal["token", "sequence", "sequence_mean"]
@@ -294,14 +290,18 @@ DEFAULT_CAP = 5.0
 IMPORT_PATH = "package.module:function"  # the tag of a loss that is named by import path
 
 
-class ClipSettings(AlgorithmConfig):
-    """PPO's clip of a token's ratio."""
+class RatioClip(AlgorithmConfig):
+    """Bounds of a ratio."""
 
     eps_clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     """PPO clip: a ratio below 1 - eps_clip earns no further gradient (also the upper bound unless eps_clip_higher)."""
 
     eps_clip_higher: float | None = Field(default=None, gt=0.0)
     """Upper bound 1 + eps_clip_higher, if not eps_clip (DAPO: 0.28)."""
+
+
+class ClipSettings(RatioClip):
+    """PPO's clip of a token's ratio."""
 
     c_clip: float | None = Field(default=None, gt=1.0)
     """Dual clip: tokens with a negative advantage cost at most c_clip * |advantage|. Off when null."""
@@ -355,10 +355,6 @@ class M2po(AlgorithmConfig):
     m2po_floor_high: float | None = Field(default=None, ge=0.0)
     """The clip above is never narrower than 1 + this. Null: 0 with `m2po_rule: suffix`, 0.5 with `authors`."""
 
-    m2po_scope: M2poScope = "minibatch"
-    """Where M2PO takes its second moments: over the whole minibatch and all ranks, or over each micro-batch (free, but
-    the gradient then depends on packing; for comparison only)."""
-
 
 class PpoClip(ClipSettings):
     name: Literal["ppo_clip"] = "ppo_clip"
@@ -396,7 +392,7 @@ class Tis(ClipSettings, ImportanceSettings):
     """Divide the truncated weights by their mean over the minibatch and all ranks."""
 
 
-class Gspo(AlgorithmConfig):
+class Gspo(RatioClip):
     name: Literal["gspo"] = "gspo"
     """One clipped ratio per sequence."""
 
@@ -433,7 +429,12 @@ class Cispo(ImportanceSettings):
     mean (`sequence_mean`)."""
 
 
-class Dppo(AlgorithmConfig):
+class DivergencePenalty(AlgorithmConfig):
+    behaviour_penalty: float = Field(default=1e-3, ge=0.0)
+    """Weight of the squared log ratio policy / behaviour, on every token."""
+
+
+class Dppo(DivergencePenalty):
     name: Literal["dppo"] = "dppo"
     """A trust region in probability instead of in the ratio."""
 
@@ -443,19 +444,13 @@ class Dppo(AlgorithmConfig):
     probability_high: float = Field(default=0.2, gt=0.0, le=1.0)
     """A token with a positive advantage earns no further gradient once its probability has risen by more than this."""
 
-    behaviour_penalty: float = Field(default=1e-3, ge=0.0)
-    """Weight of the squared log ratio policy / behaviour, on every token."""
 
-
-class Ipo(AlgorithmConfig):
+class Ipo(DivergencePenalty):
     name: Literal["ipo"] = "ipo"
     """The same region on both sides, for either sign of the advantage."""
 
     probability_threshold: float = Field(default=0.3, gt=0.0, le=1.0)
     """A token gets no further gradient when its probability has moved by more than this."""
-
-    behaviour_penalty: float = Field(default=1e-3, ge=0.0)
-    """Weight of the squared log ratio policy / behaviour, on every token."""
 
 
 class Reinforce(AlgorithmConfig):

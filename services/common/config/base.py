@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+Port = Annotated[int, Field(ge=0, le=65535)]  # 0 takes a free one
 
 
 class Section(BaseModel):
@@ -14,6 +16,68 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+
+class OnPort(Section):
+    port: Port = 0
+    """gRPC port; 0 takes a free one."""
+
+
+class Listening(OnPort):
+    host: str = "127.0.0.1"
+    """Bind address. Another than loopback needs keys (`rollmill keys`, docs/security.md)."""
+
+
+class OnNode(Section):
+    node: int = Field(default=0, ge=0)
+    """Its node. `rollmill run` starts the processes of node 0 and prints the commands for the others. A gateway on another
+    node, with its environments, rewards and programs, reports its own address for replicas; its `host` is then left out,
+    and no task is issued until it has joined."""
+
+
+class HttpService(Section):
+    """An HTTP interface beside a service's gRPC port, at the same host."""
+
+    port: Port | None = None
+    """HTTP port; 0 takes a free one, null serves none."""
+
+
+class OnDevice(Section):
+    """What computes on GPUs or on a CPU."""
+
+    gpus: list[Annotated[int, Field(ge=0)]] = []
+    """GPUs of its node, of a trainer on each of its nodes, for its exclusive use, counted among those that
+    CUDA_VISIBLE_DEVICES shows; empty: all of these. Variables: INFERENCE_<NAME>_GPUS, and TRAINER_<POLICY>_GPUS, which
+    also sets `num_ranks`: a rank has one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU when there is one. With `gpus` it is `cuda`: never a fall-back to the CPU."""
+    threads: int = Field(default=1, ge=1)
+    """Threads on a CPU: of torch's operations, for each rank of a trainer, and of the compiled step of a small model, which
+    share its rows."""
+
+
+class Limits(Section):
+    """Limits of programs, of a process that lives on between calls, and of a task's container."""
+
+    cpu_time_s: float = Field(default=5.0, gt=0)
+    """Largest CPU time, of all processes and of all calls together."""
+    memory_bytes: int = Field(default=512 << 20, ge=1 << 20)
+    """Largest memory of all processes together."""
+    output_bytes: int = Field(default=65536, ge=1)
+    """Bytes that one program, cell or command may print on each of stdout and stderr. The rest of a program's output is
+    dropped; a cell or command is stopped."""
+
+
+class CallLimits(Section):
+    """Limits of calls of a tool."""
+
+    timeout_s: float | None = Field(default=None, gt=0, le=45)
+    """Wall-clock time of one call; left out, the tool's own: 30 s, `sandbox.wall_time_s` for programs,
+    `tools.jupyter.cell_time_s` for `jupyter_code`, 20 s at an MCP server."""
+    concurrency: int | None = Field(default=None, ge=1)
+    """Calls that run at once, over all rollouts; left out, the tool's own: 64, `sandbox.num_slots` for `jupyter_code`."""
+    max_chars: int = Field(default=256, ge=16)
+    """A longer response is cut; a task's `max_response_chars` has precedence."""
 
 
 def with_device(written: Any, on_gpu: dict[str, Any], on_cpu: dict[str, Any]) -> Any:

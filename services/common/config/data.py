@@ -219,9 +219,6 @@ class DataConfig(Section):
         Discriminator(lambda value: "several" if isinstance(value, (list, tuple)) else "one"),
     ]
     """Tasks to train on: a dataset, or a list of datasets that are mixed by `weight` (docs/mixtures.md)."""
-    exhausted_after: int = Field(default=100, ge=1)
-    """With several sources: task groups of one source that are dropped one after another until batches no longer wait
-    for it. They take it again as soon as one of its groups can be trained."""
     curation: Curation = "accept_all"
     """Which tasks are played: all; not those that are solved almost always (`filter_solved`: an average of the share of
     successes, which begins at 0 and keeps 0.9 of itself at every group, has reached 0.95: 29 solved groups in a row);
@@ -235,11 +232,6 @@ class DataConfig(Section):
     pass_rate: tuple[float, float] = (0.05, 0.95)
     """With curation `pass_rate`: the lowest and the highest share of successes, both included, at which a task is played.
     Measured over its last `pass_rate_groups` task groups; a task with fewer is played."""
-    pass_rate_groups: int = Field(default=2, ge=1)
-    """With curation `pass_rate`: task groups that the share of successes is of."""
-    revisit_unsolved: float = Field(default=0.1, ge=0.0, le=1.0)
-    """With curation `pass_rate`: the chance with which a task below the lowest share is played all the same, so that one
-    which the policy has learned to solve comes back."""
     evaluation: dict[str, DatasetConfig] = {}
     """Fixed tasks to evaluate on: a name of yours -> dataset. Results are reported for each and overall."""
 
@@ -318,8 +310,6 @@ _READ_BY = {
     "solved_reward": ("filter_solved", "pass_rate"),
     "revisit_solved": ("filter_solved", "pass_rate"),
     "pass_rate": ("pass_rate",),
-    "pass_rate_groups": ("pass_rate",),
-    "revisit_unsolved": ("pass_rate",),
 }
 
 

@@ -9,63 +9,62 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import Section
+from services.common.config.base import CallLimits, HttpService, Limits, Listening, OnNode, Port, Section
 from services.common.errors import ConfigError
 
 # --- Settings of the environments that the gateway offers.
 
 
-class EnginePoolConfig(Section):
-    num_workers: int = Field(default=2, ge=1)
-    """Processes that hold games; started on first use."""
-    episodes_per_worker: int = Field(default=32, ge=1)
-    """Games held by one process. They are lost with the process, so fewer is safer and more is cheaper."""
+class Timeouts(Section):
+    """Of an environment in another process."""
+
+    start_timeout_s: float = Field(default=50.0, gt=0)
+    """Starting the process, connecting to it and beginning an episode may each take this long."""
+    step_timeout_s: float = Field(default=50.0, gt=0)
+    """One turn may take this long; then the episode is lost, and played again. Never a reward."""
+
+
+class EnginePoolConfig(Timeouts):
     step_timeout_s: float = Field(default=20.0, gt=0)
     """A game that takes longer for one step is stalled: its process is killed. Never a reward."""
-    load_timeout_s: float = Field(default=50.0, gt=0)
-    """The same for loading a game."""
-    memory_bytes: int = Field(default=4 << 30, ge=256 << 20)
-    """Address space of one process."""
+    num_workers: int = Field(default=2, ge=1)
+    """Processes that hold games; started on first use."""
 
 
-class AlfworldConfig(Section):
+class WorldConfig(Section):
+    max_turns: int = Field(default=50, ge=1)
+    """Turns of an episode; a task's row may say otherwise."""
+
+
+class GamesConfig(WorldConfig):
+    games: Path | None = None
+    """ALFWorld: a JSON file that lists games, relative to `data`: a list, or lists by name. TextWorld: a folder of game files
+    (`.z8`; a `.json` of the same name beside it tells the possible actions). A task's `index` counts in this list, for a
+    folder in its sorted one. Left out, ALFWorld has every game below `data`, sorted by path, which is not the order that
+    the data sets `alfworld-train` and `alfworld-valid` count in; TextWorld makes games, and the `index` is their seed."""
+    engine: EnginePoolConfig = EnginePoolConfig()
+    """Processes of the engine."""
+
+
+class AlfworldConfig(GamesConfig):
     data: Path | None = None
     """Folder of ALFWorld's data, which holds `json_2.1.1`."""
-    games: Path | None = None
-    """JSON file that lists games, relative to `data`: a list, or lists by name. Left out: every game below `data`,
-    sorted by path, which is not the order that the data sets `alfworld-train` and `alfworld-valid` count in. A task's
-    `index` counts in this list."""
-    max_turns: int = Field(default=50, ge=1)
-    """Turns of an episode; a task's row may say otherwise."""
-    engine: EnginePoolConfig = EnginePoolConfig()
-    """Processes of the engine."""
 
 
-class TextworldConfig(Section):
-    games: Path | None = None
-    """Folder of game files (`.z8`; a `.json` of the same name beside it tells the possible actions). A task's `index`
-    counts in its sorted list. Left out: games are made, and the `index` is their seed."""
+class TextworldConfig(GamesConfig):
     cache: Path | None = None
     """Folder of games that are made on the fly; left out, one below the system's temporary folder."""
-    max_turns: int = Field(default=50, ge=1)
-    """Turns of an episode; a task's row may say otherwise."""
-    make_timeout_s: float = Field(default=50.0, gt=0)
-    """Making one game may take this long."""
-    engine: EnginePoolConfig = EnginePoolConfig()
-    """Processes of the engine."""
 
 
 WebshopPage = Literal["text", "text_rich", "url"]
 
 
-class WebshopConfig(Section):
+class WebshopConfig(WorldConfig):
     data: Path | None = None
     """Folder of the catalogue in WebShop's raw form: `items_shuffle*.json`, `items_ins_v2*.json`,
     `items_human_ins.json`."""
     goals: Path | None = None
     """JSON file with `goals` (in order) and `prices`; left out, both are drawn with `seed`."""
-    num_products: int | None = Field(default=None, ge=1)
-    """Products taken from the start of the catalogue; left out, all."""
     seed: int = 233
     """Seeds prices, price limits and the order of goals."""
     tagger: Literal["words", "spacy"] = "words"
@@ -79,52 +78,50 @@ class WebshopConfig(Section):
     """Turns of an episode; a task's row may say otherwise."""
 
 
-class AgentBenchConfig(Section):
+class AgentBenchConfig(Timeouts):
     url: str = "http://127.0.0.1:5000/api"
     """A classic AgentBench controller, or a task server that speaks the adapter's protocol."""
     protocol: Literal["auto", "classic", "adapter"] = "auto"
     """Left at auto, the server is asked once."""
     task: str = ""
     """Name of the task at a classic controller; left out, its only one."""
-    start_timeout_s: float = Field(default=50.0, gt=0)
-    """Starting a session may take this long."""
-    step_timeout_s: float = Field(default=50.0, gt=0)
-    """One turn may take this long."""
-    connections: int = Field(default=256, ge=1)
-    """Connections at once."""
-    release_leaked_slots: bool = True
-    """Ask a classic controller to synchronise with its workers after a task raised: the controller forgets the session,
-    but still counts the slot."""
 
 
 PORT_MARK, PYTHON_MARK = "{port}", "{python}"  # in a command: a free port, the gateway's interpreter
 
 
-class OpenEnvConfig(Section):
+class ServerSection(Section):
+    """A server that runs elsewhere, or that the gateway starts."""
+
     url: str | None = None
-    """Address of an OpenEnv server, such as http://127.0.0.1:8000."""
+    """Address of a running server, such as `http://127.0.0.1:8000` of OpenEnv, or `http://127.0.0.1:8000/mcp` of MCP over
+    streamable HTTP."""
     command: list[str] = []
-    """Instead of `url`: a program and its arguments, or a container, that serves the environment at the port `{port}`, such as
-    ["{python}", server.py, "{port}"], where `{python}` is the gateway's interpreter, or [docker, run, --rm, --publish,
-    "{port}:8000", IMAGE]. Started with the first episode, again after its end, ended with the gateway."""
+    """Instead of `url`: program and arguments. A path that begins with `./` is relative to the recipe's file. Of MCP, a server
+    over standard input and output, such as `[python, ./server.py]`, where `python` is the gateway's own. Of OpenEnv, one
+    that serves the environment at the port `{port}`, such as ["{python}", server.py, "{port}"], where `{python}` is the
+    gateway's interpreter, or [docker, run, --rm, --publish, "{port}:8000", IMAGE]: started with the first episode, again
+    after its end, ended with the gateway."""
+
+    @model_validator(mode="after")
+    def _one_server(self) -> ServerSection:
+        if bool(self.command) == bool(self.url):
+            given = "both are set" if self.url else "neither is set"
+            raise ValueError(f"write either `command` (a program and its arguments) or `url`; {given}")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url is {self.url!r}: write an address that begins with http:// or https://")
+        return self
+
+
+class OpenEnvConfig(ServerSection, Timeouts):
     action: str | None = None
     """Field of the action that the policy's text becomes. Left out: the action's only required field, where it is text; else the
     text must be a JSON object, the whole action."""
     observation: str | None = None
     """Field of the observation that the policy reads. Left out: its only text, else all of it as JSON."""
-    start_timeout_s: float = Field(default=50.0, gt=0)
-    """Opening the socket, starting the command, and `reset` may each take this long."""
-    step_timeout_s: float = Field(default=50.0, gt=0)
-    """One turn may take this long; then the episode is lost, and played again."""
-    connections: int = Field(default=256, ge=1)
-    """Sockets open at once, one for each episode."""
 
     @model_validator(mode="after")
-    def _one_server(self) -> OpenEnvConfig:
-        if (self.url is None) == (not self.command):
-            raise ValueError("set `url` (a running server) or `command` (a program that serves), and not both")
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url is {self.url!r}; must begin with http:// or https://")
+    def _told_its_port(self) -> OpenEnvConfig:
         if self.command and not any(PORT_MARK in part for part in self.command):
             raise ValueError(f"command has no {PORT_MARK}, in place of which the server is told its port")
         return self
@@ -144,15 +141,13 @@ class ServedTaskConfig(Section):
     """Goes into the row of every task, beside its `index`, such as `{environment: {max_turns: 20}}`."""
 
 
-class TaskServerConfig(Section):
-    port: int | None = Field(default=None, ge=0, le=65535)
+class TaskServerConfig(HttpService):
+    port: Port | None = None
     """Also serve episodes over the HTTP protocols of AgentBench; its clients expect 5000, 0 takes a free port.
     Variable: TASK_SERVER_PORT."""
     environments: dict[str, ServedTaskConfig] = {}
     """Task name -> task. The first is also served without a name. Left out: every environment that can list its
     tasks."""
-    body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
-    """Largest request."""
 
 
 class GymnasiumConfig(Section):
@@ -173,8 +168,6 @@ class GymnasiumConfig(Section):
     num_envs: int | None = Field(default=None, ge=1)
     """Play so many copies in one episode, as `gymnasium.make_vec` makes them: the reply has an action for each, in lines `1:
     left`. The reward is the mean of their returns. Left out, one environment without a vector."""
-    vectorization: Literal["sync", "async", "vector_entry_point"] | None = None
-    """With `num_envs`: gymnasium's way; left out, the environment's own."""
     max_turns: int | None = Field(default=None, ge=1)
     """Turns of an episode (`max_episode_steps`); left out, those of the registry, and those of the workflow."""
 
@@ -192,14 +185,12 @@ class GymnasiumConfig(Section):
             raise ValueError(
                 f"observation is {self.observation!r}: write values, render, or an import path (package.module:function)"
             )
-        if self.vectorization is not None and self.num_envs is None:
-            raise ValueError("vectorization is set, and num_envs is not: write num_envs, or leave vectorization out")
         if self.num_envs is not None and self.observation == "render":
             raise ValueError("observation is render, and a vector draws no text: write values, or an import path")
         return self
 
 
-class HarborConfig(Section):
+class HarborConfig(Limits):
     """The environment that plays Harbor's task directories."""
 
     skip_run: bool = False
@@ -210,13 +201,14 @@ class HarborConfig(Section):
     verifier_time_s: float = Field(default=45.0, gt=0, le=45)
     """Largest wall-clock time of tests/test.sh; a task's `verifier.timeout_sec` may be less. Tests that take longer give no
     reward."""
-    agent_time_s: float = Field(default=3600.0, gt=0)
-    """Largest wall-clock time of a task before its tests; a task's `agent.timeout_sec` may be less. The first turn after
-    that ends the task, and the tests run."""
+    cpu_time_s: float = Field(default=600.0, gt=0)
+    """CPU time of all commands and the tests of a task together."""
     memory_bytes: int = Field(default=1 << 30, ge=64 << 20)
     """Largest memory of a task; its `environment.memory_mb` may be less."""
     disk_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Largest size of all files of a task, which are in memory too; its `environment.storage_mb` may be less."""
+    output_bytes: int = Field(default=1 << 20, ge=4096)
+    """Bytes that one command may print; then it is stopped."""
 
 
 # --- Settings of the MCP servers whose tools the gateway offers.
@@ -225,12 +217,7 @@ class HarborConfig(Section):
 MCP = "mcp:"  # begins the name of a server's tools: `mcp:SERVER` for all, `mcp:SERVER/TOOL` for one
 
 
-class McpServerConfig(Section):
-    command: list[str] = []
-    """Program and arguments of a server over standard input and output, such as `[python, ./server.py]`: a path that
-    begins with `./` is relative to the recipe's file, and `python` is the gateway's own. Give this or `url`."""
-    url: str | None = None
-    """Address of a server over streamable HTTP, such as `http://127.0.0.1:8000/mcp`."""
+class McpServerConfig(ServerSection, CallLimits):
     environment: dict[str, str] = {}
     """With `command`: variables of the server's process, besides HOME, LANG, PATH, USER and the like. A value `$NAME` is the
     gateway's own variable of that name, which keeps a secret out of the recipe."""
@@ -261,12 +248,7 @@ class McpServerConfig(Section):
     so has `workflow.settings.max_tool_response_chars`."""
 
     @model_validator(mode="after")
-    def _one_way(self) -> McpServerConfig:
-        if bool(self.command) == bool(self.url):
-            given = "both are set" if self.url else "neither is set"
-            raise ValueError(f"write either `command` (a program and its arguments) or `url`; {given}")
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url is {self.url!r}: write an address that begins with http:// or https://")
+    def _settings_are_of_its_kind(self) -> McpServerConfig:
         foreign = ("environment", "directory") if self.url else ("headers",)
         for key in foreign:
             if getattr(self, key):
@@ -303,7 +285,7 @@ def split_name(name: str) -> tuple[str, str]:
     return server, tool
 
 
-class SandboxConfig(Section):
+class SandboxConfig(Limits):
     tier: Literal["auto", "2", "1", "U", "0"] = "auto"
     """Isolation tier: the strongest that works here (auto), or exactly this one."""
     allow_tier_0: bool = False
@@ -312,10 +294,6 @@ class SandboxConfig(Section):
     """Programs run at once."""
     wall_time_s: float = Field(default=5.0, gt=0)
     """Largest wall-clock time of one program."""
-    cpu_time_s: float = Field(default=5.0, gt=0)
-    """Largest CPU time of one program and its children."""
-    memory_bytes: int = Field(default=512 * 1024 * 1024, ge=1024 * 1024)
-    """Largest memory of one program and its children together."""
     memory_cgroup: bool = True
     """Let the kernel enforce the memory limit where cgroups are available; otherwise the supervisor measures processes,
     and large shared mappings are refused. `sandbox_memory_cgroup` in GetStatus names the one in use."""
@@ -323,30 +301,18 @@ class SandboxConfig(Section):
     """Most processes and threads of one program."""
     judging_time_s: float = Field(default=300.0, gt=0, le=500)
     """Largest time of all cases of one judgement together; those that are left then are not run, and are a `TIME_LIMIT`."""
-    output_bytes: int = Field(default=65536, ge=1)
-    """Bytes kept of each of stdout and stderr."""
     file_bytes: int = Field(default=16 * 1024 * 1024, ge=0)
     """Largest file that a program may write."""
     disk_bytes: int = Field(default=64 * 1024 * 1024, ge=65536)
     """All files of one program together."""
     num_files: int = Field(default=1024, ge=1)
     """Most files and directories of one program."""
-    answer_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
-    """Largest returned value, and largest output of a judged program with a longer expected output than usual."""
-    compile_time_s: float = Field(default=20.0, gt=0)
-    """Largest wall-clock and CPU time of a compiler."""
-    compile_memory_bytes: int = Field(default=1024 * 1024 * 1024, ge=64 * 1024 * 1024)
-    """Largest memory of a compiler."""
     packages: list[str] = ["numpy", "sympy", "mpmath", "sortedcontainers"]
     """Packages of the gateway's own environment that programs may import; those that are not installed are left out."""
-    fork_server_runs: int = Field(default=10_000, ge=1)
-    """A fork server is replaced after this many programs, or after growth by 64 MiB."""
     prewarm_scientific: bool = True
     """Keep a fork server with numpy and sympy loaded from the start on, rather than from the first use."""
     num_live: int = Field(default=32, ge=0)
     """Processes that live on between calls, beside the slots: one for each trajectory that uses `jupyter_code`."""
-    queue_size: int = Field(default=4096, ge=1)
-    """Programs waiting for a slot, before callers are told to come back."""
 
     def check_case_time(self, key: str, case_time_s: float) -> None:
         """Raises ``ValueError`` when the sandbox stops a program before the time of a test case is over."""
@@ -359,7 +325,7 @@ class SandboxConfig(Section):
                 )
 
 
-class LiveConfig(Section):
+class LiveConfig(Limits):
     """Limits of one process that lives on between calls; processes, files and disk are limited as for programs."""
 
     cell_time_s: float = Field(default=10.0, gt=0, le=45)
@@ -368,20 +334,9 @@ class LiveConfig(Section):
     """CPU time of all cells together, and of threads and children between them."""
     lifetime_s: float = Field(default=3600.0, gt=0)
     """Wall-clock time from the first cell on."""
-    memory_bytes: int = Field(default=512 * 1024 * 1024, ge=1024 * 1024)
-    """Memory of the process and its children together."""
-    output_bytes: int = Field(default=65536, ge=1)
-    """Bytes that a cell may print on each of stdout and stderr; then the cell is interrupted."""
 
 
-class ToolConfig(Section):
-    timeout_s: float | None = Field(default=None, gt=0, le=45)
-    """Wall-clock time of one call; left out, the tool's own: 30 s, `sandbox.wall_time_s` for programs,
-    `tools.jupyter.cell_time_s` for `jupyter_code`."""
-    concurrency: int | None = Field(default=None, ge=1)
-    """Calls that run at once; left out, the tool's own: 64, `sandbox.num_slots` for `jupyter_code`."""
-    max_chars: int = Field(default=256, ge=16)
-    """A longer response is cut; a task's `max_response_chars` has precedence."""
+class ToolConfig(CallLimits):
     cut: Literal["start", "middle", "end"] = "middle"
     """Place of the cut."""
 
@@ -395,16 +350,11 @@ class ToolsConfig(Section):
     """The process that a trajectory has for `jupyter_code`."""
 
 
-class MathRewardConfig(Section):
-    num_workers: int = Field(default=1, ge=1)
-    """Math-Verify processes; started on first use."""
-    timeout_s: float = Field(default=5.0, gt=0)
-    """CPU time of one grading. An answer that takes more gets the reward 0, and its worker is replaced."""
+class ScorerConfig(Section):
+    """Processes that score answers with a package that may take for ever."""
 
-
-class ReasoningGymConfig(Section):
     num_workers: int = Field(default=1, ge=1)
-    """Processes that score with reasoning-gym; started on first use."""
+    """Processes, started on first use."""
     timeout_s: float = Field(default=5.0, gt=0)
     """CPU time of one score. An answer that takes more gets the reward 0, and its worker is replaced."""
 
@@ -415,8 +365,6 @@ class CodeRewardConfig(Section):
 
 
 class QueueConfig(Section):
-    lane_size: int = Field(default=4096, ge=1)
-    """Jobs waiting in each lane, before callers are told to come back."""
     redis_uri: str = ""
     """Send jobs to workers over this Redis, such as redis://127.0.0.1:6379; empty: run them here. The variable REDIS_URI
     (or REDIS_URL) says the same, and keeps a password out of the recipe."""
@@ -426,41 +374,30 @@ class QueueConfig(Section):
     """Use a Redis on another machine without TLS: jobs and verdicts can then be read and changed on the way."""
     lease_s: float = Field(default=10.0, ge=0.5)
     """A worker that has not been heard of for this long loses its jobs to others."""
-    max_attempts: int = Field(default=3, ge=1)
-    """A job that this many workers could not finish is an infrastructure failure; the last attempt is made alone."""
 
 
-class HttpConfig(Section):
-    port: int | None = Field(default=None, ge=0, le=65535)
+class HttpConfig(HttpService):
+    port: Port | None = None
     """Also serve the HTTP interface that clients of Code Judge speak; they expect port 8000, 0 takes a free port.
     Variable: CODE_JUDGE_PORT."""
     reuse_port: bool = False
     """Let other gateways on this host serve the same port; the system spreads connections over them."""
-    queue_wait_s: float = Field(default=20.0, gt=0)
-    """A single run, or one of a batch, that finds no slot for this long is answered with `queue_timeout`; one of a long batch after an hour."""
-    body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
-    """Largest request."""
 
 
-class EnvGatewayConfig(Section):
-    host: str = "127.0.0.1"
-    """Bind address. Another than loopback needs keys (`rollmill keys`, docs/security.md)."""
-    port: int = Field(default=50080, ge=0, le=65535)
+class EnvGatewayConfig(Listening, OnNode):
+    port: Port = 50080
     """gRPC port; 0 takes a free one. Variable: ENVGATEWAY_PORT."""
-    node: int = Field(default=0, ge=0)
-    """The node of the gateway, and of environments, rewards and programs. On another node than 0 the gateway reports
-    its own address for replicas, `host` is left out, and no task is issued until the gateway has joined."""
     sandbox: SandboxConfig = SandboxConfig()
     """Sandboxed execution."""
     queue: QueueConfig = QueueConfig()
     """Where programs wait for a slot, here or at workers."""
     http: HttpConfig = HttpConfig()
     """The HTTP interface of Code Judge."""
-    math: MathRewardConfig = MathRewardConfig()
-    """Math rewards."""
+    math: ScorerConfig = ScorerConfig()
+    """Math rewards (Math-Verify)."""
     code: CodeRewardConfig = CodeRewardConfig()
     """The reward `code`."""
-    reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
+    reasoning_gym: ScorerConfig = ScorerConfig()
     """The reward `reasoning_gym` (extra `reasoning-gym`)."""
     rewards: list[str] = []
     """More rewards that callers may name: import paths of functions (`package.module:function`)."""

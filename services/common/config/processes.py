@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from services.common.config.base import Section, with_device
+from services.common.config.base import HttpService, Listening, OnDevice, OnNode, Port, Section, with_device
 from services.common.config.training import PolicyConfig
 from services.common.extras import provided
 from services.common.installing import install, missing
@@ -97,10 +97,6 @@ class RolloutConfig(Section):
     """Largest share of a policy's newest training rollouts that may have no reward because machinery failed (a grader,
     a peer, a full gateway). Above the share the run is paused with the reason: a policy can provoke such repetitions. 1
     is off."""
-    masked_window: int = Field(default=512, ge=8)
-    """Rollouts over which `max_masked_share` is taken; the check begins when half of them have ended."""
-    timing: bool = True
-    """Keep the timed phases of the rollout with each record, for `rollmill trace`."""
 
     @model_validator(mode="after")
     def _rewards_are_used(self) -> RolloutConfig:
@@ -117,36 +113,28 @@ class RolloutConfig(Section):
         return self
 
 
-class OrchestratorConfig(Section):
-    host: str = "127.0.0.1"
-    """Bind address. Another than loopback needs keys (`rollmill keys`, docs/security.md)."""
-    port: int = Field(default=50050, ge=0, le=65535)
+class OrchestratorConfig(Listening):
+    port: Port = 50050
     """gRPC port; 0 takes a free one. Variable: ORCHESTRATOR_PORT."""
     lease_s: float = Field(default=30.0, gt=0)
     """A replica or trainer that does not report for this long has left."""
     durability: Literal["process", "power"] = "process"
     """`process`: acknowledged data survives kill -9. `power`: also a power cut (fsync)."""
-    segment_bytes: int = Field(default=64 * 1024 * 1024, ge=4096)
-    """Journal segments are rolled at this size."""
     retention: Literal["needed", "all"] = "needed"
     """`needed` keeps the trajectories that are still to be trained, and those that a replay from the oldest checkpoint which
-    a trainer keeps needs; others are deleted, 64 MiB (`segment_bytes`) at a time. `all` keeps every trajectory: at least
+    a trainer keeps needs; others are deleted, 64 MiB at a time. `all` keeps every trajectory: at least
     6 bytes per token. Batches, versions, evaluations and metrics stay for ever with both (docs/journal.md)."""
     min_free_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
     """Below this much free disk no new task group is issued, and the run reports the reason."""
 
 
 class ScriptedEngineConfig(Section):
-    script: str | None = None
-    """Import path of a function from a generation request to token ids; left out, seeded random tokens."""
     tokens_per_s: float = Field(default=0.0, ge=0)
     """Tokens per second of one request; 0 is as fast as possible."""
+    script: str | None = None
+    """Import path of a function from a generation request to token ids; left out, seeded random tokens."""
     latency_s: float = Field(default=0.0, ge=0)
     """Added to each generation."""
-    response_tokens: int = Field(default=64, ge=1)
-    """Length of a random response."""
-    vocabulary: int = Field(default=256, ge=2)
-    """Random token ids lie below this."""
 
 
 class ForcedEngineConfig(Section):
@@ -155,19 +143,10 @@ class ForcedEngineConfig(Section):
     (`rollmill.Cue`) to text. Left out, the built-in one of the recipe's workflow."""
     right_share: float = Field(default=0.5, ge=0, le=1)
     """Share of rollouts in which the built-in scripts give the reference answer or the expert's actions."""
-    num_words: int = Field(default=8, ge=0)
-    """Meaningless words before an answer, different in each rollout; none where `reward` is a function of the recipe's."""
-    seed: int = 0
-    """Seeds the script together with `run.seed`."""
 
 
-class EndpointConfig(Section):
-    port: int | None = Field(default=None, ge=0, le=65535)
-    """HTTP port of the endpoint for agents, at the host of its service; 0 takes a free one, null serves none."""
-    body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
-    """A larger request is refused."""
-    tool_result_chars: int = Field(default=262_144, ge=64)
-    """A longer result of an agent's tool is cut in its middle; the policy reads the rest and a mark."""
+class EndpointConfig(HttpService):
+    """The OpenAI-compatible endpoint for agents."""
 
 
 ENGINES = ("torch", "forced", "scripted", "sglang", "vllm")
@@ -181,10 +160,8 @@ def _known_engine(name: str) -> str:
     )
 
 
-class InferenceConfig(Section):
-    host: str = "127.0.0.1"
-    """Bind address. Another than loopback needs keys (`rollmill keys`, docs/security.md)."""
-    port: int = Field(default=50061, ge=0, le=65535)
+class InferenceConfig(Listening, OnNode, OnDevice):
+    port: Port = 50061
     """gRPC port; 0 takes a free one."""
     engine: Annotated[str, AfterValidator(_known_engine)] = "torch"
     """`torch`: embedded, CPU or one GPU. `forced`: the replay engine, which emits the tokens of a script instead of
@@ -204,20 +181,11 @@ class InferenceConfig(Section):
     kv_cache_gib: float = Field(default=8.0, gt=0, allow_inf_nan=False)
     """Memory for the KV cache of each embedded engine (`torch`, `forced`), of which it takes as much as its slots can fill.
     Where that is less than all slots at the full context, requests wait for memory, and the longest sequence must fit."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU when there is one. With `gpus` it is `cuda`: such a service never falls back to the CPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type in which the engine computes. `auto` is bfloat16 on a GPU, and float32 on a CPU."""
-    threads: int = Field(default=1, ge=1)
-    """Threads on a CPU: of torch's operations, and of the compiled step of a small model, which share its rows."""
     stepping: Literal["eager", "graph", "compiled"] = "graph"
     """Decoding steps of an embedded engine on a GPU: `graph` replays CUDA graphs, `compiled` generates fused kernels with
     torch.compile before (needs a C++ compiler, and a minute at the first step), `eager` calls each kernel. On a CPU: `eager`."""
-    node: int = Field(default=0, ge=0)
-    """The node of this service. `rollmill run` starts the processes of node 0 and prints the commands for the others."""
-    gpus: list[Annotated[int, Field(ge=0)]] = []
-    """GPUs of its node for its exclusive use, counted among those that CUDA_VISIBLE_DEVICES shows; empty: all of these.
-    Variable: INFERENCE_<NAME>_GPUS."""
     engines: dict[str, Annotated[int, Field(ge=1)]] = {}
     """With `sglang` or `vllm`, engines of each policy (data parallel); left out, all GPUs are the only policy's."""
     scripted: ScriptedEngineConfig = ScriptedEngineConfig()
@@ -275,6 +243,7 @@ class WarmStartConfig(Section):
     """Peak of a cosine schedule."""
     warmup_share: float = Field(default=0.0, ge=0, lt=1)
     """Share of the updates over which the learning rate rises to its peak in a line."""
+
     betas: tuple[float, float] = (0.9, 0.98)
     """AdamW."""
 
@@ -306,7 +275,7 @@ class LaunchConfig(Section):
 class MetricsConfig(Section):
     enabled: bool = False
     """Every process serves `/metrics` for Prometheus over HTTP, and writes where into RUN/prometheus."""
-    ports: dict[str, Annotated[int, Field(ge=0, le=65535)]] = {}
+    ports: dict[str, Port] = {}
     """Ports by process (orchestrator, inference-NAME, trainer-POLICY, publisher-POLICY, envgateway, worker); a process
     without a port takes a free one."""
 

@@ -731,15 +731,9 @@ class Recipe(Section):
         exact = set(types.values()) == {"float32"} and engines <= {"torch", "forced"}
         return EXACT_MISMATCH if exact else ROUNDED_MISMATCH, types
 
-    def digest_algorithm(self, policy: str) -> Literal["xxh3-128", "blake3"]:
-        """The digest algorithm of a policy's versions; trainer and replicas must agree.
-
-        `auto` is xxh3-128, which detects accidental damage, if only this machine reaches the services of the run; else
-        blake3, which also detects forged versions.
-        """
-        chosen = self.policies[policy].weights.digest
-        if chosen != "auto":
-            return chosen
+    def digest_algorithm(self) -> Literal["xxh3-128", "blake3"]:
+        """The digest algorithm of versions: xxh3-128, which detects accidental damage, if only this machine reaches the
+        services of the run; else blake3, which also detects forged versions."""
         return "xxh3-128" if self.is_on_loopback else "blake3"
 
     @property

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from services.common.config.algorithm import LossConfig, M2po
-from services.common.config.base import Section, with_device
+from services.common.config.base import Listening, OnDevice, OnPort, Port, Section, with_device
 from services.common.config.data import DatasetConfig, EvaluationConfig
 
 # --- The ``adapter`` section of a policy: LoRA. Plain pydantic, no torch.
@@ -291,25 +291,20 @@ class BatchConfig(Section):
         return self
 
 
-class TrainerConfig(Section):
-    port: int = Field(default=50071, ge=0, le=65535)
+class TrainerConfig(OnPort, OnDevice):
+    port: Port = 50071
     """Port of the trainer's StatusService; 0 takes a free one."""
     num_ranks: int = Field(default=1, ge=1)
     """Processes that share the training (FSDP2), on all nodes together."""
     nodes: list[Annotated[int, Field(ge=0)]] = Field(default=[0], min_length=1)
     """Nodes over which the ranks are spread, as many on each; the first is 0. Several need a directory that all of them see
     for the run's checkpoints, a `rendezvous_port`, and an `interface`."""
-    gpus: list[Annotated[int, Field(ge=0)]] = []
-    """GPUs on each of its nodes for its exclusive use, one per rank, counted among those that CUDA_VISIBLE_DEVICES shows;
-    empty: all of these. Variable: TRAINER_<POLICY>_GPUS, which also sets `num_ranks`."""
-    rendezvous_port: int = Field(default=0, ge=0, le=65535)
+    rendezvous_port: Port = 0
     """Port at which several ranks find each other; 0 takes a free one, on one node."""
     interface: str = ""
     """Network interface between several nodes, such as `eth1` (a node may name another in GLOO_SOCKET_IFNAME and
     NCCL_SOCKET_IFNAME). Gradients cross this interface without encryption or authentication: NCCL and gloo have none.
     So the interface must be of a private network, and there is no default."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU when there is one. With `gpus` it is `cuda`: such a trainer never falls back to the CPU."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that the optimizer updates. `bfloat16` halves their memory and loses updates smaller than 1/256
     of a weight: at a learning rate of 5e-6 about 9 of 10 weights never move (`benchmarks/update_share.py`). Prefer float32
@@ -336,8 +331,6 @@ class TrainerConfig(Section):
     token_budget: int = Field(default=16384, ge=16)
     """Tokens that one packed micro-batch computes; a shared prefix of sequences counts once. Changes memory and speed,
     never the gradient."""
-    logprob_chunk_tokens: int = Field(default=1024, ge=1)
-    """Tokens with logits in memory at the same time."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Training steps between durable checkpoints."""
     keep_checkpoints: int = Field(default=2, ge=1)
@@ -345,8 +338,6 @@ class TrainerConfig(Section):
     newest checkpoint is damaged goes on from the one before; with 1 there is none before."""
     export_final: bool = True
     """Write a Hugging Face safetensors export when the run ends."""
-    threads: int = Field(default=1, ge=1)
-    """OpenMP threads per rank on a CPU."""
 
     @model_validator(mode="before")
     @classmethod
@@ -361,7 +352,7 @@ class TrainerConfig(Section):
         return "bfloat16" if "bfloat16" in (self.master_dtype, self.compute_dtype) else "float32"
 
 
-class WeightsConfig(Section):
+class WeightsConfig(Listening):
     publish_dtype: Literal["auto"] | DTypeName = "auto"
     """Type in which versions are published. `auto` is `trainer.compute_dtype`, so that engines get the numbers that the trainer
     computes with: bfloat16 on a GPU, float32 on a CPU. bfloat16 for processes that are started one by one, unless the
@@ -375,25 +366,19 @@ class WeightsConfig(Section):
     """Snapshots kept by the publisher, with the deltas to them; one that is being read is never removed."""
     transports: list[Literal["mapped", "bulk", "grpc"]] = Field(default=["mapped", "bulk", "grpc"], min_length=1)
     """Ways in which replicas may fetch, best first: mapped files on the same host, ZeroMQ, gRPC chunks."""
-    digest: Literal["auto", "xxh3-128", "blake3"] = "auto"
-    """Digest of versions. `auto` takes xxh3-128 while every process is on loopback, else blake3."""
-    max_relays: int = Field(default=16, ge=0)
-    """Replicas that pass parts of a version on to others; 0 lets all fetch from the publisher."""
     send_bytes_per_s: float = Field(default=0.0, ge=0)
     """Most bytes per second that the publisher, and each relay, sends; 0 is no limit."""
     spill_directory: str | None = None
     """Where snapshots go when /dev/shm is full; left out, `snapshots/` in the run directory."""
-    host: str = "127.0.0.1"
-    """Bind address of the publisher. Another than loopback needs keys (`rollmill keys`, docs/security.md)."""
-    port: int = Field(default=19861, ge=0, le=65535)
+    port: Port = 19861
     """Port of the publisher's WeightService; 0 takes a free one."""
 
 
 class PolicyConfig(Section):
     trained: bool = True
     """False: served as its checkpoint is, version 0 for the whole run: a teacher (`algorithm.distillation`) or a partner
-    that stays as it is. No trainer, batches or quota; of the sections below only `model`, `weights.publish_dtype`,
-    `weights.digest` and `trainer.master_dtype` count, which say how the checkpoint is cast."""
+    that stays as it is. No trainer, batches or quota; of the sections below only `model`, `weights.publish_dtype`
+    and `trainer.master_dtype` count, which say how the checkpoint is cast."""
     model: ModelConfig = ModelConfig()
     """The model."""
     adapter: AdapterConfig | None = None

@@ -54,7 +54,7 @@ from services.envgateway.sandbox.bare.harness.calls import framed
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.lease import Job, SlotLease, SubmittedRun, profile_of, why_unusable
 from services.envgateway.sandbox.pool import SandboxPool, compile_cpp, cpp_job
-from services.envgateway.sandbox.records import ExecutionResult
+from services.envgateway.sandbox.records import ANSWER_BYTES, ExecutionResult
 
 # --- Cases of one program that are run by one host: confined once, each case in a process of its own.
 
@@ -357,7 +357,7 @@ class _Judgement:
     def _program(self, case: StdinCase, artefact: bytes | None) -> _Case:
         limits = dict(self._limits)
         if case.expected is not None:  # room for an answer as long as the right one, and a wrong one to be seen
-            room = min(2 * len(case.expected) + 4096, self._slot.config.answer_bytes)
+            room = min(2 * len(case.expected) + 4096, ANSWER_BYTES)
             limits["output_bytes"] = max(limits["output_bytes"], room)
         stdin = case.stdin.encode()
 

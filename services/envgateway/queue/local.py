@@ -38,6 +38,7 @@ JobResult: TypeAlias = ExecutionResult | JudgeResult
 Runner: TypeAlias = Callable[[Job, Lane], Awaitable[JobResult]]  # cancelling it kills the job
 Result = TypeVar("Result")
 
+LANE_SIZE = 4096  # jobs waiting in each lane, before callers are told to come back
 _STORED_RESULTS = 16384
 _STORED_BYTES = 64 << 20
 _RETRY_FROM_S = 0.5
@@ -312,7 +313,7 @@ class JobQueue:
         return self._scheduler.num_slots
 
 
-def local_queue(sandbox: SandboxPool, judge: Judge, *, num_slots: int, lane_size: int) -> JobQueue:
+def local_queue(sandbox: SandboxPool, judge: Judge, *, num_slots: int, lane_size: int = LANE_SIZE) -> JobQueue:
     """The queue in front of this process's own sandbox. Where there are several slots, one is never given to batch."""
     scheduler = Scheduler(
         num_slots=num_slots, batch_slots=batch_share(num_slots), lane_size=lane_size, sends_ahead=True

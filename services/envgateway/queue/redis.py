@@ -39,7 +39,16 @@ from services.common.config.envgateway import QueueConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.telemetry.metrics import Lane, QueueGauge
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
-from services.envgateway.queue.local import Job, JobQueue, JobResult, Scheduler, decode, encode, infrastructure_failure
+from services.envgateway.queue.local import (
+    LANE_SIZE,
+    Job,
+    JobQueue,
+    JobResult,
+    Scheduler,
+    decode,
+    encode,
+    infrastructure_failure,
+)
 from services.envgateway.variables import check_redis, without_user
 
 log = structlog.get_logger()
@@ -190,7 +199,7 @@ class RedisQueue(JobQueue):
 
     def __init__(self, config: QueueConfig, redis_uri: str, *, expires_s: int = JOB_EXPIRES_S) -> None:
         """Raises ``ConfigError`` for a URI that cannot be used."""
-        scheduler = Scheduler(num_slots=_LEAST_WINDOW, batch_slots=_LEAST_WINDOW // 2, lane_size=config.lane_size)
+        scheduler = Scheduler(num_slots=_LEAST_WINDOW, batch_slots=_LEAST_WINDOW // 2, lane_size=LANE_SIZE)
         super().__init__(self._run_at_worker, scheduler)
         self._client = connect(redis_uri, config.allow_plain_redis)
         self._keys = Keys(config.redis_prefix)

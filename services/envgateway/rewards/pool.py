@@ -25,7 +25,7 @@ from typing import Any
 
 import structlog
 
-from services.common.config.envgateway import MathRewardConfig, ReasoningGymConfig
+from services.common.config.envgateway import ScorerConfig
 from services.common.errors import CapacityError, InfrastructureError
 from services.common.text.thoughts import after_thoughts
 from services.envgateway.calls import RewardOutcome, RewardResult, grader_failed, take_place, unparsed
@@ -143,7 +143,7 @@ class _Seat:
 class MathPool:
     """Pool of math workers. ``grade`` is the only entry; an unused pool holds no process."""
 
-    def __init__(self, config: MathRewardConfig | ReasoningGymConfig, grader: str = "") -> None:
+    def __init__(self, config: ScorerConfig, grader: str = "") -> None:
         """``grader``: another than Math-Verify."""
         self._config = config
         self._seats = [_Seat(config.timeout_s, grader) for _ in range(config.num_workers)]
@@ -251,7 +251,7 @@ class MathPool:
 
 def comparisons() -> MathPool:
     """For the judge: compares answers of programs."""
-    return MathPool(MathRewardConfig(num_workers=2, timeout_s=5.0), COMPARISON)
+    return MathPool(ScorerConfig(num_workers=2, timeout_s=5.0), COMPARISON)
 
 
 def _result(answer: dict[str, Any]) -> RewardResult:

@@ -44,6 +44,9 @@ from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResul
 _MESSAGE_BYTES = 16_384
 _ARTEFACT_BYTES = 32 << 20
 _PROCESSES = 16
+COMPILE_TIME_S = 20.0  # wall clock and CPU
+_COMPILE_MEMORY_BYTES = 1 << 30
+MOST_WAITING = 4096  # programs without a slot, before callers are told to come back
 _COMPILER_LIMITS = {
     RunStatus.TIME_LIMIT: "the compiler took too long",
     RunStatus.MEMORY_LIMIT: "the compiler used too much memory",
@@ -56,11 +59,10 @@ async def compile_cpp(slot: SlotLease, code: str) -> bytes | ExecutionResult:
     if not slot.has_cpp:
         detail = "this gateway has no C++ compiler (g++); it runs python"
         return ExecutionResult(status=RunStatus.INVALID_REQUEST, detail=detail)
-    config = slot.config
     limits: dict[str, float | int] = {
-        "wall_s": config.compile_time_s,
-        "cpu_s": config.compile_time_s,
-        "memory_bytes": config.compile_memory_bytes,
+        "wall_s": COMPILE_TIME_S,
+        "cpu_s": COMPILE_TIME_S,
+        "memory_bytes": _COMPILE_MEMORY_BYTES,
         "processes": _PROCESSES,
         "output_bytes": _MESSAGE_BYTES,
         "answer_bytes": _ARTEFACT_BYTES,
@@ -263,7 +265,7 @@ class SandboxPool:
         """Wait for a slot. Returns the key under which the slot is held."""
         is_batch = lane is Lane.BATCH
         num_waiting = self._leases.num_waiting(is_batch)
-        if num_waiting >= self._config.queue_size:
+        if num_waiting >= MOST_WAITING:
             raise self._full(f"{num_waiting} programs are waiting")
         key = next(_keys)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

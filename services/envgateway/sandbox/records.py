@@ -15,6 +15,7 @@ WRITABLE = (
 )  # fmt: skip
 
 OPEN_FILES = 64
+ANSWER_BYTES = 8 << 20  # of a returned value, and of a program with a longer expected output than usual
 
 Number = TypeVar("Number", int, float)
 
@@ -41,7 +42,7 @@ class ExecutionLimits:
             "memory_bytes": _at_most(self.memory_bytes, config.memory_bytes),
             "processes": _at_most(self.processes, config.num_processes),
             "output_bytes": _at_most(self.output_bytes, config.output_bytes),
-            "answer_bytes": config.answer_bytes,
+            "answer_bytes": ANSWER_BYTES,
             "file_bytes": config.file_bytes,
             "open_files": OPEN_FILES,
             "disk_bytes": config.disk_bytes,

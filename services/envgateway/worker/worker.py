@@ -69,6 +69,7 @@ from services.envgateway.variables import WorkerSettings
 
 log = structlog.get_logger()
 
+MAX_ATTEMPTS = 3  # of one job; the last is made alone, and its failure is one of the infrastructure
 _DRAIN_GRACE_S = 5.0
 RESULTS_EXPIRE_S = 3600
 _AHEAD_S = 0.02  # jobs that the slots finish in this time are taken ahead, to hide the way to Redis
@@ -145,7 +146,7 @@ class Worker:
         *,
         num_slots: int,
         lease_s: float,
-        max_attempts: int,
+        max_attempts: int = MAX_ATTEMPTS,
         about: dict[str, str] | None = None,
         name: str = "",
     ) -> None:
@@ -481,7 +482,6 @@ async def work(
         sandbox_runner(sandbox, Judge(sandbox, apart.failure)),
         num_slots=settings.sandbox.num_slots,
         lease_s=settings.queue.lease_s,
-        max_attempts=settings.queue.max_attempts,
         about={"tier": sandbox.tier, "host": socket.gethostname(), "pid": str(os.getpid())},
     )
     loop = asyncio.get_running_loop()

@@ -68,6 +68,8 @@ SESSION_HEADER = "X-Rollmill-Session"
 SESSION_HEADERS = (SESSION_HEADER, "X-Session-ID")
 KEY_HEADERS = ("X-Api-Key", "Authorization")
 CA_VARIABLE = "SSL_CERT_FILE"  # trusted authorities; read by OpenSSL and httpx, and so by the client `openai`
+BODY_BYTES = 16 << 20  # of the largest request
+TOOL_RESULT_CHARS = 262_144  # of a tool's result; the policy reads the rest and a mark
 _BETWEEN = "~"  # a character that no token and no session has
 _BEARER = "Bearer "
 
@@ -384,9 +386,9 @@ class EndpointServer:
         """``setting`` is the port's path in the recipe."""
         assert config.port is not None
         self._host = host
-        self._limits = ItemLimits(tool_result_chars=config.tool_result_chars)
+        self._limits = ItemLimits(tool_result_chars=TOOL_RESULT_CHARS)
         self._sessions: dict[str, ServedSession] = {}
-        application = web.Application(client_max_size=config.body_bytes, middlewares=[_refusing])
+        application = web.Application(client_max_size=BODY_BYTES, middlewares=[_refusing])
         application.add_routes(self._routes())
         self._listener = Listener(
             application,
@@ -551,7 +553,7 @@ async def _refusing(request: web.Request, handler: _Handler) -> web.StreamRespon
 
 def _told(request: web.Request, error: web.HTTPException) -> str:
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return f"{error.text}: cut what the agent sends, or raise inference.<name>.endpoint.body_bytes"
+        return f"{error.text}: the bound is {BODY_BYTES} bytes: cut what the agent sends"
     if isinstance(error, web.HTTPNotFound):
         served = ", ".join(_PREFIXES[0] + dialect.path for dialect in DIALECTS)
         return f"{request.path} is not served; there is {served} and /v1/models"

@@ -227,6 +227,7 @@ _TEXT = (
     "now compare both sides again and count what is left over to see that nothing was lost on the way"
 )
 _WORDS = _TEXT.split()
+_NUM_WORDS = 8  # before an answer, different in each rollout
 
 
 def reasoning(cue: Cue, topic: str = "") -> str:
@@ -435,12 +436,7 @@ def load_scripts(config: ForcedEngineConfig, recipe: Recipe) -> ScriptBook:
             purpose = Purpose.TRAIN if is_training(where) else Purpose.EVALUATION
             name = None if own.name in SCRIPTS and own.name != recipe.workflow.name else config.script
             parts[purpose, name_of(where)] = _part(name, own, f"{where}.workflow")
-    return ScriptBook(
-        parts=parts,
-        right_share=config.right_share,
-        num_words=config.num_words,
-        seed=recipe.run.seed + config.seed,
-    )
+    return ScriptBook(parts=parts, right_share=config.right_share, num_words=_NUM_WORDS, seed=recipe.run.seed)
 
 
 def _part(name: str | None, workflow: WorkflowConfig, where: str) -> Part:

@@ -48,10 +48,8 @@ def build_curation(config: DataConfig, seed: int) -> Curation:
         return PassRate(
             seed,
             band=config.pass_rate,
-            num_groups=config.pass_rate_groups,
             solved_reward=config.solved_reward,
             revisit_solved=config.revisit_solved,
-            revisit_unsolved=config.revisit_unsolved,
         )
     return Greso(seed) if config.curation == "greso" else Curation()
 
@@ -104,8 +102,8 @@ class PassRate(Curation):
     """
 
     def __init__(
-        self, seed: int, *, band: tuple[float, float], num_groups: int, solved_reward: float = 1.0,
-        revisit_solved: float = 0.0, revisit_unsolved: float = 0.0,
+        self, seed: int, *, band: tuple[float, float], num_groups: int = 2, solved_reward: float = 1.0,
+        revisit_solved: float = 0.0, revisit_unsolved: float = 0.1,
     ) -> None:  # fmt: skip
         self._seed = seed
         self._band = band

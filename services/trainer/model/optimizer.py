@@ -191,7 +191,12 @@ class PolicyOptimizer:
     def update(self) -> Update:
         """Clip, step, clear the gradients. A gradient that is not finite changes only the update number."""
         rate = learning_rate(self.config, self.num_updates)
-        norm = self._clip()
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        whole = full(torch.nn.utils.get_total_norm(gradients))
+        if self.config.max_grad_norm is not None:
+            # Scales by min(1, max / (norm + 1e-6)); the norm is whole, so every rank scales alike.
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, whole)
+        norm = float(whole)
         applied = math.isfinite(norm)
         if applied:
             for group, scale in zip(self.adamw.param_groups, self._scales, strict=True):
@@ -214,11 +219,3 @@ class PolicyOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.adamw.load_state_dict(state["adamw"])
         self.num_updates = int(state["num_updates"])
-
-    def _clip(self) -> float:
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = full(torch.nn.utils.get_total_norm(gradients))
-        if self.config.max_grad_norm is not None:
-            # Scales by min(1, max / (norm + 1e-6)); the norm is whole, so every rank scales alike.
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, norm)
-        return float(norm)

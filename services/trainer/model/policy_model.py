@@ -623,8 +623,4 @@ def load_policy_model(
 
 def architecture_limit(config: Any) -> Limit | None:
     """``check_architecture`` of the policy model."""
-    return check_architecture(config, _small)
-
-
-def _small(causal_lm: Any) -> PolicyModel:
-    return PolicyModel(causal_lm, attention="sdpa")
+    return check_architecture(config, lambda causal_lm: PolicyModel(causal_lm, attention="sdpa"))

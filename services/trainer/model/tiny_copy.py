@@ -102,7 +102,8 @@ def _shrunk(tree: dict[str, Any], by_heads: int, by_dim: int, layers: int) -> di
         if isinstance(value, dict):
             small[key] = _shrunk(value, by_heads, by_dim, layers)
         elif isinstance(value, (list, str)) and layers and len(value) == num_layers > layers:
-            small[key] = value[: max(layers, _first_with_all(value))]
+            all_kinds = max(value.index(kind) for kind in value) + 1  # the shortest beginning with all kinds of layers
+            small[key] = value[: max(layers, all_kinds)]
         else:
             small[key] = _divided(key, value, by_heads, by_dim) if type(value) is int and value > 1 else value
     if layers and num_layers > layers:
@@ -116,11 +117,6 @@ def _shrunk(tree: dict[str, Any], by_heads: int, by_dim: int, layers: int) -> di
                     k: tree[k][: small[key]] for k in small if isinstance(tree[k], list) and len(tree[k]) == num_layers
                 }
     return small
-
-
-def _first_with_all(values: Any) -> int:
-    """The length of the shortest beginning with all kinds of layers."""
-    return max(values.index(kind) for kind in values) + 1
 
 
 def _is_head_dim(key: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.envgateway import MathRewardConfig
+from services.common.config.envgateway import ScorerConfig
 from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.checks import TextCheck, ValueCheck, failure, packed
 from services.envgateway.judge.compare import ValueRule
@@ -69,7 +69,7 @@ async def a_loop_that_goes_on(what: object) -> AsyncIterator[None]:
 
 @pytest.fixture
 async def math_pool() -> AsyncIterator[MathPool]:
-    pool = MathPool(MathRewardConfig(num_workers=1, timeout_s=1.0))
+    pool = MathPool(ScorerConfig(num_workers=1, timeout_s=1.0))
     await pool.grade("1", "$\\frac12$")
     yield pool
     await pool.close()
@@ -143,7 +143,7 @@ def test_a_small_value_is_compared_at_once(name: str) -> None:
 
 @pytest.mark.slow
 async def test_a_large_value_uses_up_its_own_comparison_only() -> None:
-    pool = MathPool(MathRewardConfig(num_workers=1, timeout_s=2.0), COMPARISON)
+    pool = MathPool(ScorerConfig(num_workers=1, timeout_s=2.0), COMPARISON)
     right = packed(ValueCheck(["l", 1], ValueRule()))
     try:
         assert await pool.failure(right, b'["l", 1]') == ""

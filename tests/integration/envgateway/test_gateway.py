@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from services.common import errors
-from services.common.config.envgateway import EnvGatewayConfig, MathRewardConfig
+from services.common.config.envgateway import EnvGatewayConfig, ScorerConfig
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2, judge_pb2_grpc, status_pb2, status_pb2_grpc
@@ -48,7 +48,7 @@ class Clients:
 @pytest.fixture
 async def gateway() -> AsyncIterator[Clients]:
     config = EnvGatewayConfig(
-        port=0, sandbox=CONFIG, math=MathRewardConfig(num_workers=1, timeout_s=3.0), max_episodes=3,
+        port=0, sandbox=CONFIG, math=ScorerConfig(num_workers=1, timeout_s=3.0), max_episodes=3,
         environments={"parity": f"{__name__}:Parity"}, rewards=[f"{__name__}:failing", f"{__name__}:odd"],
     )  # fmt: skip
     started = Gateway(config, SandboxPool.start_before_threads(CONFIG))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.envgateway import EnvGatewayConfig, MathRewardConfig
+from services.common.config.envgateway import EnvGatewayConfig, ScorerConfig
 from services.common.records import Task
 from services.common.telemetry.accounts import TimeAccount
 from services.common.text.programs import program_of
@@ -35,7 +35,7 @@ ROW = {
 
 @pytest.fixture
 async def gateway() -> AsyncIterator[GatewayClient]:
-    config = EnvGatewayConfig(port=0, sandbox=CONFIG, math=MathRewardConfig(num_workers=1, timeout_s=3.0))
+    config = EnvGatewayConfig(port=0, sandbox=CONFIG, math=ScorerConfig(num_workers=1, timeout_s=3.0))
     started = Gateway(config, SandboxPool.start_before_threads(CONFIG))
     port = await started.start()
     client = GatewayClient(TimeAccount("replica/a"))

@@ -12,8 +12,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, MathRewardConfig, QueueConfig
+from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, ScorerConfig
 from services.common.errors import ConfigError
+from services.envgateway import http as gateway_http
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 from tests.integration.envgateway.conftest import CONFIG, LONG, SLEEP_LONG
@@ -45,11 +46,12 @@ class Client:
 
 
 @pytest.fixture
-async def client(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+async def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
+    monkeypatch.setattr(gateway_http, "QUEUE_WAIT_S", 1.0)
     sandbox = getattr(request, "param", CONFIG)
     config = EnvGatewayConfig(
-        port=0, sandbox=sandbox, math=MathRewardConfig(num_workers=1, timeout_s=3.0),
-        http=HttpConfig(port=0, queue_wait_s=1.0), queue=QueueConfig(lane_size=64),
+        port=0, sandbox=sandbox, math=ScorerConfig(num_workers=1, timeout_s=3.0),
+        http=HttpConfig(port=0),
     )  # fmt: skip
     gateway = Gateway(config, SandboxPool.start_before_threads(sandbox))
     await gateway.start()

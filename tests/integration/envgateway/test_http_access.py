@@ -14,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.cli.keys import Keyring
-from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, MathRewardConfig
+from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, ScorerConfig
 from services.common.errors import ConfigError
 from services.common.security import identity
 from services.common.security.identity import Identity
@@ -24,7 +24,7 @@ from services.envgateway.sandbox.pool import SandboxPool
 from tests.integration.envgateway.conftest import CONFIG
 from tests.keys import as_role, client_context, make_keys
 
-GATEWAY = EnvGatewayConfig(port=0, sandbox=CONFIG, math=MathRewardConfig(num_workers=1), http=HttpConfig(port=0))
+GATEWAY = EnvGatewayConfig(port=0, sandbox=CONFIG, math=ScorerConfig(num_workers=1), http=HttpConfig(port=0))
 PROGRAM = {"type": "python", "solution": "print(1)"}
 
 

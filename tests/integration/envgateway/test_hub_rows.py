@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.common.config.data import DatasetConfig
-from services.common.config.envgateway import MathRewardConfig
+from services.common.config.envgateway import ScorerConfig
 from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
@@ -53,7 +53,7 @@ async def test_programs_are_right_or_wrong(name: str, pool: SandboxPool) -> None
 
 @pytest.fixture
 async def math_pool() -> AsyncIterator[MathPool]:
-    pool = MathPool(MathRewardConfig(num_workers=1))
+    pool = MathPool(ScorerConfig(num_workers=1))
     yield pool
     await pool.close()
 

@@ -15,6 +15,7 @@ import pytest
 
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, JudgeRequest, StdinCase, StdinTests
+from services.envgateway.sandbox import launch
 from services.envgateway.sandbox.bare import procfs
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
@@ -179,8 +180,9 @@ def _alive_of(uids: list[str]) -> list[int]:
     return found
 
 
-async def test_replacing_fork_servers_does_not_affect_runs() -> None:
-    pool = SandboxPool.start_before_threads(CONFIG.model_copy(update={"fork_server_runs": 4}))
+async def test_replacing_fork_servers_does_not_affect_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "FORK_SERVER_RUNS", 4)
+    pool = SandboxPool.start_before_threads(CONFIG)
     try:
         before = set(children_of(supervisor_of(pool)))
         running = asyncio.create_task(pool.run(ExecutionRequest(code="import time; time.sleep(0.5); print('slow')")))

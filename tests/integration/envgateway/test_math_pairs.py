@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from services.common.config.envgateway import MathRewardConfig
+from services.common.config.envgateway import ScorerConfig
 from services.envgateway.calls import RewardOutcome
 from services.envgateway.rewards.pool import MathPool
 from services.envgateway.rewards.registry import MathReward
@@ -31,7 +31,7 @@ HOSTILE = [
 
 
 async def test_every_class_of_written_answers_gets_its_verdict() -> None:
-    pool = MathPool(MathRewardConfig(num_workers=1, timeout_s=5.0))
+    pool = MathPool(ScorerConfig(num_workers=1, timeout_s=5.0))
     reward = MathReward(pool)
     try:
         table = list(pairs())
@@ -54,7 +54,7 @@ async def test_every_class_of_written_answers_gets_its_verdict() -> None:
 
 @pytest.mark.slow
 async def test_an_answer_that_is_hard_to_read_is_worth_0_and_never_drawn_again() -> None:
-    pool = MathPool(MathRewardConfig(num_workers=2, timeout_s=1.0))
+    pool = MathPool(ScorerConfig(num_workers=2, timeout_s=1.0))
     try:
         results = await asyncio.gather(*(pool.grade("7", f"\\boxed{{{answer}}}") for answer in HOSTILE))
         told = {answer[:12]: result.outcome.value for answer, result in zip(HOSTILE, results, strict=True)}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.envgateway import MathRewardConfig
+from services.common.config.envgateway import ScorerConfig
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
 from services.envgateway.calls import RewardOutcome, RewardResult
 from services.envgateway.child import ChildDied, ChildFailed, ChildLost
@@ -23,7 +23,7 @@ R = RewardOutcome
 
 @pytest.fixture
 async def math_pool() -> AsyncIterator[MathPool]:
-    pool = MathPool(MathRewardConfig(num_workers=1, timeout_s=3.0))
+    pool = MathPool(ScorerConfig(num_workers=1, timeout_s=3.0))
     yield pool
     await pool.close()
 
@@ -138,7 +138,7 @@ async def test_plain_integers_start_no_worker(math_pool: MathPool) -> None:
 @pytest.fixture
 async def hasty_pool() -> AsyncIterator[MathPool]:
     """Gradings have little time."""
-    pool = MathPool(MathRewardConfig(num_workers=1, timeout_s=0.5))
+    pool = MathPool(ScorerConfig(num_workers=1, timeout_s=0.5))
     yield pool
     await pool.close()
 
@@ -246,7 +246,7 @@ async def test_the_cause_of_a_failure_decides_its_outcome(
 ) -> None:
     left = list(failures)
     monkeypatch.setattr(math_pool_module, "MathProcess", lambda *_: Scripted(left))
-    result = await MathPool(MathRewardConfig()).grade("1", "2")
+    result = await MathPool(ScorerConfig()).grade("1", "2")
     assert result.outcome is outcome and not left
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from services.common.config.envgateway import SandboxConfig
 from services.common.errors import CapacityError
+from services.envgateway.sandbox import pool as sandbox_pool
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
@@ -311,8 +312,9 @@ async def test_cancelling_the_caller_kills_the_program_and_frees_the_slot(execut
     await until(lambda: not pool.gauges["sandbox_busy_slots"])
 
 
-async def test_a_full_queue_says_when_to_come_back() -> None:
-    config = SandboxConfig(allow_tier_0=True, num_slots=1, queue_size=1, wall_time_s=2.0)
+async def test_a_full_queue_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_pool, "MOST_WAITING", 1)
+    config = SandboxConfig(allow_tier_0=True, num_slots=1, wall_time_s=2.0)
     pool = SandboxPool.start_before_threads(config)
     try:
 

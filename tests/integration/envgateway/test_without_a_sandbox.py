@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.envgateway import EnvGatewayConfig, MathRewardConfig
+from services.common.config.envgateway import EnvGatewayConfig, ScorerConfig
 from services.common.errors import SandboxRefusedError
 from services.common.pb import environment_pb2 as pb
 from services.common.rpc.client import channel, translated_errors
@@ -36,7 +36,7 @@ def test_only_a_pool_that_is_optional_begins_without_isolation() -> None:
 
 
 async def test_programs_are_refused_with_the_remedy_and_all_else_is_served() -> None:
-    config = EnvGatewayConfig(port=0, sandbox=ISOLATED, math=MathRewardConfig(num_workers=1))
+    config = EnvGatewayConfig(port=0, sandbox=ISOLATED, math=ScorerConfig(num_workers=1))
     gateway = Gateway(config, SandboxPool.start_before_threads(ISOLATED, (), is_optional=True))
     async with channel(f"127.0.0.1:{await gateway.start()}") as connection:
         clients = Clients(connection)

@@ -14,6 +14,7 @@ import pytest
 
 from services.common.config.processes import EndpointConfig
 from services.common.records import Sampling
+from services.inference.endpoint import server as endpoint_server
 from services.inference.endpoint.server import EndpointServer
 from tests.integration.inference.endpoint_peers import mismatches, serving, session_of, torch_policy
 from tests.unit.inference.fakes import served_policy
@@ -124,14 +125,15 @@ async def test_bodies_that_cannot_be_read_are_refused_by_name(server: EndpointSe
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_body_above_the_bound_is_refused(dialect: str) -> None:
-    server = EndpointServer(EndpointConfig(port=0, body_bytes=2048), "127.0.0.1", setting="x")
+async def test_a_body_above_the_bound_is_refused(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_server, "BODY_BYTES", 2048)
+    server = EndpointServer(EndpointConfig(port=0), "127.0.0.1", setting="x")
     await server.start()
     try:
         with server.opened(session_of(await served_policy(["x"]))) as session_id:
             body = {ITEMS[dialect]: [{"role": "user", "content": "a" * 4096}]}
             status, answer = await post(server, PATHS[dialect], body, **{"X-Session-ID": session_id})
-        assert status == 413 and "body_bytes" in told(dialect, answer)[1]
+        assert status == 413 and "the bound is 2048 bytes" in told(dialect, answer)[1]
     finally:
         await server.stop()
 
@@ -170,8 +172,11 @@ def tool(dialect: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_result_of_ten_megabytes_is_cut_at_the_documented_bound(dialect: str) -> None:
-    server = EndpointServer(EndpointConfig(port=0, tool_result_chars=512), "127.0.0.1", setting="x")
+async def test_a_result_of_ten_megabytes_is_cut_at_the_documented_bound(
+    dialect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_server, "TOOL_RESULT_CHARS", 512)
+    server = EndpointServer(EndpointConfig(port=0), "127.0.0.1", setting="x")
     await server.start()
     policy = await served_policy([CALL, "one", "two"])
     session = session_of(policy, sampling=Sampling(max_new_tokens=200))

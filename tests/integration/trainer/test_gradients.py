@@ -12,7 +12,7 @@ import torch
 
 from services.cli.run.processes import ForkServer
 from services.trainer.advantages import sequence_advantages
-from services.trainer.losses import ALGORITHMS, TokenBatch
+from services.trainer.losses import ALGORITHMS, Algorithm, TokenBatch, m2po
 from services.trainer.ranks import Ranks
 from tests.integration.trainer.gradient_cases import (
     CASES,
@@ -258,9 +258,10 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     assert_same(checkpointed, plain, 1e-12)
 
 
-def test_m2po_per_micro_batch_does_depend_on_packing() -> None:
-    """Why the minibatch is the default scope; also shows that the tests above can fail."""
-    case = Case(config=algorithm(name="m2po", m2po_threshold=0.2, m2po_scope="micro_batch"))
+def test_m2po_per_micro_batch_does_depend_on_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why the region is of the whole minibatch; also shows that the tests above can fail."""
+    monkeypatch.setitem(ALGORITHMS, "m2po", Algorithm(m2po))
+    case = Case(config=algorithm(name="m2po", m2po_threshold=0.2))
     whole = gradients(case, Ranks.single(), EVERYTHING)
     with pytest.raises(AssertionError):
         assert_same(gradients(case, Ranks.single(), 23), whole, 1e-9)

@@ -65,7 +65,7 @@ def test_node_0_listens_at_its_address_where_node_1_dials_and_nowhere_else() -> 
     assert (recipe.orchestrator.host, recipe.envgateway.host, recipe.inference["b"].host) == (HERE, HERE, HERE)
     assert recipe.policies["model0"].weights.host == HERE, "node 1 fetches its versions"
     assert recipe.inference["a"].host == "127.0.0.1", "node 1's own affair"
-    assert recipe.digest_algorithm("model0") == "blake3"
+    assert recipe.digest_algorithm() == "blake3"
 
 
 def test_a_recipe_on_one_node_stays_on_loopback_and_prints_nothing() -> None:

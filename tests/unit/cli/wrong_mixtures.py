@@ -79,5 +79,4 @@ MIXTURES = [
     Wrong("hold out more than there is", ("data.evaluation.h", "12 rows", "hold_out 50 leaves none"),
           {"data.evaluation": {"h": {**GOOD_SOURCE, "hold_out": 50}}}),
     Wrong("hold out every row", ("data.train.hold_out", "greater than or equal to 2"), {f"{TRAIN}.hold_out": 1}),
-    Wrong("exhausted after 0", ("data.exhausted_after", "greater than or equal to 1"), {"data.exhausted_after": 0}),
 ]  # fmt: skip

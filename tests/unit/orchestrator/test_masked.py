@@ -14,14 +14,20 @@ from services.common.kept_tokens import MaskedCause, cause_of
 from services.common.pb import run_pb2
 from services.common.records import TOO_OLD, RolloutPhase, RolloutTiming
 from services.common.rpc.client import CLASS_OF_REASON
+from services.orchestrator import ingest
 from services.orchestrator.ingest import MaskedSamples
 from tests.unit.orchestrator.builders import failure, trajectory
 from tests.unit.orchestrator.world import World
 
 
-def masked(max_share: float = 0.25, window: int = 8) -> tuple[MaskedSamples, Counter[str]]:
+@pytest.fixture(autouse=True)
+def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingest, "MASKED_WINDOW", 8)
+
+
+def masked(max_share: float = 0.25) -> tuple[MaskedSamples, Counter[str]]:
     counters: Counter[str] = Counter()
-    return MaskedSamples(counters, max_share, window), counters
+    return MaskedSamples(counters, max_share), counters
 
 
 def test_every_cause_has_an_advice_and_machinery_its_own_reason() -> None:
@@ -65,7 +71,7 @@ def test_a_share_above_the_bound_is_said_with_its_cause_once_half_of_the_window_
 async def test_a_run_whose_grader_fails_too_often_pauses_with_the_reason_and_goes_on_when_resumed(
     worlds: Callable[..., World],
 ) -> None:
-    world = worlds(rollout={"max_masked_share": 0.3, "masked_window": 8}, size=16, max_staleness=4)
+    world = worlds(rollout={"max_masked_share": 0.3}, size=16, max_staleness=4)
     parts, watch, replica = world.core, world.watch(), world.join()
     await world.publish(0)
     world.train()

@@ -88,7 +88,7 @@ def test_m2po_drops_exactly_the_tokens_beyond_the_largest_kept(dtype: torch.dtyp
         sequence_index=torch.zeros(5, dtype=torch.int64),
         num_sequences=1,
     )
-    loss = m2po(batch, algorithm(name="m2po", m2po_scope="micro_batch"))
+    loss = m2po(batch, algorithm(name="m2po"))
     loss.per_token.sum().backward()
     assert logprobs.grad is not None
     # 0.08 defines the region and keeps its gradient; 0.3 is dropped; -0.7 moves back towards behaviour and stays.

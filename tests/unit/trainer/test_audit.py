@@ -58,7 +58,7 @@ def audited(
     """Numbers of tokens by the audit's names."""
     batch = micro_batch(advantages, behaviour)
     current = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
-    audit, sums = GradientAudit(CLAMP, torch.device("cpu")), Sums(torch.device("cpu"))
+    audit, sums = GradientAudit(torch.device("cpu")), Sums(torch.device("cpu"))
     tokens = tokens_of(audit.view(current), batch, mask)
     result = loss(tokens, config)
     if result.per_token.requires_grad:
@@ -163,7 +163,7 @@ def test_the_effective_sample_size_is_taken_over_whole_minibatches(gaps: list[li
     sums = Sums(torch.device("cpu"))
     for gap in gaps:
         batch = micro_batch([1.0] * len(gap), [-3.0] * len(gap))
-        add_ratios(sums, 0, batch, torch.tensor(gap, dtype=torch.float64) + batch.behaviour, CLAMP)
+        add_ratios(sums, 0, batch, torch.tensor(gap, dtype=torch.float64) + batch.behaviour)
     flat = [value for gap in gaps for value in gap]
     found = shares(sums.reduce(Ranks.single()), (MinibatchTotals(num_sequences=1, num_trained_tokens=len(flat)),))
     weights = [math.exp(value) for value in flat]

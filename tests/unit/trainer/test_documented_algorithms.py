@@ -20,7 +20,6 @@ from services.common.config.algorithm import (
     KlEstimator,
     LossAggregation,
     M2poRule,
-    M2poScope,
     RejectionCriterion,
     RejectionDenominator,
     RejectionLevel,
@@ -51,7 +50,7 @@ def test_every_loss_has_an_implementation() -> None:
 
 
 @pytest.mark.parametrize("names", [
-    AdvantageName, LossAggregation, KlEstimator, M2poScope, M2poRule, SapoLevel, ImportanceLevel,
+    AdvantageName, LossAggregation, KlEstimator, M2poRule, SapoLevel, ImportanceLevel,
     RejectionLevel, RejectionCriterion, RejectionReduce, RejectionDenominator,
 ])  # fmt: skip
 def test_every_name_is_documented(names: object) -> None:

@@ -62,11 +62,8 @@ def is_checkpointed(model: PolicyModel) -> bool:
 
 
 def test_the_settings_of_the_model_reach_policy_and_reference(model: Path, group: None) -> None:
-    step, reference = built(
-        model, logprob_chunk_tokens=3, attention="sdpa", token_budget=40, gradient_checkpointing=True, threads=1
-    )
+    step, reference = built(model, attention="sdpa", token_budget=40, gradient_checkpointing=True, threads=1)
     for built_model in (step.model, reference):
-        assert built_model._logprob_chunk_tokens == 3
         assert built_model.causal_lm.config._attn_implementation == register_attention("sdpa")
     assert step.max_tokens == 40
     assert is_checkpointed(step.model) and not is_checkpointed(reference)

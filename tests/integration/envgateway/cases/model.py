@@ -40,8 +40,6 @@ CONFIG = SandboxConfig(
     file_bytes=1 << 20,
     disk_bytes=4 << 20,
     num_files=256,
-    compile_time_s=8.0,
-    compile_memory_bytes=512 << 20,
     prewarm_scientific=False,
 )
 CANARY = "planted-" + "canary"  # in the judge's environment, in a file, in its memory; no program may print it

@@ -36,7 +36,7 @@ def recipe(*overrides: str) -> Recipe:
 def test_keys_are_needed_as_soon_as_others_reach_a_service(overrides: tuple[str, ...], needs: bool) -> None:
     found = recipe(*overrides)
     assert found.needs_keys is needs
-    assert found.digest_algorithm("model0") == ("blake3" if not found.is_on_loopback else "xxh3-128")
+    assert found.digest_algorithm() == ("blake3" if not found.is_on_loopback else "xxh3-128")
 
 
 def test_tls_cannot_be_turned_off_where_others_reach_a_service() -> None:
