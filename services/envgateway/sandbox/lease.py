@@ -36,7 +36,6 @@ class Job:
     source: bytes
     limits: dict[str, float | int] = field(default_factory=dict)
     stdin: bytes = b""
-    inputs: tuple[int, ...] = ()  # of a host: the sizes of the parts of ``stdin``, each that of one case
     payload: bytes = b""  # input of a harness; the first messages of an interactive run
     interactive: bool = False
     lane: Lane = Lane.INTERACTIVE
@@ -51,7 +50,6 @@ class Job:
             "interactive": self.interactive,
             "batch": self.lane is Lane.BATCH,
             "place": self.place,
-            "inputs": self.inputs,
         }
 
 

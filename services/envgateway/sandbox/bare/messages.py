@@ -17,20 +17,17 @@ BOUND_AT_START = "LD_BIND_NOW"  # in a fork server's environment
 
 # Use of the source by a child.
 PROGRAM, ECHO, CALL, TESTS, COMPILE, BINARY, CELLS = b"P", b"N", b"C", b"T", b"K", b"X", b"J"
-CASES, JUDGED = b"A", b"G"  # JUDGED: a program with the names of ``prelude``
+JUDGED = b"G"  # a program with the names of ``prelude``
 MODES = {"program": PROGRAM, "echo": ECHO, "call": CALL, "tests": TESTS, "compile": COMPILE, "binary": BINARY,
-         "cells": CELLS, "cases": CASES, "judged": JUDGED}  # fmt: skip
+         "cells": CELLS, "judged": JUDGED}  # fmt: skip
 
-# program text, stdin, stdout, stderr, note (a socket), ask, answer; at tier 2 also the slot's pid namespace, elsewhere something
-# in its place where inputs follow: the stdin of each of a host's cases
+# program text, stdin, stdout, stderr, note (a socket), ask, answer; at tier 2 also the slot's pid namespace
 SOURCE_FD, STDIN_FD, STDOUT_FD, STDERR_FD, NOTE_FD, ASK_FD, ANSWER_FD, NAMESPACE_FD = range(8)
-MOST_INPUTS = 128
-MAX_FDS = 8 + MOST_INPUTS
+MAX_FDS = 8
 
 READY_NOTE, FAILED_NOTE = b"R", b"E"
 OUT_OF_MEMORY_NOTE, NO_COMPILE_NOTE = b"M", b"C"
-HOST_NOTE = b"H"  # of a run of cases, before the first: they are run by children, whose limits those of the run are
-FAILED_EXIT, UNFINISHED_EXIT = 120, 121
+FAILED_EXIT = 120
 
 
 class Start(NamedTuple):
@@ -53,7 +50,6 @@ class Start(NamedTuple):
 
 
 START_STRUCT = struct.Struct("!cQciIdQIQIQIQQ")
-KIND_PART = slice(struct.calcsize("!cQ"), -struct.calcsize("!Q"))  # of a packed Start: all but its run and source_bytes
 ENDED_STRUCT = struct.Struct("!cQiidQ")  # kind, run, pid, wait status, cpu_s, peak resident bytes
 
 

@@ -1,4 +1,4 @@
-"""One output stream of a program, read up to a cap: by the supervisor, and by a host that watches its cases."""
+"""One output stream of a program, read up to a cap."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ from . import landlock, seccomp
 from .jail import WORK_PARENT, Jail
 
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
-_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
-_HOSTS_UID = 65_002  # no program is ever started as this user, nor may one become this user
+_PR_SET_NO_NEW_PRIVS = 38
 _NEW_USER, _NEW_NET, _NEW_IPC, _NEW_UTS = 0x10000000, 0x40000000, 0x08000000, 0x04000000
 _CAPABILITY_VERSION_3 = 0x20080522
 _CAPSET = {"x86_64": 126, "aarch64": 91}
@@ -138,18 +137,8 @@ class Confinement:
         if self._jail is not None:
             self._jail.set_namespace(namespace_fd)
 
-    @property
-    def has_own_disk(self) -> bool:
-        """Whether each program has a file system of its quota's size."""
-        return self._jail is not None
-
-    def slot_dir(self, run: Start) -> str | None:
-        """The directory that holds all files a run's program may write; None where the work dir is the only one."""
-        return self._slot_dirs[run.slot] if self._tier in ("U", "0") else None
-
     def steps(self, run: Start) -> list[Step]:
         """Calls that confine a child of the fork server. Its current directory is the work dir afterwards."""
-        hosting = run.mode == messages.CASES
         found: list[Step] = []
         if self._jail is not None:
             found += self._jail.own_mounts(run.uid, run.disk_bytes, run.num_files)
@@ -159,44 +148,18 @@ class Confinement:
             found.append((self._enter_namespaces, (), False))
         found += self._limits(run)
         if self._tier in ("1", "2"):
-            # real and saved user decide about signals, limits and traces: in a host's cases they differ from the host's
-            own = _HOSTS_UID if hosting else run.uid
             found += [(os.setgroups, ([],), False), (os.setresgid, (run.uid,) * 3, False)]
-            found.append((os.setresuid, (own, run.uid, own), False))
-        found += self._bond(self._parent)
+            found.append((os.setresuid, (run.uid,) * 3, False))
+        # the child dies with its parent; after a change of uid, which ends the bond. The parent may have died in between
+        alive: Step = (os.getppid, (), True) if self._parent == 0 else (_die_unless_child_of, (self._parent,), False)
+        found += [(self._libc.prctl, (_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), True), alive]
         rulesets = self._compiler_rulesets if run.mode == messages.COMPILE else self._rulesets
         if rulesets:
             found.append(landlock.restriction(rulesets[run.slot if self._jail is None else 0]))
-        if hosting:
-            found.append(self._set_dumpable(False))
-        else:
-            found += self._child_filter()
-        return found
-
-    def case_steps(self, run: Start, host: int | None = None) -> list[Step]:
-        """Calls that drop the rights that only a host needs: in a child of a host, or in a child of the fork server that
-        is not a host."""
-        found = self._limits_of_children(run)
-        if self._tier in ("1", "2"):
-            found.append((os.setresuid, (run.uid,) * 3, False))
-        else:
-            found.append(self._set_dumpable(True))  # as any program of our own user
-        return [*found, *self._bond(host if host is not None else self._parent), *self._child_filter()]
-
-    def _bond(self, parent: int) -> list[Step]:
-        """The child dies with its parent; to be made after a change of uid, which ends the bond."""
-        # the parent may have died in between
-        alive: Step = (os.getppid, (), True) if parent == 0 else (_die_unless_child_of, (parent,), False)
-        return [(self._libc.prctl, (_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), True), alive]
-
-    def _set_dumpable(self, dumpable: bool) -> Step:
-        return self._libc.prctl, (_PR_SET_DUMPABLE, int(dumpable), 0, 0, 0), True
-
-    def _child_filter(self) -> list[Step]:
         if self._filtered and self._tier in ("U", "0"):
             # RLIMIT_NPROC does not bind root, and a container may force root on tier 0
-            return [(seccomp.refuse_for_child, (self._tier == "0" and os.getuid() == 0,), False)]
-        return []
+            found.append((seccomp.refuse_for_child, (self._tier == "0" and os.getuid() == 0,), False))
+        return found
 
     def _limits(self, run: Start) -> list[Step]:
         # These back up the supervisor's limits and are never the only ones.
@@ -205,22 +168,14 @@ class Confinement:
             # Address space is not memory: a generous backstop for growth between two checks of the supervisor.
             self._limit(resource.RLIMIT_AS, 4 * run.memory_bytes + (1 << 30)),
             self._limit(resource.RLIMIT_FSIZE, run.file_bytes),
+            self._limit(resource.RLIMIT_NOFILE, run.open_files),
+            self._limit(resource.RLIMIT_NPROC, run.processes),
         ]
         if self._tier in ("U", "0"):
             found.append((resource.setrlimit, (RLIMIT_MSGQUEUE, (0, run.mark)), False))
-        if run.mode in (
-            messages.JUDGED,
-            messages.CALL,
-            messages.CASES,
-            messages.TESTS,
-        ):  # deep recursion through functions in C
+        if run.mode in (messages.JUDGED, messages.CALL, messages.TESTS):  # deep recursion through functions in C
             found.append(self._limit(resource.RLIMIT_STACK, run.memory_bytes))
-        if run.mode != messages.CASES:  # a host holds the input of many, and is counted with the hosts of other slots
-            found += self._limits_of_children(run)
         return found
-
-    def _limits_of_children(self, run: Start) -> list[Step]:
-        return [self._limit(resource.RLIMIT_NOFILE, run.open_files), self._limit(resource.RLIMIT_NPROC, run.processes)]
 
     def _limit(self, what: int, value: int) -> Step:
         value = min(value, self._hard[what])

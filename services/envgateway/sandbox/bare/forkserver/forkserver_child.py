@@ -24,12 +24,10 @@ from typing import Any
 
 from .. import messages, procfs
 from ..confine.confinement import Confinement
-from ..harness import native
+from ..harness import native, program
 from ..messages import BOUND_AT_START, NAMESPACE_FD, NOTE_FD, SHELL, Start
-from .entry import Entry, Steps
+from .entry import become_program, steps_of
 from .import_paths import ImportPaths
-from .packing import pack
-from .rehearsal import rehearse
 
 _SIGINT, _SIGKILL, _SIGCHLD = 2, 9, 17  # without the detour through enums
 _SIGNAL_BYTES, _SIGNAL_SET_BYTES = 128, 128  # of signalfd's record, and of a set of signals in the C library
@@ -102,7 +100,7 @@ class ForkServerChild:
         self._wait4 = ctypes.CDLL(None).wait4
         self._status, self._usage = ctypes.create_string_buffer(4), ctypes.create_string_buffer(_RUSAGE_BYTES)
         self._profile = settings["profile"]
-        self._entry: Entry | Exception
+        self._confinement: Confinement | Exception
         try:
             paths = ImportPaths(settings["tier"], settings["packages"], settings["link_dir"])
             paths.relocate()
@@ -125,11 +123,11 @@ class ForkServerChild:
             links = settings["links"] if self._profile == SHELL else None
             confinement = Confinement(settings["tier"], settings["slot_dirs"], paths.readable, tools,
                                       settings["accounted"], links)  # fmt: skip
-            self._entry = Entry(confinement)
-            rehearse(self._entry)
+            program.warm_up()
             confinement.prepare_parent()
+            self._confinement = confinement
         except (OSError, ImportError) as error:  # reported to the first run: the probe
-            self._entry = error
+            self._confinement = error
         # No program finds them by name. Here and not in each child, which would copy fifty pages in taking them apart.
         own = [name for name in sys.modules if name == "bare" or name.startswith("bare.")]
         self._own_modules = [sys.modules.pop(name) for name in own]
@@ -141,7 +139,6 @@ class ForkServerChild:
         poll.register(self._channel.fileno(), select.POLLIN)
         poll.register(ended, select.POLLIN)
         gc.collect()
-        pack()
         gc.freeze()  # fewer pages are copied when a child's collector runs
         gc.disable()  # a child begins with its collector's counts at zero, not with a collection that is due
         while True:
@@ -169,10 +166,9 @@ class ForkServerChild:
         packed = received[0][2]
         fds = struct.unpack(f"{len(packed) // _FD_BYTES}i", packed)
         try:
-            if isinstance(self._entry, Exception):
-                raise OSError(str(self._entry))
-            steps = self._entry.steps(run, fds, data[messages.KIND_PART] + packed)
-            pid = self._fork(self._entry, run, fds, steps)
+            if isinstance(self._confinement, Exception):
+                raise OSError(str(self._confinement))
+            pid = self._fork(self._confinement, run, fds)
         except OSError as error:  # the machine is out of processes or memory: this run's misfortune only
             os.write(fds[NOTE_FD], messages.FAILED_NOTE + str(error).encode())
             self._send(messages.ENDED, run.run, 0, 0, 0.0, 0)
@@ -184,23 +180,24 @@ class ForkServerChild:
         return True
 
     @staticmethod
-    def _fork(entry: Entry, run: Start, fds: Sequence[int], steps: Steps) -> int:
+    def _fork(confinement: Confinement, run: Start, fds: Sequence[int]) -> int:
         """The child's pid; never returns in the child."""
+        steps = steps_of(confinement, run, fds)
         namespaced = len(fds) > NAMESPACE_FD
         if namespaced:
-            entry.confinement.set_namespace(fds[NAMESPACE_FD])
+            confinement.set_namespace(fds[NAMESPACE_FD])
         pid = -1
         try:
             pid = os.fork()
             if pid == 0:
                 exit_code = messages.FAILED_EXIT
                 try:
-                    exit_code = entry.become_program(run, fds, steps)
+                    exit_code = become_program(run, fds, steps)
                 finally:
                     os._exit(exit_code)
         finally:
             if namespaced:
-                entry.confinement.set_namespace(None)
+                confinement.set_namespace(None)
         return pid
 
     def _send(self, *fields: Any) -> None:

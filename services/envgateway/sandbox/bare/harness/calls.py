@@ -51,10 +51,11 @@ def _read_exactly(fd: int, size: int) -> bytes | None:
     return bytes(data)
 
 
-def load(source: bytes, supply: program.Supply, note_fd: int, code: Any = None) -> types.ModuleType:
+def load(source: bytes, note_fd: int) -> types.ModuleType:
+    """The program as a module, with the names of ``prelude``."""
     module = program.new_main(MODULE)
-    code = code if code is not None else program.compiled(source, note_fd)
-    supply(module.__dict__, code)
+    code = program.compiled(source, note_fd)
+    prelude.prepare(module.__dict__, code)
     exec(code, module.__dict__)
     return module
 
@@ -70,20 +71,13 @@ def find(module: types.ModuleType, entry_point: str) -> Any:
     return getattr(holder() if owner.endswith("()") else holder, name)
 
 
-def run_one(
-    source: bytes,
-    payload: dict[str, Any],
-    note_fd: int,
-    tell: Callable[[bytes], None],
-    code: Any = None,
-    supply: program.Supply = prelude.prepare,
-) -> int:
+def run_one(source: bytes, payload: dict[str, Any], note_fd: int, tell: Callable[[bytes], None]) -> int:
     """The exit code; ``tell`` gets the value, framed. Payload: entry_point, args, kwargs (trees), applied (functions of
-    the value). ``code``: the compiled source, if any. ``supply``: puts names into the namespace of the code."""
+    the value)."""
     streams = [sys.stdout, sys.stderr]
 
     def call() -> None:
-        module = load(source, supply, note_fd, code)
+        module = load(source, note_fd)
         function = find(module, defined_entry(module, payload["entry_point"]))
         args = plain.from_tree(payload["args"])
         kwargs = plain.from_tree(payload["kwargs"])

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from . import plain
@@ -38,12 +38,10 @@ _MODULE_OF = {name: module for module in STAR for name in _listed(module)}
 NAMES = frozenset((*_MODULE_OF, *STAR, "ListNode", "TreeNode")) - vars(builtins).keys()
 
 
-def prepare(namespace: dict[str, Any], code: types.CodeType, among: Container[str] = NAMES) -> None:
-    """Supply the names that a program mentions, of those in ``among``, and let it recurse deeply. Its own definitions
-    then replace them."""
+def prepare(namespace: dict[str, Any], code: types.CodeType) -> None:
+    """Supply the names that a program mentions, and let it recurse deeply. Its own definitions then replace them."""
     sys.setrecursionlimit(_RECURSION)
-    mentioned = NAMES.intersection(_mentioned(code))
-    fill(namespace, (name for name in mentioned if name in among))
+    fill(namespace, NAMES.intersection(_mentioned(code)))
 
 
 def fill(namespace: dict[str, Any], names: Iterable[str] = NAMES) -> None:

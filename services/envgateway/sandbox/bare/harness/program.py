@@ -27,13 +27,13 @@ _SHOWN_FRAMES = 1000  # the last, as the interpreter shows them
 Supply: TypeAlias = Callable[[dict[str, Any], types.CodeType], None]
 
 
-def run(source: bytes, echo: bool, note_fd: int, code: Any = None, supply: Supply | None = None) -> int:
+def run(source: bytes, echo: bool, note_fd: int, supply: Supply | None = None) -> int:
     """The program's exit code. ``note_fd`` gets events with a verdict of their own: a failed compile, an uncaught
-    MemoryError. ``code``: the compiled source, if any. ``supply``: puts names into the namespace of the code."""
+    MemoryError. ``supply``: puts names into the namespace of the code."""
     streams = sys.stdin, sys.stdout, sys.stderr
     left_with = 1
     try:
-        left_with = guarded(lambda: _execute(source, echo, new_main("__main__"), note_fd, code, supply), note_fd)
+        left_with = guarded(lambda: _execute(source, echo, new_main("__main__"), note_fd, supply), note_fd)
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()  # waits for non-daemon threads, bounded by the wall limit
         atexit._run_exitfuncs()
@@ -100,11 +100,11 @@ def note(note_fd: int, what: bytes) -> None:
         pass
 
 
-def _execute(source: bytes, echo: bool, main: types.ModuleType, note_fd: int, code: Any, supply: Supply | None) -> None:
+def _execute(source: bytes, echo: bool, main: types.ModuleType, note_fd: int, supply: Supply | None) -> None:
     if echo:
         execute_echoing(source, main.__dict__, note_fd)
         return
-    code = code if code is not None else compiled(source, note_fd)
+    code = compiled(source, note_fd)
     if supply is not None:
         supply(main.__dict__, code)
     exec(code, main.__dict__)

@@ -21,7 +21,7 @@ def run(source: bytes, payload: dict[str, Any], note_fd: int, tell: Callable[[by
     streams = [sys.stdout, sys.stderr]
 
     def check() -> None:
-        module = calls.load(source, prelude.prepare, note_fd)
+        module = calls.load(source, note_fd)
         names = _names_of_tests(payload)
         names |= {name: vars(module)[name] for name in payload["remote"] if name in vars(module)}
         if payload["entry_point"]:

@@ -56,7 +56,6 @@ class Run:
         self.stdout = CappedPipe(fds[0], limits.output_bytes)
         self.stderr = CappedPipe(fds[1], limits.output_bytes)
         self.answer = CappedPipe(fds[3], limits.answer_bytes)
-        self.may_host = False  # whether its harness may report that cases run as its children
         self.fork_server: ForkServer  # set by the supervisor before anything is asked of the run
         self._note_fd = fds[2]
         self._note = b""
@@ -151,12 +150,9 @@ class Run:
         if self.pid is None:
             return None
         family = procfs.descendants([self.pid, *strays])
-        everybody = family
-        if self.is_host:
-            family = self._case_of(family)
         used = procfs.usage(family, self._seen_ticks)
         self.peak_memory_bytes = max(self.peak_memory_bytes, used.resident_bytes if len(family) == 1 else 0)
-        if self._group is not None and (killed := self._group.look(everybody, self.limits.memory_bytes)) is not None:
+        if self._group is not None and (killed := self._group.look(family, self.limits.memory_bytes)) is not None:
             return self._killed(killed)
         self.cpu_s = max(self.cpu_s, used.cpu_s + self.strays_cpu_s)
         if used.processes > self.limits.processes:
@@ -168,19 +164,6 @@ class Run:
             self.detail = "CPU time"
             return RunStatus.TIME_LIMIT
         return self.check_disk(now, family)
-
-    @property
-    def is_host(self) -> bool:
-        """Whether its limits but the wall time are those of each of its cases."""
-        return self.may_host and self._note[1:2] == messages.HOST_NOTE
-
-    def _case_of(self, family: list[int]) -> list[int]:
-        """The processes of the case that a host runs now: limits are of each case, and the host has no part in them."""
-        case = [pid for pid in family if pid != self.pid]
-        if not self._seen_ticks.keys() & set(case):
-            self._seen_ticks.clear()
-            self.cpu_s = 0.0
-        return case
 
     def _after(self, now: float) -> float:
         """Time of the next check: soon at first, seldom for an idle live process."""

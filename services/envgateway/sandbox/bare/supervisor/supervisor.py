@@ -16,7 +16,6 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,8 +115,7 @@ class Supervisor:
     def run_alone(self, source: bytes, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
         """One run without a gateway: the start-up probe."""
         self._gateway.hide()
-        self._start({"id": 0, "mode": "program", "profile": "plain", "interactive": False, "place": PROGRAM,
-                     "inputs": ()}, limits, source, b"", b"")  # fmt: skip
+        self._start({"id": 0, "mode": "program", "profile": "plain", "interactive": False, "place": PROGRAM}, limits, source, b"", b"")  # fmt: skip
         while not self._gateway.unsent:
             self._turn()
         self._gateway.show()
@@ -264,8 +262,7 @@ class Supervisor:
     def _start(self, head: dict[str, Any], limits: Limits, source: bytes, stdin: bytes, payload: bytes) -> None:
         slot = self._places.take(head["place"])
         source_fd = sealed(source)
-        inputs = _inputs(stdin, head["inputs"])
-        stdin_fd = sealed(stdin) if stdin and not inputs else _empty_input()
+        stdin_fd = sealed(stdin) if stdin else _empty_input()
         answers = head["mode"] not in _WITHOUT_ANSWER
         pipes = [os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC), _no_pipe()]
         if answers:
@@ -275,7 +272,6 @@ class Supervisor:
         (out, write_out), (err, write_err), (note, write_note) = pipes[:3]
         answer, write_answer = pipes[3] if answers else (None, source_fd)  # its place is not empty; the child closes it
         run = Run(head["id"], slot, limits, (out, err, note, answer), time.monotonic())
-        run.may_host = head["mode"] == "cases"
         run.fork_server = self._forks.get(head["profile"])
         run.adopted_before_s = slot.adopted_cpu_s()
         self._runs[run.id] = run
@@ -295,10 +291,10 @@ class Supervisor:
             for write_end in (write_out, write_err):  # so that a program may open them by name, as /dev/stdout
                 os.fchown(write_end, slot.uid, slot.uid)
         fds = [source_fd, stdin_fd, write_out, write_err, write_note, ask_fd, write_answer]
-        namespace = [slot.pid_namespace().namespace_fd] if slot.has_own_disk else [source_fd] if inputs else []
+        namespace = [slot.pid_namespace().namespace_fd] if slot.has_own_disk else []
         run.fork_server.runs.add(run.id)
-        run.fork_server.send(message, [*fds, *namespace, *inputs])
-        for fd in {*fds, *inputs}:
+        run.fork_server.send(message, [*fds, *namespace])
+        for fd in set(fds):
             os.close(fd)
 
     def _receive_from(self, server: ForkServer) -> None:
@@ -359,15 +355,6 @@ class Supervisor:
         self._queue.ended(run.id)
         self._begin_next()
         self._gateway.send(*run.result(self._tier))
-
-
-def _inputs(stdin: bytes, sizes: Sequence[int]) -> list[int]:
-    """The stdin of each of a host's cases, which came in one piece."""
-    found, position = [], 0
-    for size in sizes:
-        found.append(sealed(stdin[position : position + size]) if size else _empty_input())
-        position += size
-    return found
 
 
 def _empty_input() -> int:
