@@ -28,9 +28,8 @@ from services.envgateway.judge import records
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
 from services.envgateway.sandbox.bare.harness.plain import from_tree
-from services.envgateway.sandbox.bare.slot_queue import batch_share
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.pool import SandboxPool
+from services.envgateway.sandbox.pool import SandboxPool, batch_share
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
 
 Job: TypeAlias = ExecutionRequest | JudgeRequest

@@ -28,7 +28,6 @@ from services.common.errors import InfrastructureError, SandboxRefusedError
 from services.common.harbor import WRITABLE
 from services.common.system.processes import end
 from services.envgateway.sandbox.bare import procfs, wire
-from services.envgateway.sandbox.bare.slot_queue import batch_share
 from services.envgateway.sandbox.bare.supervisor.slots import kill_user, remove_tree
 
 # --- Users and marks for slots, shared fairly with other gateways on this machine; and the end of dead gateways'
@@ -167,7 +166,6 @@ class SupervisorLauncher:
             "uids": self._users.uids,
             "marks": self._users.marks or [0] * self._num_users,
             "num_slots": self._config.num_slots,
-            "batch_slots": batch_share(self._config.num_slots),
             "num_live": self._config.num_live,
             "packages": _packages(self._config.packages),
             "profiles": ["scientific"] if self._config.prewarm_scientific else [],

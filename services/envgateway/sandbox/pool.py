@@ -1,12 +1,9 @@
 """Pool of slots: runs programs and leases of many runs on a fixed number of slots.
 
-    program ─────────────────────────────────> supervisor (its queue) → result
     lease → queue (bounded, with a deadline) → supervisor → results; the slot is free when the holder has left and the
                                                supervisor has reported the end of all its runs
 
-A program is sent at once and waits at the supervisor, which starts it as soon as a slot is empty; the callers bound the
-number of programs that wait there. A lease has several runs to do, one after the other: it waits here. Both queues have
-the same order (``bare.slot_queue``).
+A program is a lease with one run.
 """
 
 from __future__ import annotations
@@ -15,16 +12,17 @@ import asyncio
 import collections
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import structlog
 
 from services.common.config.envgateway import SandboxConfig
 from services.common.errors import CapacityError, InfrastructureError, SandboxRefusedError
 from services.common.telemetry.metrics import Lane
-from services.envgateway.sandbox.bare.slot_queue import SlotQueue, batch_share
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.launch import LaunchedSupervisor, SupervisorLauncher
 from services.envgateway.sandbox.lease import (
@@ -92,11 +90,80 @@ def cpp_job(artefact: bytes, stdin: bytes, limits: dict[str, float | int]) -> Jo
     return Job(mode="binary", profile="native", source=artefact, stdin=stdin, limits=limits)
 
 
-async def run_cpp(slot: SlotLease, request: ExecutionRequest) -> ExecutionResult:
-    artefact = await compile_cpp(slot, request.code)
-    if isinstance(artefact, ExecutionResult):
-        return artefact
-    return (await slot.run(cpp_job(artefact, request.stdin, request.limits.within(slot.config)))).result.result()
+# --- The order in which leases get a slot: interactive requests go first and may use every slot; batch requests leave some
+# to them.
+
+
+Item = TypeVar("Item")
+
+
+def batch_share(num_slots: int) -> int:
+    """The most slots that batch requests may use together: one less than there are, where there are several.
+
+    >>> [batch_share(n) for n in (1, 2, 8)]
+    [1, 1, 7]
+    """
+    return max(1, num_slots - 1)
+
+
+class SlotQueue(Generic[Item]):
+    """Two classes, each first come first served: ``add`` requests, ``take`` the next one to start, report its end with
+    ``ended``. A request has a key of its own.
+
+    >>> queue = SlotQueue[str](num_slots=2, batch_slots=1)
+    >>> for key, (item, is_batch) in enumerate((("b1", True), ("b2", True), ("i1", False))):
+    ...     queue.add(key, item, is_batch)
+    >>> queue.take(), queue.take(), queue.take()
+    ('i1', 'b1', None)
+    """
+
+    def __init__(self, num_slots: int, batch_slots: int) -> None:
+        self._num_slots = num_slots
+        self._batch_slots = batch_slots
+        self._keys: dict[bool, deque[int]] = {False: deque(), True: deque()}  # of waiting requests, by whether batch
+        self._waiting: dict[int, tuple[Item, bool]] = {}
+        self._holding: dict[int, bool] = {}
+        self._batch_holding = 0
+
+    def add(self, key: int, item: Item, is_batch: bool) -> None:
+        self._keys[is_batch].append(key)
+        self._waiting[key] = (item, is_batch)
+
+    def take(self) -> Item | None:
+        """The next request that may start now; it holds a slot until ``ended``. None while all have to wait."""
+        if len(self._holding) >= self._num_slots:
+            return None
+        is_batch = not self._keys[False]
+        if (is_batch and self._batch_holding >= self._batch_slots) or not self._keys[is_batch]:
+            return None
+        key = self._keys[is_batch].popleft()
+        item, _ = self._waiting.pop(key)
+        self._holding[key] = is_batch
+        self._batch_holding += is_batch
+        return item
+
+    def ended(self, key: int) -> None:
+        """The request holds no slot any more. Requests that hold none are ignored."""
+        self._batch_holding -= self._holding.pop(key, False)
+
+    def remove(self, key: int) -> bool:
+        """Remove a waiting request; False when the request does not wait."""
+        waiting = self._waiting.pop(key, None)
+        if waiting is None:
+            return False
+        self._keys[waiting[1]].remove(key)
+        return True
+
+    def num_waiting(self, is_batch: bool) -> int:
+        return len(self._keys[is_batch])
+
+    @property
+    def num_holding(self) -> int:
+        return len(self._holding)
+
+    @property
+    def waiting(self) -> Iterable[Item]:
+        return [item for item, _ in self._waiting.values()]
 
 
 log = structlog.get_logger()
@@ -117,7 +184,6 @@ class SandboxPool:
         self._connection: SupervisorConnection | None = None
         self._connecting: asyncio.Task[SupervisorConnection | ExecutionResult] | None = None
         self._leases = SlotQueue[asyncio.Future[None]](config.num_slots, batch_share(config.num_slots))
-        self._programs = 0  # running or waiting at the supervisor
         self._last_start = 0.0
         self._mean_wall_s = 0.05
         self._closed = False
@@ -157,7 +223,7 @@ class SandboxPool:
         """Run one program. Cancelling the caller kills the program.
 
         Raises:
-            CapacityError: a program to compile, and no slot came free in time; gives a time to retry.
+            CapacityError: too many are waiting; gives a time to retry.
         """
         unusable = why_unusable(request.code)
         if unusable:
@@ -165,33 +231,29 @@ class SandboxPool:
         if request.language not in ("python", "cpp"):
             detail = f"no language {request.language!r}; there are python and cpp"
             return ExecutionResult(status=RunStatus.INVALID_REQUEST, detail=detail)
-        if request.language == "cpp":
-            async with self.lease(lane) as slot:
-                return await run_cpp(slot, request)
-        source = request.code.encode()
-        job = Job(
-            mode="echo" if request.echo else "program",
-            profile=profile_of(source),
-            source=source,
-            stdin=request.stdin,
-            limits=request.limits.within(self._config),
-        )
-        self._programs += 1
-        slot = SlotLease(self, lane, self._program_has_ended)
-        try:
+        source, limits = request.code.encode(), request.limits.within(self._config)
+        async with self.lease(lane, None) as slot:
+            if request.language == "cpp":
+                artefact = await compile_cpp(slot, request.code)
+                if isinstance(artefact, ExecutionResult):
+                    return artefact
+                job = cpp_job(artefact, request.stdin, limits)
+            else:
+                mode = "echo" if request.echo else "program"
+                job = Job(mode=mode, profile=profile_of(source), source=source, stdin=request.stdin, limits=limits)
             return (await slot.run(job)).result.result()
-        finally:
-            slot.leave()
 
     @asynccontextmanager
-    async def lease(self, lane: Lane = Lane.INTERACTIVE, queue_timeout_s: float = 60.0) -> AsyncIterator[SlotLease]:
-        """A slot's turn: its runs start at once, or as soon as a program has ended.
+    async def lease(
+        self, lane: Lane = Lane.INTERACTIVE, queue_timeout_s: float | None = 60.0
+    ) -> AsyncIterator[SlotLease]:
+        """A slot's turn: its runs start at once.
 
         Raises:
             CapacityError: too many are waiting, or no slot came free in time; gives a time to retry.
         """
         key = await self._take_slot(lane, queue_timeout_s)
-        lease = SlotLease(self, lane, lambda: self._give_slot(key))
+        lease = SlotLease(self, lambda: self._give_slot(key), self._count)
         try:
             yield lease
         finally:
@@ -248,9 +310,8 @@ class SandboxPool:
     @property
     def gauges(self) -> dict[str, float]:
         """Numbers for GetStatus."""
-        busy = self._leases.num_holding + self._programs
         return {
-            "sandbox_busy_slots": float(min(busy, self._config.num_slots)),
+            "sandbox_busy_slots": float(self._leases.num_holding),
             "sandbox_memory_cgroup": float(self._memory_cgroup),
             "sandbox_queued": float(sum(map(self._leases.num_waiting, (False, True)))),
             **{f"sandbox_{status.lower()}": float(count) for status, count in self.counts.items()},
@@ -259,7 +320,7 @@ class SandboxPool:
 
     # -- slots --------------------------------------------------------------------------------------------------
 
-    async def _take_slot(self, lane: Lane, timeout_s: float) -> int:
+    async def _take_slot(self, lane: Lane, timeout_s: float | None) -> int:
         """Wait for a slot. Returns the key under which the slot is held."""
         is_batch = lane is Lane.BATCH
         num_waiting = self._leases.num_waiting(is_batch)
@@ -295,14 +356,9 @@ class SandboxPool:
             if not turn.done():  # a cancelled caller gives the slot back
                 turn.set_result(None)
 
-    def _program_has_ended(self) -> None:
-        self._programs -= 1
-
-    def count(self, result: ExecutionResult) -> ExecutionResult:
-        """For leases: a run has ended."""
+    def _count(self, result: ExecutionResult) -> None:
         self._mean_wall_s += 0.05 * (result.wall_s - self._mean_wall_s)
         self.counts[result.status.value] += 1
-        return result
 
     # -- the supervisor -----------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ _READ_BYTES = 1 << 16  # at once: a buffer below the size from which each is a m
 
 
 class GatewayEnd:
-    """Registered with the supervisor's epoll, except while ``hidden``."""
+    """Registered with the supervisor's epoll."""
 
     def __init__(self, epoll: select.epoll, channel: socket.socket) -> None:
         self._epoll = epoll
@@ -48,17 +48,3 @@ class GatewayEnd:
         if bool(self.unsent) is not self._waits_to_send:
             self._waits_to_send = bool(self.unsent)
             self._epoll.modify(self._channel, select.EPOLLIN | (select.EPOLLOUT if self.unsent else 0))
-
-    def hide(self) -> None:
-        """Ignore the gateway's messages until ``show``."""
-        self._epoll.unregister(self._channel)
-
-    def show(self) -> None:
-        self._epoll.register(self._channel, select.EPOLLIN)
-        self._waits_to_send = False
-
-    def take_back(self) -> tuple[dict[str, Any], list[bytes]]:
-        """The first answer that was not sent; all are dropped."""
-        frame = next(wire.FrameReader().feed(bytes(self.unsent)))
-        self.unsent.clear()
-        return frame

@@ -17,7 +17,7 @@ _FRAME = struct.Struct("!I")
 class InteractiveChannel:
     """Registered with the supervisor's epoll for as long as the run lasts."""
 
-    def __init__(self, epoll: select.epoll, run: Run, ask_fd: int, first: bytes) -> None:
+    def __init__(self, epoll: select.epoll, run: Run, ask_fd: int) -> None:
         self._epoll = epoll
         self.run = run
         self.ask_fd = ask_fd
@@ -28,7 +28,6 @@ class InteractiveChannel:
         self._listening = True
         os.set_blocking(ask_fd, False)
         epoll.register(self.answer_fd, select.EPOLLIN)
-        self.write(first)
 
     def write(self, data: bytes) -> None:
         """Write to the harness, as far as its pipe accepts; the rest when the pipe is writable."""

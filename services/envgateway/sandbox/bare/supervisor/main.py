@@ -1,7 +1,7 @@
 """The supervisor's entry: finds the strongest tier that works here, reports the tier, serves.
 
 ``argv[1]`` is a JSON object: channel, tiers (strongest first), base_dir, uids (of programs, then
-of live processes; tiers 2 and 1), marks (as many), num_slots, batch_slots, num_live, packages, profiles, fork_server_runs,
+of live processes; tiers 2 and 1), marks (as many), num_slots, num_live, packages, profiles, fork_server_runs,
 links (of a shell), memory_cgroup. The first frame to the gateway is ``hello`` with the tier, or ``refused`` with the failure of each tier.
 """
 
@@ -17,7 +17,6 @@ from .. import wire
 from ..confine import landlock, memcg, seccomp
 from ..harness import native
 from ..statuses import RunStatus
-from .places import LIVE, PROGRAM, Places
 from .run import Limits
 from .slots import Slot
 from .supervisor import Supervisor, become_supervisor
@@ -73,10 +72,8 @@ def _try_tier(
         os.makedirs(os.path.join(base_dir, name), mode=0o755, exist_ok=True)
     fork_settings = {"packages": settings["packages"], "link_dir": os.path.join(base_dir, "packages"),
               "runs": settings["fork_server_runs"], "links": settings["links"]}  # fmt: skip
-    num = settings["num_slots"]
-    places = Places({PROGRAM: slots[:num], LIVE: slots[num:]})
     try:
-        supervisor = Supervisor(gateway, tier, places, settings["batch_slots"], fork_settings, memory)
+        supervisor = Supervisor(gateway, tier, slots, settings["num_slots"], fork_settings, memory)
         head, blobs = supervisor.run_alone(_PROBE, _PROBE_LIMITS)
     except OSError as error:
         return f"tier {tier}: {error}"

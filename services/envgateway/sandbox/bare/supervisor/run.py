@@ -336,12 +336,3 @@ class _InGroup:
         if not self._memory.has_killed():
             return None
         return RunStatus.MEMORY_LIMIT if self._memory.was_at_limit() else RunStatus.INFRA_ERROR
-
-
-def result_without_run(run_id: int, status: RunStatus, tier: str) -> tuple[dict[str, Any], list[bytes]]:
-    """The answer's head and blobs for a run that had no process."""
-    head = {
-        "kind": "result", "id": run_id, "status": status, "exit_code": None, "signal": None, "truncated": False,
-        "wall_s": 0.0, "cpu_s": 0.0, "peak_memory_bytes": 0, "tier": tier, "detail": "", "slot_s": 0.0,
-    }  # fmt: skip
-    return head, [b"", b"", b""]

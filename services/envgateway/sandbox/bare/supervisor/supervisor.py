@@ -16,37 +16,25 @@ import select
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from .. import messages, procfs
+from .. import messages, procfs, wire
 from ..confine import memcg
 from ..forkserver.fork_servers import ForkServer, ForkServers
 from ..messages import Start
-from ..slot_queue import SlotQueue
 from ..statuses import STOOD_STILL_S, RunStatus
 from .gateway_end import GatewayEnd
 from .interactive_channel import InteractiveChannel
 from .orphans import Orphans
-from .places import PROGRAM, Places
-from .run import Limits, Run, result_without_run
+from .run import Limits, Run
 from .sealed import sealed
+from .slots import Slot
 
 _PR_SET_CHILD_SUBREAPER = 36
 _WITHOUT_ANSWER = ("program", "judged", "echo")  # modes whose only outputs are stdout and stderr
 _CLEANING_LOOK_S = 0.002
 _KILL_TAKES_S = 0.05  # before a run that was stopped is looked at again
-
-
-@dataclass(slots=True)
-class Request:
-    """A run that the gateway requested; later messages to a waiting run are appended to ``payload``."""
-
-    head: dict[str, Any]
-    limits: Limits
-    source: bytes
-    stdin: bytes
-    payload: bytes
 
 
 class Supervisor:
@@ -56,20 +44,20 @@ class Supervisor:
         self,
         gateway: socket.socket,
         tier: str,
-        places: Places,
-        batch_slots: int,
+        slots: Sequence[Slot],
+        num_programs: int,
         fork_settings: dict[str, Any],
         memory: memcg.MemoryGroups | None = None,
     ) -> None:
-        """``batch_slots``: the most that batch programs use; ``memory``: a cgroup for each slot, where the machine grants
-        them."""
+        """``slots``: ``num_programs`` for programs, the rest for live processes; ``memory``: a cgroup for each slot, where
+        the machine grants them. The gateway counts free slots, too, and never asks for more than there are."""
         self._tier = tier
-        self._places = places
-        self._slots = places.slots
+        self._slots = slots
+        self._free = [*slots[:num_programs]]
+        self._free_live = [*slots[num_programs:]]
         if memory is not None:
             for slot in self._slots:
                 slot.memory = memory.slots[slot.index]
-        self._queue = SlotQueue[Request](places.num(PROGRAM), batch_slots)
         self._runs: dict[int, Run] = {}
         self._cleaning: dict[int, Run] = {}
         self._channels: dict[int, InteractiveChannel] = {}
@@ -114,12 +102,13 @@ class Supervisor:
 
     def run_alone(self, source: bytes, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
         """One run without a gateway: the start-up probe."""
-        self._gateway.hide()
-        self._start({"id": 0, "mode": "program", "profile": "plain", "interactive": False, "place": PROGRAM}, limits, source, b"", b"")  # fmt: skip
+        self._start({"id": 0, "mode": "program", "profile": "plain"}, limits, source, b"", b"")
         while not self._gateway.unsent:
-            self._turn()
-        self._gateway.show()
-        return self._gateway.take_back()
+            if not self._turn():
+                raise SystemExit("the gateway has gone")
+        frame = next(wire.FrameReader().feed(bytes(self._gateway.unsent)))
+        self._gateway.unsent.clear()
+        return frame
 
     def close(self) -> None:
         self._forks.close()
@@ -185,38 +174,16 @@ class Supervisor:
             return False
         for head, blobs in requests:
             if head["kind"] == "run":
-                self._begin_or_wait(Request(head, Limits(**head["limits"]), *blobs))
+                self._start(head, Limits(**head["limits"]), *blobs)
             elif head["kind"] == "say":
                 self._write_to(head["id"], blobs[0])
             elif head["kind"] == "cancel":
                 self._cancel(head["id"])
-            elif head["kind"] == "age":
-                self._tell_age(head["id"])
         return True
-
-    def _begin_or_wait(self, request: Request) -> None:
-        if request.head["place"] == PROGRAM:
-            self._queue.add(request.head["id"], request, request.head["batch"])
-            self._begin_next()
-        else:
-            self._start(request.head, request.limits, request.source, request.stdin, request.payload)
-
-    def _begin_next(self) -> None:
-        while (request := self._queue.take()) is not None:
-            self._start(request.head, request.limits, request.source, request.stdin, request.payload)
 
     def _cancel(self, run_id: int) -> None:
         if run_id in self._runs:
             self._stop(self._runs[run_id], RunStatus.CANCELLED)
-        elif self._queue.remove(run_id):
-            self._gateway.send(*result_without_run(run_id, RunStatus.CANCELLED, self._tier))
-
-    def _tell_age(self, run_id: int) -> None:
-        """How long a run has had its slot; None for a run that waits for one. An ended run needs no answer."""
-        run = self._runs.get(run_id) or self._cleaning.get(run_id)
-        if run is not None or self._queue.find(run_id) is not None:
-            age_s = time.monotonic() - run.started if run is not None else None
-            self._gateway.send({"kind": "age", "id": run_id, "age_s": age_s}, [])
 
     def _serve_channel(self, fd: int) -> None:
         for channel in list(self._channels.values()):
@@ -226,15 +193,10 @@ class Supervisor:
                 self._send_output(channel)
 
     def _write_to(self, run_id: int, data: bytes) -> None:
-        waiting = self._queue.find(run_id)
-        if waiting is not None:
-            waiting.payload += data
-        if run_id not in self._channels:
-            return
-        channel = self._channels[run_id]
-        if channel.run.is_live:
+        if run_id in self._channels:
+            channel = self._channels[run_id]
             channel.run.ask(time.monotonic())
-        channel.write(data)
+            channel.write(data)
 
     def _send_output(self, channel: InteractiveChannel, last: bool = False) -> None:
         run = channel.run
@@ -242,7 +204,7 @@ class Supervisor:
         held_back = run.turn is not None and run.turn.awaits_signal and not last
         if not channel.received or held_back:
             return
-        if run.is_live and not last:
+        if not last:
             whole = channel.is_whole_frame(run.limits.answer_bytes)
             if whole is False or run.turn is None:
                 run.detail = "the code wrote to the process's own channel"
@@ -251,16 +213,13 @@ class Supervisor:
             if whole is None:  # the turn, and with the turn the time limit, continues
                 return
         said = channel.take()
-        if run.is_live:
-            told, output = run.end_turn()
-            self._gateway.send({"kind": "said", "id": run.id, **told}, [said, *output])
-        else:
-            self._gateway.send({"kind": "said", "id": run.id}, [said])
+        told, output = run.end_turn()
+        self._gateway.send({"kind": "said", "id": run.id, **told}, [said, *output])
 
     # -- runs ---------------------------------------------------------------------------------------------------
 
     def _start(self, head: dict[str, Any], limits: Limits, source: bytes, stdin: bytes, payload: bytes) -> None:
-        slot = self._places.take(head["place"])
+        slot = (self._free_live if limits.turn_s else self._free).pop()
         source_fd = sealed(source)
         stdin_fd = sealed(stdin) if stdin else _empty_input()
         answers = head["mode"] not in _WITHOUT_ANSWER
@@ -275,9 +234,9 @@ class Supervisor:
         run.fork_server = self._forks.get(head["profile"])
         run.adopted_before_s = slot.adopted_cpu_s()
         self._runs[run.id] = run
-        if head["interactive"]:
+        if run.is_live:
             ask_fd, say_fd = os.pipe2(os.O_CLOEXEC)
-            self._channels[run.id] = InteractiveChannel(self._epoll, run, say_fd, payload)
+            self._channels[run.id] = InteractiveChannel(self._epoll, run, say_fd)
         elif answers:
             ask_fd = sealed(payload) if payload else _empty_input()
         else:
@@ -351,9 +310,7 @@ class Supervisor:
             return
         del self._cleaning[run.id]
         run.close()
-        self._places.give_back(run.slot)
-        self._queue.ended(run.id)
-        self._begin_next()
+        (self._free_live if run.is_live else self._free).append(run.slot)
         self._gateway.send(*run.result(self._tier))
 
 
