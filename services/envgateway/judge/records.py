@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from services.common.text.asserted_calls import AssertedCall, asserted_calls
-from services.envgateway.sandbox.bare.harness.calls import FRAME, framed
+from services.envgateway.sandbox.bare.harness import FRAME, framed
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionResult
 

@@ -27,7 +27,7 @@ from services.envgateway.calls import SharedCalls, take_place
 from services.envgateway.judge import records
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
-from services.envgateway.sandbox.bare.harness.plain import from_tree
+from services.envgateway.sandbox.bare.plain import from_tree
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool, batch_share
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult

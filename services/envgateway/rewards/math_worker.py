@@ -29,8 +29,7 @@ from services.common.errors import DatasetError
 from services.common.reasoning_gym import Scorer, answer_in
 from services.common.system.child import die_with_parent_if_asked, limit_memory
 from services.envgateway.calls import RewardResult
-from services.envgateway.sandbox.bare import procfs, wire
-from services.envgateway.sandbox.bare.confine import seccomp
+from services.envgateway.sandbox.bare import procfs, seccomp, wire
 
 MEMORY_BYTES = 1 << 30
 _MAX_DETAIL = 300

@@ -28,7 +28,7 @@ from services.common.errors import InfrastructureError, SandboxRefusedError
 from services.common.harbor import WRITABLE
 from services.common.system.processes import end
 from services.envgateway.sandbox.bare import procfs, wire
-from services.envgateway.sandbox.bare.supervisor.slots import kill_user, remove_tree
+from services.envgateway.sandbox.bare.slots import kill_user, remove_tree
 
 # --- Users and marks for slots, shared fairly with other gateways on this machine; and the end of dead gateways'
 # programs.
@@ -173,7 +173,7 @@ class SupervisorLauncher:
             "links": WRITABLE,
             "memory_cgroup": self._config.memory_cgroup,
         }
-        boot = f"import sys; sys.path.append({_PACKAGE_PARENT!r}); from bare.supervisor.main import main; main()"
+        boot = f"import sys; sys.path.append({_PACKAGE_PARENT!r}); from bare.supervisor import main; main()"
         # the real interpreter, not a version manager's shim: 150 ms a start
         interpreter = os.path.realpath(sys.executable)
         try:

@@ -29,7 +29,7 @@ _SCIENTIFIC = re.compile(rb"^[ \t]*(?:import|from)[ \t][^\n#]*\b(?:numpy|sympy|m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One run. Modes are those of ``bare.messages.MODES``."""
+    """One run. Modes are those of ``bare.wire.MODES``."""
 
     mode: str
     profile: str
@@ -114,8 +114,9 @@ class SupervisorConnection(asyncio.Protocol):
         for head, blobs in self._frames.feed(data):
             if head["kind"] == "said":
                 if head["id"] in self._runs:
-                    why = head["interrupted"]
-                    message = RunMessage(*blobs, RunStatus(why) if why else None, head["truncated"])
+                    data, stdout, stderr = blobs
+                    why = RunStatus(head["interrupted"]) if head["interrupted"] else None
+                    message = RunMessage(data, stdout, stderr, why, head["truncated"])
                     self._runs[head["id"]].messages.put_nowait(message)
                 continue
             run = self._runs.pop(head["id"], None)

@@ -10,7 +10,7 @@ import pytest
 
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
-from services.envgateway.sandbox.bare.confine import memcg
+from services.envgateway.sandbox.bare import memcg
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest

@@ -8,8 +8,8 @@ import struct
 
 import pytest
 
-from services.envgateway.sandbox.bare.confine import seccomp
-from services.envgateway.sandbox.bare.confine.confinement import take
+from services.envgateway.sandbox.bare import seccomp
+from services.envgateway.sandbox.bare.confinement import take
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from services.envgateway.sandbox.bare import procfs
-from services.envgateway.sandbox.bare.confine import memcg
+from services.envgateway.sandbox.bare import memcg, procfs
+from services.envgateway.sandbox.bare.run import Limits, Run
+from services.envgateway.sandbox.bare.slots import Slot
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.bare.supervisor.run import Limits, Run
-from services.envgateway.sandbox.bare.supervisor.slots import Slot
 
 FILES = {
     1: {"memory.usage_in_bytes": "7000\n", "memory.limit_in_bytes": "", "memory.memsw.limit_in_bytes": "",

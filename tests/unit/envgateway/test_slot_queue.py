@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.envgateway.sandbox.bare.slot_queue import SlotQueue, batch_share
+from services.envgateway.sandbox.pool import SlotQueue, batch_share
 
 
 def started(queue: SlotQueue[int]) -> list[int]:
@@ -37,21 +37,6 @@ def test_a_single_slot_serves_both() -> None:
     assert started(queue) == [1]
     queue.ended(1)
     assert started(queue) == [0]
-
-
-def test_a_cancelled_request_never_starts_and_a_waiting_one_is_found() -> None:
-    queue = SlotQueue[list[str]](2, batch_slots=1)
-    for key in range(3):
-        queue.add(key, [f"request {key}"], is_batch=True)
-    assert queue.take() == ["request 0"]
-    waiting = queue.find(2)
-    assert waiting is not None and queue.find(0) is None
-    waiting.append("a later message")
-    assert queue.remove(1) and not queue.remove(1) and not queue.remove(0)
-    queue.ended(0)
-    assert queue.take() == ["request 2", "a later message"]
-    queue.ended(77)  # holds none
-    assert queue.num_holding == 1 and queue.take() is None
 
 
 @given(

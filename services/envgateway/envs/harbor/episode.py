@@ -36,8 +36,8 @@ from services.common.harbor import (
 )
 from services.common.text.tools import MalformedCall, cut_text, find_call, parse_json_call
 from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
-from services.envgateway.sandbox.bare.messages import SHELL
 from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.bare.wire import SHELL
 from services.envgateway.sandbox.live import CellResult, LiveProcess, LiveSlots
 
 if TYPE_CHECKING:

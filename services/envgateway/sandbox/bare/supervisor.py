@@ -11,25 +11,200 @@ from __future__ import annotations
 
 import _socket
 import ctypes
+import json
 import os
 import select
 import signal
 import socket
+import struct
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
-from .. import messages, procfs, wire
-from ..confine import memcg
-from ..forkserver.fork_servers import ForkServer, ForkServers
-from ..messages import Start
-from ..statuses import STOOD_STILL_S, RunStatus
-from .gateway_end import GatewayEnd
-from .interactive_channel import InteractiveChannel
-from .orphans import Orphans
-from .run import Limits, Run
-from .sealed import sealed
+from . import memcg, native, procfs, seccomp, wire
+from .confinement import landlock_version
+from .fork_server import ForkServer, ForkServers
+from .run import Limits, Run, sealed
 from .slots import Slot
+from .statuses import STOOD_STILL_S, RunStatus
+from .wire import Start
+
+# --- Channels.
+
+
+_READ_BYTES = 1 << 16  # at once: a buffer below the size from which each is a mapping of its own
+
+
+class GatewayEnd:
+    """Registered with the supervisor's epoll."""
+
+    def __init__(self, epoll: select.epoll, channel: socket.socket) -> None:
+        self._epoll = epoll
+        self._channel = channel
+        self._frames = wire.FrameReader()
+        self.unsent = bytearray()
+        self._waits_to_send = False
+        self.fd = channel.fileno()
+        epoll.register(channel, select.EPOLLIN)
+
+    def receive(self) -> Iterator[tuple[dict[str, Any], list[bytes]]] | None:
+        """The requests that have come; None when the gateway has closed its end."""
+        try:
+            data = self._channel.recv(_READ_BYTES)
+        except ConnectionResetError:
+            return None
+        return self._frames.feed(data) if data else None
+
+    def send(self, head: dict[str, Any], blobs: Sequence[bytes]) -> None:
+        self.unsent += wire.encode(head, blobs)
+        if head["id"]:  # the probe's run has none: no gateway asked
+            self.flush()
+
+    def flush(self) -> None:
+        try:
+            sent = self._channel.send(self.unsent, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except (BrokenPipeError, ConnectionResetError):  # the gateway has gone: the next read says so
+            sent = len(self.unsent)
+        del self.unsent[:sent]
+        if bool(self.unsent) is not self._waits_to_send:
+            self._waits_to_send = bool(self.unsent)
+            self._epoll.modify(self._channel, select.EPOLLIN | (select.EPOLLOUT if self.unsent else 0))
+
+
+_FRAME = struct.Struct("!I")
+
+
+class InteractiveChannel:
+    """Registered with the supervisor's epoll for as long as the run lasts."""
+
+    def __init__(self, epoll: select.epoll, run: Run, ask_fd: int) -> None:
+        self._epoll = epoll
+        self.run = run
+        self.ask_fd = ask_fd
+        self.answer_fd = run.answer.fd
+        self.received = bytearray()
+        self._unsent = bytearray()
+        self._writing = False
+        self._listening = True
+        os.set_blocking(ask_fd, False)
+        epoll.register(self.answer_fd, select.EPOLLIN)
+
+    def write(self, data: bytes) -> None:
+        """Write to the harness, as far as its pipe accepts; the rest when the pipe is writable."""
+        self._unsent += data
+        self.flush()
+
+    def flush(self) -> None:
+        while self._unsent:
+            try:
+                sent = os.write(self.ask_fd, self._unsent[: 1 << 16])
+            except BlockingIOError:
+                break
+            except BrokenPipeError:  # the harness reads no more; its end gives the reason
+                self._unsent.clear()
+                break
+            del self._unsent[:sent]
+        if bool(self._unsent) != self._writing:
+            self._writing = bool(self._unsent)
+            if self._writing:
+                self._epoll.register(self.ask_fd, select.EPOLLOUT)
+            else:
+                self._epoll.unregister(self.ask_fd)
+
+    def read(self) -> None:
+        """Add the harness's new output to ``received``."""
+        self.run.answer.drain()
+        if self._listening and (not self.run.answer.open or self.run.answer.truncated):
+            self._stop_listening()
+        if not self.run.answer.truncated:
+            self.received += self.run.answer.take()
+
+    def is_whole_frame(self, largest: int) -> bool | None:
+        """Whether ``received`` is one frame; None while more data may complete one, False when no data can."""
+        if len(self.received) < _FRAME.size:
+            return None
+        size = _FRAME.size + _FRAME.unpack_from(self.received)[0]
+        if size > largest or len(self.received) > size:
+            return False
+        return True if len(self.received) == size else None
+
+    def take(self) -> bytes:
+        """Return and clear ``received``."""
+        data = bytes(self.received)
+        self.received.clear()
+        return data
+
+    def _stop_listening(self) -> None:
+        self._listening = False
+        if self.run.answer.open:
+            self._epoll.unregister(self.answer_fd)  # a closed descriptor has left by itself
+
+    def close(self) -> None:
+        if self._writing:
+            self._epoll.unregister(self.ask_fd)
+        os.close(self.ask_fd)
+        if self._listening:
+            self._stop_listening()
+
+
+# --- Processes without a run: orphans of programs, and others that the kernel counts with a program's own.
+
+
+_COUNT_USER_EVERY_S = 1.0
+
+
+class Orphans:
+    """Processes that this process, the child subreaper, has adopted."""
+
+    def __init__(self, tier: str, forks: ForkServers, helpers: Set[int]) -> None:
+        """``helpers``: our own children that are no fork servers."""
+        self._tier = tier
+        self._forks = forks
+        self._helpers = helpers
+        self._pid = os.getpid()
+        self._user_tasks = 0
+        self._count_again = 0.0
+
+    def found(self) -> list[int]:
+        """Children of ours that we did not start. At tier 2 there are none: the first process of each pid namespace adopts them."""
+        if self._tier == "2":
+            return []
+        ours = self._forks.pids | self._helpers
+        return [pid for pid in procfs.children(self._pid) if pid not in ours]
+
+    def reap(self, runs: Sequence[Run]) -> None:
+        """Reap the dead, and charge them to the run of their user."""
+        while True:
+            try:
+                state = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if state is None:
+                return
+            _, _, usage = os.wait4(state.si_pid, 0)
+            for run in runs:
+                if run.slot.own_user and run.slot.uid == state.si_uid:
+                    run.strays_cpu_s += usage.ru_utime + usage.ru_stime
+
+    def num_others_of_user(self) -> int:
+        """Processes that the kernel counts with a program's own: at tier 0 those of the gateway's user.
+
+        Without a limit in the kernel a fork bomb doubles in less time than passes between two looks.
+        """
+        if self._tier != "0":
+            return 0
+        now = time.monotonic()
+        if now >= self._count_again:
+            self._user_tasks = procfs.num_tasks_of(os.getuid())
+            self._count_again = now + _COUNT_USER_EVERY_S
+        return self._user_tasks
+
+
+# --- The supervisor.
+
 
 _PR_SET_CHILD_SUBREAPER = 36
 _WITHOUT_ANSWER = ("program", "judged", "echo")  # modes whose only outputs are stdout and stderr
@@ -156,13 +331,13 @@ class Supervisor:
         if status is not None:
             self._stop(run, status)
         elif run.turn is not None and run.pid is not None and run.turn.check(now, run.is_flooded):
-            run.fork_server.send(messages.order(messages.INTERRUPT, run.id))
+            run.fork_server.send(wire.order(wire.INTERRUPT, run.id))
 
     def _stop(self, run: Run, status: RunStatus) -> None:
         if run.stop_status is None:
             run.stop_status = status
         # sent to the fork server, which alone knows that the kernel has not reused the pid
-        run.fork_server.send(messages.order(messages.KILL, run.id))
+        run.fork_server.send(wire.order(wire.KILL, run.id))
         run.next_look = time.monotonic() + _KILL_TAKES_S
 
     # -- the gateway's side -------------------------------------------------------------------------------------
@@ -241,8 +416,8 @@ class Supervisor:
             ask_fd = sealed(payload) if payload else _empty_input()
         else:
             ask_fd = source_fd
-        message = messages.START_STRUCT.pack(
-            *Start(messages.START, run.id, messages.MODES[head["mode"]], slot.index, slot.uid, limits.cpu_s,
+        message = wire.START_STRUCT.pack(
+            *Start(wire.START, run.id, wire.MODES[head["mode"]], slot.index, slot.uid, limits.cpu_s,
                    limits.memory_bytes, limits.processes + self._orphans.num_others_of_user(), limits.file_bytes,
                    limits.open_files, limits.disk_bytes, limits.num_files, slot.mark, len(source))
         )  # fmt: skip
@@ -266,10 +441,10 @@ class Supervisor:
         if run is None:
             return
         now = time.monotonic()
-        if kind == messages.STARTED:
+        if kind == wire.STARTED:
             run.begin(pid, now)
             return
-        if kind == messages.INTERRUPTED:
+        if kind == wire.INTERRUPTED:
             if run.turn is not None:
                 run.turn.awaits_signal = False
             if run.id in self._channels:
@@ -334,3 +509,128 @@ def become_supervisor() -> None:
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+# --- The entry: finds the strongest tier that works here, reports the tier, serves.
+#
+# ``argv[1]`` is a JSON object: channel, tiers (strongest first), base_dir, uids (of programs, then of live processes; tiers 2
+# and 1), marks (as many), num_slots, num_live, packages, profiles, fork_server_runs, links (of a shell), memory_cgroup. The
+# first frame to the gateway is ``hello`` with the tier, or ``refused`` with the failure of each tier.
+
+
+_NAMESPACES = ("mnt", "pid", "net", "ipc", "uts")
+# A real program under the real confinement: imports from disk work, the network is refused, others' files too.
+_PROBE = b"""
+import ctypes, json, os, tempfile, uuid
+refused = []
+for attempt in ("socket.socket()", "open('/proc/1/environ')", "os.kill(1, 0)", "open('/dev/shm/x', 'w')"):
+    try:
+        import socket
+        eval(attempt)
+    except OSError:
+        refused.append(attempt.partition('(')[0])
+with open("file", "w") as file:
+    file.write("x")
+namespaces = {}
+for name in ("mnt", "pid", "net", "ipc", "uts"):
+    try:
+        namespaces[name] = os.readlink("/proc/self/ns/" + name)
+    except OSError:
+        pass
+disk = os.statvfs(".")
+print(json.dumps({"uid": os.getuid(), "refused": refused, "namespaces": namespaces,
+                  "disk": disk.f_blocks * disk.f_frsize}))
+"""
+_PROBE_DISK_BYTES = 1 << 20
+_PROBE_LIMITS = Limits(10.0, 10.0, 512 << 20, 16, 65536, 0, 1 << 20, 64, _PROBE_DISK_BYTES, 64)
+
+
+def _try_tier(
+    gateway: socket.socket, tier: str, settings: dict[str, Any], memory: memcg.MemoryGroups | None
+) -> tuple[Supervisor, list[str]] | str:
+    """A supervisor that has run the probe, and the operations that were refused in the probe; or why this tier does not
+    work."""
+    own_users = tier in ("2", "1")
+    num_all = settings["num_slots"] + settings["num_live"]
+    uids = settings["uids"] if own_users else [os.getuid()] * num_all
+    if own_users and not uids:
+        return f"tier {tier} needs root"
+    if tier == "U" and os.getuid() == 0:
+        return "tier U is for users other than root; root has tier 1"
+    base_dir = settings["base_dir"]
+    try:
+        slots = [Slot(index, uid, settings["marks"][index], tier, base_dir) for index, uid in enumerate(uids)]
+        for slot in slots:
+            slot.sweep()
+            slot.wipe(at_once=True)
+    except OSError as error:  # such as root of a user namespace that has one user
+        return f"tier {tier}: no directory can be made for user {uids[0]}: {error}"
+    for name in ("root", "packages"):
+        os.makedirs(os.path.join(base_dir, name), mode=0o755, exist_ok=True)
+    fork_settings = {"packages": settings["packages"], "link_dir": os.path.join(base_dir, "packages"),
+              "runs": settings["fork_server_runs"], "links": settings["links"]}  # fmt: skip
+    try:
+        supervisor = Supervisor(gateway, tier, slots, settings["num_slots"], fork_settings, memory)
+        head, blobs = supervisor.run_alone(_PROBE, _PROBE_LIMITS)
+    except OSError as error:
+        return f"tier {tier}: {error}"
+    wrong = head["detail"]
+    if head["status"] == RunStatus.OK:
+        seen = json.loads(blobs[0])
+        wrong = _not_confined(tier, seen, uids)
+        if not wrong:
+            return supervisor, seen["refused"]
+    supervisor.close()
+    said = blobs[1].decode(errors="replace").strip().splitlines()
+    return f"tier {tier}: {head['status']} {wrong} {said[-1] if said else ''}".strip()
+
+
+def _not_confined(tier: str, seen: dict[str, Any], uids: list[int]) -> str:
+    """A fault of the tier that the probe has found; empty when the tier keeps its guarantees."""
+    if tier == "0":
+        return ""
+    if "socket.socket" not in seen["refused"]:
+        return "the probe could open a socket"
+    if tier in ("2", "1") and seen["uid"] not in uids:
+        return f"the probe ran as user {seen['uid']}"
+    if tier == "2":
+        shared = [
+            name for name in _NAMESPACES if seen["namespaces"].get(name) in (None, os.readlink(f"/proc/self/ns/{name}"))
+        ]
+        if shared:
+            return f"the probe shared our namespaces {shared}"
+        if seen["disk"] > 2 * _PROBE_DISK_BYTES:
+            return f"the probe's work dir was not sized: {seen['disk']} bytes"
+    return ""
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    gateway = socket.socket(fileno=settings["channel"])
+    become_supervisor()
+    reasons: list[str] = []
+    num_all = settings["num_slots"] + settings["num_live"]
+    granted = memcg.grant(num_all) if settings["memory_cgroup"] else "it is switched off"
+    memory = granted if isinstance(granted, memcg.MemoryGroups) else None
+    for tier in settings["tiers"]:
+        outcome = _try_tier(gateway, tier, settings, memory)
+        if not isinstance(outcome, str):
+            supervisor, refused = outcome
+            supervisor.start_profiles(settings["profiles"])
+            facts = {
+                "refused": refused,
+                "seccomp": seccomp.is_supported(),
+                "landlock_abi": landlock_version(),
+                "cpp": os.access(native.COMPILER, os.X_OK),
+                "memory_cgroup": memory.version if memory is not None else 0,
+                "why_no_cgroup": granted if isinstance(granted, str) else "",
+            }
+            gateway.sendall(wire.encode({"kind": "hello", "tier": tier, "facts": facts, "reasons": reasons}))
+            supervisor.serve()
+            if memory is not None:
+                memory.close()
+            return
+        reasons.append(outcome)
+    if memory is not None:
+        memory.close()
+    gateway.sendall(wire.encode({"kind": "refused", "reasons": reasons}))
