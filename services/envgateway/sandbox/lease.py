@@ -114,9 +114,9 @@ class SupervisorConnection(asyncio.Protocol):
         for head, blobs in self._frames.feed(data):
             if head["kind"] == "said":
                 if head["id"] in self._runs:
-                    data, stdout, stderr = blobs
+                    said, stdout, stderr = blobs
                     why = RunStatus(head["interrupted"]) if head["interrupted"] else None
-                    message = RunMessage(data, stdout, stderr, why, head["truncated"])
+                    message = RunMessage(said, stdout, stderr, why, head["truncated"])
                     self._runs[head["id"]].messages.put_nowait(message)
                 continue
             run = self._runs.pop(head["id"], None)

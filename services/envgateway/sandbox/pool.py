@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import heapq
 import itertools
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import structlog
 
@@ -90,82 +89,6 @@ def cpp_job(artefact: bytes, stdin: bytes, limits: dict[str, float | int]) -> Jo
     return Job(mode="binary", profile="native", source=artefact, stdin=stdin, limits=limits)
 
 
-# --- The order in which leases get a slot: interactive requests go first and may use every slot; batch requests leave some
-# to them.
-
-
-Item = TypeVar("Item")
-
-
-def batch_share(num_slots: int) -> int:
-    """The most slots that batch requests may use together: one less than there are, where there are several.
-
-    >>> [batch_share(n) for n in (1, 2, 8)]
-    [1, 1, 7]
-    """
-    return max(1, num_slots - 1)
-
-
-class SlotQueue(Generic[Item]):
-    """Two classes, each first come first served: ``add`` requests, ``take`` the next one to start, report its end with
-    ``ended``. A request has a key of its own.
-
-    >>> queue = SlotQueue[str](num_slots=2, batch_slots=1)
-    >>> for key, (item, is_batch) in enumerate((("b1", True), ("b2", True), ("i1", False))):
-    ...     queue.add(key, item, is_batch)
-    >>> queue.take(), queue.take(), queue.take()
-    ('i1', 'b1', None)
-    """
-
-    def __init__(self, num_slots: int, batch_slots: int) -> None:
-        self._num_slots = num_slots
-        self._batch_slots = batch_slots
-        self._keys: dict[bool, deque[int]] = {False: deque(), True: deque()}  # of waiting requests, by whether batch
-        self._waiting: dict[int, tuple[Item, bool]] = {}
-        self._holding: dict[int, bool] = {}
-        self._batch_holding = 0
-
-    def add(self, key: int, item: Item, is_batch: bool) -> None:
-        self._keys[is_batch].append(key)
-        self._waiting[key] = (item, is_batch)
-
-    def take(self) -> Item | None:
-        """The next request that may start now; it holds a slot until ``ended``. None while all have to wait."""
-        if len(self._holding) >= self._num_slots:
-            return None
-        is_batch = not self._keys[False]
-        if (is_batch and self._batch_holding >= self._batch_slots) or not self._keys[is_batch]:
-            return None
-        key = self._keys[is_batch].popleft()
-        item, _ = self._waiting.pop(key)
-        self._holding[key] = is_batch
-        self._batch_holding += is_batch
-        return item
-
-    def ended(self, key: int) -> None:
-        """The request holds no slot any more. Requests that hold none are ignored."""
-        self._batch_holding -= self._holding.pop(key, False)
-
-    def remove(self, key: int) -> bool:
-        """Remove a waiting request; False when the request does not wait."""
-        waiting = self._waiting.pop(key, None)
-        if waiting is None:
-            return False
-        self._keys[waiting[1]].remove(key)
-        return True
-
-    def num_waiting(self, is_batch: bool) -> int:
-        return len(self._keys[is_batch])
-
-    @property
-    def num_holding(self) -> int:
-        return len(self._holding)
-
-    @property
-    def waiting(self) -> Iterable[Item]:
-        return [item for item, _ in self._waiting.values()]
-
-
 log = structlog.get_logger()
 _RESTART_PAUSE_S = 1.0
 _keys = itertools.count(1)
@@ -183,14 +106,15 @@ class SandboxPool:
         self._supervisor = supervisor if isinstance(supervisor, LaunchedSupervisor) else None
         self._connection: SupervisorConnection | None = None
         self._connecting: asyncio.Task[SupervisorConnection | ExecutionResult] | None = None
-        self._leases = SlotQueue[asyncio.Future[None]](config.num_slots, batch_share(config.num_slots))
+        self._free = config.num_slots
+        self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []  # a heap: interactive first, then by arrival
         self._last_start = 0.0
         self._mean_wall_s = 0.05
         self._closed = False
         facts = {} if self._supervisor is None else self._supervisor.facts
         self.tier = "none" if self._supervisor is None else self._supervisor.tier
         self._has_cpp = bool(facts.get("cpp"))
-        self._memory_cgroup = int(facts.get("memory_cgroup", 0))  # its version; 0 where processes are watched
+        self._memory_cgroup = int(facts.get("memory_cgroup", 0))  # 0 where processes are watched
         self.counts: collections.Counter[str] = collections.Counter()
         self.live = LiveSlots(self, config.num_live)
 
@@ -252,8 +176,8 @@ class SandboxPool:
         Raises:
             CapacityError: too many are waiting, or no slot came free in time; gives a time to retry.
         """
-        key = await self._take_slot(lane, queue_timeout_s)
-        lease = SlotLease(self, lambda: self._give_slot(key), self._count)
+        await self._take_slot(lane, queue_timeout_s)
+        lease = SlotLease(self, self._give_slot, self._count)
         try:
             yield lease
         finally:
@@ -297,7 +221,7 @@ class SandboxPool:
     async def close(self) -> None:
         """End all runs and the supervisor."""
         self._closed = True
-        for turn in self._leases.waiting:
+        for *_, turn in self._waiting:
             turn.cancel()
         if self._connecting is not None:
             await asyncio.wait([self._connecting])  # else a supervisor that is starting would be left behind
@@ -311,50 +235,49 @@ class SandboxPool:
     def gauges(self) -> dict[str, float]:
         """Numbers for GetStatus."""
         return {
-            "sandbox_busy_slots": float(self._leases.num_holding),
+            "sandbox_busy_slots": float(self._config.num_slots - self._free),
             "sandbox_memory_cgroup": float(self._memory_cgroup),
-            "sandbox_queued": float(sum(map(self._leases.num_waiting, (False, True)))),
+            "sandbox_queued": float(self._num_waiting),
             **{f"sandbox_{status.lower()}": float(count) for status, count in self.counts.items()},
             **{f"sandbox_{name}": value for name, value in self.live.gauges.items()},
         }
 
     # -- slots --------------------------------------------------------------------------------------------------
 
-    async def _take_slot(self, lane: Lane, timeout_s: float | None) -> int:
-        """Wait for a slot. Returns the key under which the slot is held."""
-        is_batch = lane is Lane.BATCH
-        num_waiting = self._leases.num_waiting(is_batch)
-        if num_waiting >= self._config.queue_size:
-            raise self._full(f"{num_waiting} programs are waiting")
-        key = next(_keys)
+    async def _take_slot(self, lane: Lane, timeout_s: float | None) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        if self._num_waiting >= self._config.queue_size:
+            raise self._full(f"{self._num_waiting} programs are waiting")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._leases.add(key, turn, is_batch)
-        self._start_next()
-        if turn.done():
-            return key
+        heapq.heappush(self._waiting, (lane is Lane.BATCH, next(_keys), turn))
         try:
             async with asyncio.timeout(timeout_s):
                 await turn
         except (TimeoutError, asyncio.CancelledError) as left:
-            if not self._leases.remove(key):
-                self._give_slot(key)  # the turn came in the very moment of leaving
+            if not turn.cancelled():
+                self._give_slot()  # the turn came in the very moment of leaving
             if isinstance(left, TimeoutError):
                 raise self._full(f"no slot came free within {timeout_s:g} s") from None
             raise
-        return key
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(not turn.done() for *_, turn in self._waiting)
 
     def _full(self, why: str) -> CapacityError:
-        wait_s = max(0.1, self._mean_wall_s * (self._leases.num_waiting(False) + 1) / self._config.num_slots)
+        wait_s = max(0.1, self._mean_wall_s * (self._num_waiting + 1) / self._config.num_slots)
         return CapacityError(f"the sandbox is full: {why}", retry_after_s=min(wait_s, 30.0))
 
-    def _give_slot(self, key: int) -> None:
-        self._leases.ended(key)
-        self._start_next()
-
-    def _start_next(self) -> None:
-        while (turn := self._leases.take()) is not None:
-            if not turn.done():  # a cancelled caller gives the slot back
+    def _give_slot(self) -> None:
+        """To the next that waits: interactive before batch, each first come first served."""
+        while self._waiting:
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
                 turn.set_result(None)
+                return
+        self._free += 1
 
     def _count(self, result: ExecutionResult) -> None:
         self._mean_wall_s += 0.05 * (result.wall_s - self._mean_wall_s)

@@ -75,22 +75,21 @@ class PidNamespace:
         finally:
             os.close(own)
         self.namespace_fd = os.open(f"/proc/{self.pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-        self._watch = procfs.Watch(self.pid)
         self._is_killed = False
 
     @property
     def is_alive(self) -> bool:
-        return not self._is_killed and self._watch.is_alive()
+        return not self._is_killed and procfs.is_live_child(self.pid)
 
     def waited_cpu_s(self) -> float:
         """CPU time of dead orphans that the first process has reaped."""
-        return self._watch.waited_cpu_s()
+        return procfs.waited_cpu_s(self.pid)
 
     def left(self) -> list[int]:
         """Processes that the first process has adopted and not yet reaped; the first process itself while it ends, which
         it does after all others of the namespace."""
         if self.is_alive:
-            return self._watch.children()
+            return procfs.children(self.pid)
         return [self.pid] if procfs.is_child(self.pid) else []
 
     def kill(self) -> None:
@@ -101,7 +100,6 @@ class PidNamespace:
 
     def close(self) -> None:
         os.close(self.namespace_fd)
-        self._watch.close()
         self.kill()
         try:
             os.waitpid(self.pid, 0)

@@ -52,8 +52,6 @@ from .wire import (
 BARE_FLAGS = ("-I", "-S", "-X", "utf8")
 _LOWEST_CHANNEL_FD = 10  # below are the descriptors that a fork server gives fixed numbers
 _MAX_DEATHS = 5  # in a row, without one program ended
-_LOOK_AT_GROWTH_EVERY = 500
-_MOST_GROWTH_BYTES = 64 << 20
 _END_S, _END_LOOK_S = 10.0, 0.001  # of a fork server that is dying
 
 
@@ -80,7 +78,6 @@ class ForkServer:
         self.runs: set[int] = set()
         self._started = 0
         self._most_runs = settings["runs"]
-        self._first_bytes = 0
 
     def send(self, message: bytes, fds: Sequence[int] = ()) -> None:
         try:
@@ -89,13 +86,8 @@ class ForkServer:
             pass  # its end of file is the next event, and marks its runs
 
     def is_worn(self) -> bool:
-        """True after many runs, or after growth; called once per start of a run."""
+        """True after many runs; called once per start of a run."""
         self._started += 1
-        if self._started % _LOOK_AT_GROWTH_EVERY == 1:
-            size = procfs.resident_bytes(self.pid)
-            self._first_bytes = self._first_bytes or size
-            if size > self._first_bytes + _MOST_GROWTH_BYTES and self._started > 1:
-                return True
         return bool(self._started > self._most_runs)
 
 
@@ -340,7 +332,6 @@ class ImportPaths:
 _SIGINT, _SIGKILL, _SIGCHLD = 2, 9, 17  # without the detour through enums
 _SIGNAL_BYTES, _SIGNAL_SET_BYTES = 128, 128  # of signalfd's record, and of a set of signals in the C library
 _FD_BYTES = 4
-_USAGE, _RUSAGE_BYTES = struct.Struct("@lllll"), 18 * struct.calcsize("@l")  # its first five: times, and peak memory
 # Imported before any fork, because cheap and common. Anything else is read from disk by the child: random and
 # statistics, for one, hook into every fork and would cost each program 0.2 ms.
 _PRELOADED = ("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq",
@@ -404,9 +395,6 @@ class ForkServerChild:
         self._channel = channel
         self._space = _socket.CMSG_LEN(wire.MAX_FDS * _FD_BYTES)
         self._runs: dict[int, int] = {}  # pid of a live child: its run
-        # not os.wait4, which imports a module and makes sixteen numbers at each call, in memory that children share
-        self._wait4 = ctypes.CDLL(None).wait4
-        self._status, self._usage = ctypes.create_string_buffer(4), ctypes.create_string_buffer(_RUSAGE_BYTES)
         self._profile = settings["profile"]
         self._confinement: Confinement | Exception
         try:
@@ -516,13 +504,11 @@ class ForkServerChild:
 
     def _reap(self) -> None:
         while self._runs:
-            pid = self._wait4(-1, self._status, os.WNOHANG, self._usage)
-            if pid <= 0:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            if not pid:
                 return
-            user_s, user_us, system_s, system_us, peak_kb = _USAGE.unpack_from(self._usage)
-            cpu_s = user_s + system_s + 1e-6 * (user_us + system_us)
-            status = int.from_bytes(self._status.raw, sys.byteorder)
-            self._send(wire.ENDED, self._runs.pop(pid), pid, status, cpu_s, peak_kb * 1024)
+            cpu_s = usage.ru_utime + usage.ru_stime
+            self._send(wire.ENDED, self._runs.pop(pid), pid, status, cpu_s, usage.ru_maxrss * 1024)
 
 
 def _descriptor_of_ended_children() -> int:

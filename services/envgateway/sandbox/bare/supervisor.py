@@ -622,7 +622,7 @@ def main() -> None:
                 "seccomp": seccomp.is_supported(),
                 "landlock_abi": landlock_version(),
                 "cpp": os.access(native.COMPILER, os.X_OK),
-                "memory_cgroup": memory.version if memory is not None else 0,
+                "memory_cgroup": int(memory is not None),
                 "why_no_cgroup": granted if isinstance(granted, str) else "",
             }
             gateway.sendall(wire.encode({"kind": "hello", "tier": tier, "facts": facts, "reasons": reasons}))
