@@ -7,17 +7,15 @@ import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import orjson
 import structlog
 
+from services.common.config.envgateway import SandboxConfig
 from services.envgateway.sandbox.bare import wire
 from services.envgateway.sandbox.bare.statuses import RunStatus, status_of_run
 from services.envgateway.sandbox.records import ExecutionResult
-
-if TYPE_CHECKING:
-    from services.envgateway.sandbox.pool import SandboxPool
 
 # --- Jobs for the supervisor: a source, a mode, a profile and complete limits.
 
@@ -194,11 +192,23 @@ log = structlog.get_logger()
 _ANSWER_GRACE_S = 40.0  # a fork server's start, the wipe of a slot
 
 
+class LeaseOwner(Protocol):
+    """Operations that a lease needs of the pool, which is built on leases."""
+
+    @property
+    def config(self) -> SandboxConfig: ...
+    @property
+    def has_cpp(self) -> bool: ...
+
+    async def submit(self, job: Job) -> SubmittedRun | ExecutionResult: ...
+    def kill_supervisor(self) -> None: ...
+
+
 class SlotLease:
     """One slot's turn. The slot is free again when the holder has left and all its runs have ended."""
 
     def __init__(
-        self, pool: SandboxPool, on_empty: Callable[[], None], count: Callable[[ExecutionResult], None]
+        self, pool: LeaseOwner, on_empty: Callable[[], None], count: Callable[[ExecutionResult], None]
     ) -> None:
         """``on_empty`` is called once, when no run uses the slot any more; ``count`` at the end of each run."""
         self._pool = pool
