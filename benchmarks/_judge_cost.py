@@ -1,7 +1,6 @@
 """CPU time of the judge by kind of program: of this process and all descendants, sandbox and programs included.
 
-    stdin, call      programs that pass ten cases and cannot leave state in their process
-    apart            the same sum in a program that could do anything, so that each case is a process of its own
+    stdin, call      programs that pass ten cases
     reward           completions of recipes/quickstart-code, graded by the reward ``code``: right, wrong, no program
 
 For ``judge_throughput``. Run as a script, it prints one JSON object; a process of its own because a sandbox starts
@@ -18,6 +17,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -44,7 +44,6 @@ _SUM = "print(sum(map(int, input().split())))"
 PROGRAMS = {
     "stdin": JudgeRequest(code=_SUM, tests=_STDIN),
     "call": JudgeRequest(code="def f(x):\n    return x * x", tests=_CALLS),
-    "apart": JudgeRequest(code=f"import os\n{_SUM}", tests=_STDIN),
 }
 
 
@@ -92,14 +91,15 @@ async def measure(num_programs: int) -> dict[str, float]:
     try:
         queue = local_queue(pool, Judge(pool), num_slots=4, lane_size=10_000)
 
-        async def judged(request: JudgeRequest) -> None:
-            result = await queue.run(request, lane=Lane.BATCH, request_id="", deadline_s=300.0)
+        async def judged(request: JudgeRequest, number: int = 0) -> None:
+            own = replace(request, code=f"{request.code}\n# {number}")  # equal judgements at the same time are one
+            result = await queue.run(own, lane=Lane.BATCH, request_id="", deadline_s=300.0)
             assert result.verdict is RunStatus.OK, result
 
         for request in PROGRAMS.values():  # warms up
             await judged(request)
         costs = {
-            name: await _cost(lambda _, request=request: judged(request), num_programs) / NUM_CASES  # type: ignore[misc]
+            name: await _cost(lambda number, request=request: judged(request, number), num_programs) / NUM_CASES  # type: ignore[misc]
             for name, request in PROGRAMS.items()
         }
         costs["reward"] = await _cost(_reward(CodeReward(queue)), num_programs)

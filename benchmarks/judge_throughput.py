@@ -22,8 +22,8 @@ Then the lanes: p99 of an interactive call (POST /run) on an idle gateway, and w
 50 ms wait; ``added_p99_ms`` is the difference, for ours over Redis and embedded.
 
 Then the cost of our judge, in milliseconds of CPU over the gateway and all of its sandbox: ``cpu_ms_per_case``, the
-dearer of two kinds of passed cases (stdin and calls) of programs with ten of them, ``cpu_ms_per_case_apart`` where each
-case is a process of its own, and ``cpu_ms_per_reward`` of completions for recipes/quickstart-code.
+dearer of two kinds of passed cases (stdin and calls) of programs with ten of them, and ``cpu_ms_per_reward`` of
+completions for recipes/quickstart-code.
 
     python benchmarks/judge_throughput.py [--quick] [--peer DIR] [--repeats 5]
 """
@@ -241,7 +241,6 @@ async def measure(arguments: argparse.Namespace) -> None:
         lanes=latencies,
         added_p99_ms=max(latency["added_p99_ms"] for latency in latencies.values()),
         cpu_ms_per_case=max(costs["stdin"], costs["call"]),
-        cpu_ms_per_case_apart=costs["apart"],
         cpu_ms_per_reward=costs["reward"],
         num_workers=NUM_WORKERS,
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.envgateway.sandbox.bare.supervisor.slots import remove_tree
+from services.envgateway.sandbox.bare.slots import remove_tree
 
 
 def make_deep(directory: Path, depth: int) -> None:

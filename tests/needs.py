@@ -28,8 +28,8 @@ from services.cli.plan import address_of_node_0
 from services.common.config.envgateway import SandboxConfig
 from services.common.config.processes import Tracker, missing_packages
 from services.common.errors import ConfigError, SandboxRefusedError
-from services.envgateway.sandbox.bare.confine import landlock, memcg
-from services.envgateway.sandbox.bare.harness import native
+from services.envgateway.sandbox.bare import memcg, native
+from services.envgateway.sandbox.bare.confinement import landlock_version
 from services.envgateway.sandbox.launch import SupervisorLauncher
 from tests import two_machines
 
@@ -215,7 +215,7 @@ NEEDS = {
         Need("memory cgroup", _no_memory_cgroup, "run as root where cgroups can be written", on_ci=False),
         Need("isolating sandbox", _no_sandbox("2", "1", "U"), _PRIVILEGED),
         Need("libseccomp", lambda: None if find_library("seccomp") else "there is no libseccomp", "apt-get install libseccomp2"),
-        Need("Landlock", lambda: None if landlock.abi_version() else "this kernel has none", "Linux 5.13 or newer",
+        Need("Landlock", lambda: None if landlock_version() else "this kernel has none", "Linux 5.13 or newer",
              on_ci=False),
         Need("IPv6 loopback", _no_ipv6, "sysctl net.ipv6.conf.lo.disable_ipv6=0", on_ci=False),
         Need("an address beside loopback", _only_loopback, "ip link add dummy0 type dummy, with an address and a route"),

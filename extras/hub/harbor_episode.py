@@ -27,8 +27,8 @@ from services.common.config.envgateway import EnvGatewayConfig, HarborConfig, Li
 from services.common.errors import CapacityError, DatasetError, InfrastructureError, InvalidRequestError
 from services.common.text.tools import MalformedCall, cut_text, find_call, parse_json_call
 from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
-from services.envgateway.sandbox.bare.messages import SHELL
 from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.bare.wire import SHELL
 from services.envgateway.sandbox.live import CellResult, LiveProcess, LiveSlots
 from services.envgateway.sandbox.records import WRITABLE
 

@@ -38,7 +38,7 @@ from services.common.errors import (
     VersionConflictError,
     VersionUnavailableError,
 )
-from services.common.prometheus import serve_metrics
+from services.common.prometheus import Metric, serve_metrics
 from services.common.rpc.interceptors import booked
 from services.common.rpc.server import Server
 from services.common.security import identity

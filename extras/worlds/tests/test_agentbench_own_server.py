@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from extras.worlds import agentbench as episode_module
+from extras.worlds import taskserver
 from extras.worlds.agentbench import AgentBenchWorld
 from extras.worlds.tests.taskserver_scripted import Http, task_server
 from services.common.config.envgateway import AgentBenchConfig, ServedTaskConfig

@@ -295,8 +295,8 @@ class SandboxConfig(Limits):
     wall_time_s: float = Field(default=5.0, gt=0)
     """Largest wall-clock time of one program."""
     memory_cgroup: bool = True
-    """Let the kernel enforce the memory limit where cgroups are available; otherwise the supervisor measures processes,
-    and large shared mappings are refused. `sandbox_memory_cgroup` in GetStatus names the one in use."""
+    """Let the kernel enforce the memory limit where cgroups of version 2 are available; otherwise the supervisor measures processes,
+    and large shared mappings are refused. `sandbox_memory_cgroup` in GetStatus says which."""
     num_processes: int = Field(default=16, ge=1)
     """Most processes and threads of one program."""
     judging_time_s: float = Field(default=300.0, gt=0, le=500)

@@ -1,6 +1,6 @@
 """Python literals as trees of plain data, from their syntax alone: only small arithmetic is evaluated.
 
-The sandbox's harness has the form of the trees (``services.envgateway.sandbox.bare.harness.plain``).
+The sandbox's harness has the form of the trees (``services.envgateway.sandbox.bare.plain``).
 
 Test code writes values as ``3 * 19``, ``list_node([1, 2])`` or ``float("inf")``; these are understood, too. An
 expression that could be large or slow is refused rather than bounded.

@@ -12,7 +12,7 @@ from typing import Any
 from services.common.text.asserted_calls import AssertedCall, Relation
 from services.envgateway.judge.compare import NO_TREE, ValueRule, difference, distance, equal, shown, truth
 from services.envgateway.judge.records import Comparison, ComparisonMode
-from services.envgateway.sandbox.bare.harness import plain
+from services.envgateway.sandbox.bare import plain
 
 _STRICT = ValueRule(strict=True)
 

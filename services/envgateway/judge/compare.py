@@ -32,7 +32,7 @@ from services.common.text.literals import NotLiteralError, to_tree, tree_of
 from services.common.text.programs import parsed_expression
 from services.envgateway.judge.records import Comparison, ComparisonMode
 
-# --- Compares plain data in its tree form (``bare.harness.plain``), without building objects from untrusted code.
+# --- Compares plain data in its tree form (``bare.plain``), without building objects from untrusted code.
 
 
 Tree: TypeAlias = Any

@@ -4,7 +4,7 @@
     function calls  arguments in, one call a process; the returned value comes out as plain data, compared here
     asserts         read as calls and values where their text allows it; else opaque: run with the program (``test_code``)
 
-The cases of a Python program are run by one host while they leave no trace (see ``together``); others are run alone.
+Each case is a run of its own, so no case sees another's effects or inputs.
 
 Expected values and the rules of comparison never enter the process of the program, except for opaque tests, whose
 verdict is marked. A call is complete when its harness has written the value to a descriptor of its own, after the last
@@ -17,9 +17,8 @@ import asyncio
 import dataclasses
 import json
 import secrets
-import signal
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from services.common.telemetry.metrics import Lane
@@ -35,7 +34,6 @@ from services.envgateway.judge.records import (
     AssertTests,
     CallTests,
     CaseResult,
-    Frames,
     JudgeRequest,
     JudgeResult,
     StdinCase,
@@ -48,150 +46,20 @@ from services.envgateway.judge.records import (
     unusable,
     whole_result,
 )
-from services.envgateway.sandbox.bare import endings, messages
-from services.envgateway.sandbox.bare.endings import CaseRecord
-from services.envgateway.sandbox.bare.harness.calls import framed
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.lease import Job, SlotLease, SubmittedRun, profile_of, why_unusable
 from services.envgateway.sandbox.pool import SandboxPool, compile_cpp, cpp_job
 from services.envgateway.sandbox.records import ANSWER_BYTES, ExecutionResult
 
-# --- Cases of one program that are run by one host: confined once, each case in a process of its own.
-
-
-MOST_CASES = messages.MOST_INPUTS  # of one host
-# that wait here and in the supervisor; a host with more ends, and its cases are run by themselves
-_MOST_SAID_BYTES = 32 << 20
-_HOST_S = 10.0  # beside the time of its cases: its start, and the messages between them
-
-
-@dataclass(frozen=True, slots=True)
-class HostedCase:
-    """Input of a case for a host: its ``stdin``, or the ``call`` (entry_point, args, kwargs)."""
-
-    limits: dict[str, float | int]
-    stdin: bytes = b""
-    call: dict[str, Any] | None = None
-
-    def as_message(self, number: int) -> dict[str, Any]:
-        needed = self.call if self.call is not None else {"input": number}
-        return {"number": number, "output_bytes": self.limits["output_bytes"], **needed}
-
-
-class CaseHost:
-    """One host for cases of one program: ``start``, ``ask`` for more, ``end``. All are calls, or none is."""
-
-    def __init__(
-        self, slot: SlotLease, profile: str, source: bytes, cases: Sequence[HostedCase], budget_s: float, apart: bool
-    ) -> None:
-        """``budget_s``: no case is begun when the cases before have taken this long together. ``apart``: each case runs
-        in a process of its own, for any text."""
-        self._slot = slot
-        self._num_cases, self._num_found = len(cases), 0
-        limits = cases[0].limits
-        self._wall_s = budget_s + float(limits["wall_s"]) + _HOST_S
-        said = [2 * int(case.limits["output_bytes"]) + int(case.limits["answer_bytes"]) + 4096 for case in cases]
-        self._said_bytes = min(sum(said), max(_MOST_SAID_BYTES, *said))
-        settings = {name: limits[name] for name in ("cpu_s", "memory_bytes", "wall_s", "answer_bytes")} | {
-            "budget_s": budget_s,
-            "apart": apart,
-            "cases": [case.as_message(number) for number, case in enumerate(cases)],
-        }
-        self._job = Job(
-            mode="cases",
-            profile=profile,
-            source=source,
-            payload=framed(json.dumps(settings).encode()),
-            stdin=b"".join(case.stdin for case in cases),
-            inputs=tuple(len(case.stdin) for case in cases) if cases[0].call is None else (),
-            limits={**limits, "wall_s": self._wall_s, "answer_bytes": self._said_bytes},
-            interactive=True,
-        )
-        self._run: SubmittedRun | None = None
-        self._frames: Frames | None = None
-
-    async def start(self, num_cases: int) -> list[CaseRecord]:
-        """The records of the first cases, as ``ask``."""
-        self._run = await self._slot.start(replace(self._job, payload=self._job.payload + _asking(num_cases)))
-        self._frames = Frames(self._run, self._said_bytes)
-        return await self._records()
-
-    async def ask(self, num_cases: int) -> list[CaseRecord]:
-        """The records of the next cases; fewer than asked for when the host has no record of a case, or no time left;
-        more where further cases cost almost no time."""
-        assert self._run is not None
-        self._run.write(_asking(num_cases))
-        return await self._records()
-
-    async def _records(self) -> list[CaseRecord]:
-        assert self._run is not None and self._frames is not None
-        found: list[CaseRecord] = []
-        try:
-            async with asyncio.timeout(self._wall_s):
-                while frame := await self._frames.next():
-                    for record in endings.records(frame):
-                        if record.number != self._num_found:
-                            raise ValueError(f"a record of case {record.number} instead of {self._num_found}")
-                        self._num_found += 1
-                        found.append(record)
-        except ValueError:  # no host writes this: its cases are run by themselves
-            self._run.cancel()
-        except TimeoutError:  # the supervisor does not answer, which the wait for the host's end says
-            pass
-        except asyncio.CancelledError:
-            self._run.cancel()
-            raise
-        return found
-
-    async def end(self) -> ExecutionResult:
-        """End the host. Returns its result: COMPILE_ERROR for a source that does not compile; ``is_unfinished`` for
-        cases to be run apart."""
-        assert self._run is not None
-        if self._num_found < self._num_cases:
-            self._run.write(framed(b""))
-        return await self._slot.wait(self._run, self._wall_s)
-
-
-def _asking(num_cases: int) -> bytes:
-    return framed(json.dumps({"cases": num_cases}).encode())
-
-
-def is_unfinished(ended: ExecutionResult) -> bool:
-    """Whether the cases without a record may still be run by one host, each in a process of its own: those before them were
-    run in one, until one was not simply done."""
-    return ended.exit_code == messages.UNFINISHED_EXIT or ended.signal == signal.SIGALRM
-
-
-def result_of(record: CaseRecord, case: HostedCase, tier: str) -> ExecutionResult:
-    """A case's record in the form of the supervisor's result."""
-    end = record.ending(float(case.limits["cpu_s"]))
-    return ExecutionResult(
-        status=end.status,
-        exit_code=end.exit_code,
-        signal=end.signal,
-        stdout=record.stdout,
-        stderr=record.stderr,
-        truncated=record.truncated,
-        wall_s=record.wall_s,
-        cpu_s=record.cpu_s,
-        peak_memory_bytes=record.peak_memory_bytes,
-        tier=tier,
-        detail=end.detail,
-        slot_s=record.wall_s,
-    )
-
-
 MAX_CASES = 10_000
-_MORE_WHEN_PASSED = 8
 _SLOW_TO_COMPARE = 1 << 12  # bytes from which comparing leaves the event loop, for a process that can be killed
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Input of a case, for a host or ``alone``; ``judged`` gets the case's index, its result and its answer."""
+    """Input of a case; ``judged`` gets the case's index, its result and its answer."""
 
-    hosted: HostedCase
-    alone: Callable[[], Job]
+    job: Callable[[], Job]
     judged: Callable[[int, ExecutionResult, bytes], Awaitable[CaseResult]]
 
 
@@ -271,10 +139,10 @@ class _Judgement:
     async def _all(self, cases: list[_Case]) -> JudgeResult:
         """The result of each case, until their total time is used up; a program that does not compile is not tried
         again."""
-        results = await self._together(cases) if len(cases) > 1 and self._request.language == "python" else []
+        results: list[CaseResult] = []
         longest_s = self._slot.config.judging_time_s
-        for index, case in enumerate(cases[len(results) :], start=len(results)):
-            if self._is_decided(results):
+        for index, case in enumerate(cases):
+            if self._request.stop_early and results and results[-1].verdict is not RunStatus.OK:
                 break
             if self._spent_s >= longest_s:
                 detail = f"the cases before it took {longest_s:g} s (envgateway.sandbox.judging_time_s)"
@@ -282,51 +150,9 @@ class _Judgement:
             elif results and results[-1].verdict is RunStatus.COMPILE_ERROR:
                 results.append(dataclasses.replace(results[-1], index=index))
             else:
-                run = await self._run(case.alone())
+                run = await self._run(case.job())
                 results.append(await case.judged(index, run.result.result(), run.answer))
         return whole_result(results, len(cases), self._tier)
-
-    def _is_decided(self, results: list[CaseResult]) -> bool:
-        return self._request.stop_early and bool(results) and results[-1].verdict is not RunStatus.OK
-
-    async def _together(self, cases: list[_Case]) -> list[CaseResult]:
-        """The results of the first cases, by hosts. Those that are missing are run by themselves."""
-        results: list[CaseResult] = []
-        apart = False
-        while len(results) < len(cases) and not self._is_decided(results):
-            some = cases[len(results) : len(results) + MOST_CASES]
-            found, ended = await self._by_host(some, len(results), apart)
-            results += found
-            if len(found) == len(some):
-                continue
-            if self._request.stop_early or apart or not is_unfinished(ended):
-                break  # the next is likely to be the one that fails, or one that hosts do not suit
-            apart = True
-        return results
-
-    async def _by_host(self, cases: list[_Case], first: int, apart: bool) -> tuple[list[CaseResult], ExecutionResult]:
-        """The results of some of these cases, of which the first is number ``first``; and how the host ended."""
-        budget_s = self._slot.config.judging_time_s - self._spent_s
-        hosted = [case.hosted for case in cases]
-        host = CaseHost(self._slot, self._profile, self._source, hosted, budget_s, apart)
-        results: list[CaseResult] = []
-        # all at once, or, where the first failure is the last case, more the more have passed
-        num_asked = 1 if self._request.stop_early else len(cases)
-        while len(results) < len(cases) and not self._is_decided(results):
-            found = await (host.ask(num_asked) if results else host.start(num_asked))
-            for record, case in zip(found, cases[len(results) :], strict=False):
-                self._spent_s += record.wall_s
-                result = result_of(record, case.hosted, self._tier)
-                results.append(await case.judged(first + len(results), result, record.answer))
-                if self._is_decided(results):
-                    break
-            if len(found) < num_asked:
-                break
-            num_asked = min(_MORE_WHEN_PASSED * num_asked, len(cases) - len(results))
-        ended = await host.end()
-        if not results and ended.status is RunStatus.COMPILE_ERROR:
-            results.append(case_result(first, ended))
-        return results, ended
 
     async def _run(self, job: Job) -> SubmittedRun:
         """Run a case, and repeat the run once after a failure of the machinery: the program is not at fault."""
@@ -361,7 +187,7 @@ class _Judgement:
             limits["output_bytes"] = max(limits["output_bytes"], room)
         stdin = case.stdin.encode()
 
-        def alone() -> Job:
+        def job() -> Job:
             if artefact is not None:
                 return cpp_job(artefact, stdin, limits)
             return Job(mode="judged", profile=self._profile, source=self._source, stdin=stdin, limits=limits)
@@ -372,14 +198,14 @@ class _Judgement:
             wrong = await self._compare(TextCheck(case.expected, self._request.comparison), result.stdout)
             return case_result(index, result, RunStatus.WRONG_ANSWER if wrong else RunStatus.OK, wrong)
 
-        return _Case(HostedCase(limits, stdin), alone, judged)
+        return _Case(job, judged)
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def _call(self, entry_point: str, args: Any, kwargs: Any, check: Check, applied: Sequence[str] = ()) -> _Case:
         call = {"entry_point": entry_point, "args": args, "kwargs": kwargs, "applied": applied}
 
-        def alone() -> Job:
+        def job() -> Job:
             payload = json.dumps(call).encode()
             return Job(mode="call", profile=self._profile, source=self._source, payload=payload, limits=self._limits)
 
@@ -392,7 +218,7 @@ class _Judgement:
             wrong = await self._compare(check, value)
             return case_result(index, result, RunStatus.WRONG_ANSWER if wrong else RunStatus.OK, wrong)
 
-        return _Case(HostedCase(self._limits, call=call), alone, judged)
+        return _Case(job, judged)
 
     # -- opaque tests ---------------------------------------------------------------------------------------------
 

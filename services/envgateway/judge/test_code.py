@@ -16,7 +16,7 @@ _MOST_LIMITS = 20  # the tests may take this many times the limit of one case
 
 
 def payload_of(tests: AssertTests, nonce: str) -> bytes:
-    """The harness's input (``bare.harness.test_code``). Raises ``UnusableTestsError``."""
+    """The harness's input (``bare.harness``). Raises ``UnusableTestsError``."""
     meant = names_of(tests.tests, tests.entry_point, tests.preamble, tests.names)
     payload: dict[str, Any] = {
         "tests": _with_calls(tests.tests),

@@ -27,8 +27,7 @@ from services.envgateway.calls import SharedCalls, take_place
 from services.envgateway.judge import records
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
-from services.envgateway.sandbox.bare.harness.plain import from_tree
-from services.envgateway.sandbox.bare.slot_queue import batch_share
+from services.envgateway.sandbox.bare.plain import from_tree
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
@@ -83,6 +82,15 @@ def infrastructure_failure(job: Job, detail: str) -> JobResult:
     if isinstance(job, JudgeRequest):
         return JudgeResult(verdict=RunStatus.INFRA_ERROR, detail=detail)
     return ExecutionResult(status=RunStatus.INFRA_ERROR, detail=detail)
+
+
+def batch_share(num_slots: int) -> int:
+    """The most slots that batch requests may use together: one less than there are, where there are several.
+
+    >>> [batch_share(n) for n in (1, 2, 8)]
+    [1, 1, 7]
+    """
+    return max(1, num_slots - 1)
 
 
 class Scheduler:

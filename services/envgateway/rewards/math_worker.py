@@ -24,8 +24,7 @@ from typing import Any
 from services.common.dataset_rows import BOX, BuiltInReward
 from services.common.extras import load_extra
 from services.common.system.child import die_with_parent_if_asked, limit_memory
-from services.envgateway.sandbox.bare import procfs, wire
-from services.envgateway.sandbox.bare.confine import seccomp
+from services.envgateway.sandbox.bare import procfs, seccomp, wire
 
 MEMORY_BYTES = 1 << 30
 _MAX_DETAIL = 300

@@ -27,8 +27,7 @@ from services.common.config.envgateway import SandboxConfig
 from services.common.errors import InfrastructureError, SandboxRefusedError
 from services.common.system.processes import end
 from services.envgateway.sandbox.bare import procfs, wire
-from services.envgateway.sandbox.bare.slot_queue import batch_share
-from services.envgateway.sandbox.bare.supervisor.slots import kill_user, remove_tree
+from services.envgateway.sandbox.bare.slots import kill_user, remove_tree
 from services.envgateway.sandbox.records import WRITABLE
 
 # --- Users and marks for slots, shared fairly with other gateways on this machine; and the end of dead gateways'
@@ -168,7 +167,6 @@ class SupervisorLauncher:
             "uids": self._users.uids,
             "marks": self._users.marks or [0] * self._num_users,
             "num_slots": self._config.num_slots,
-            "batch_slots": batch_share(self._config.num_slots),
             "num_live": self._config.num_live,
             "packages": _packages(self._config.packages),
             "profiles": ["scientific"] if self._config.prewarm_scientific else [],
@@ -176,7 +174,7 @@ class SupervisorLauncher:
             "links": WRITABLE,
             "memory_cgroup": self._config.memory_cgroup,
         }
-        boot = f"import sys; sys.path.append({_PACKAGE_PARENT!r}); from bare.supervisor.main import main; main()"
+        boot = f"import sys; sys.path.append({_PACKAGE_PARENT!r}); from bare.supervisor import main; main()"
         # the real interpreter, not a version manager's shim: 150 ms a start
         interpreter = os.path.realpath(sys.executable)
         try:

@@ -6,17 +6,15 @@ import asyncio
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import orjson
 import structlog
 
 from services.common.config.envgateway import SandboxConfig
-from services.common.telemetry.metrics import Lane
 from services.envgateway.sandbox.bare import wire
 from services.envgateway.sandbox.bare.statuses import RunStatus, status_of_run
-from services.envgateway.sandbox.bare.supervisor.places import PROGRAM
 from services.envgateway.sandbox.records import ExecutionResult
 
 # --- Jobs for the supervisor: a source, a mode, a profile and complete limits.
@@ -29,30 +27,14 @@ _SCIENTIFIC = re.compile(rb"^[ \t]*(?:import|from)[ \t][^\n#]*\b(?:numpy|sympy|m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One run. Modes are those of ``bare.messages.MODES``."""
+    """One run. Modes are those of ``bare.wire.MODES``."""
 
     mode: str
     profile: str
     source: bytes
     limits: dict[str, float | int] = field(default_factory=dict)
     stdin: bytes = b""
-    inputs: tuple[int, ...] = ()  # of a host: the sizes of the parts of ``stdin``, each that of one case
-    payload: bytes = b""  # input of a harness; the first messages of an interactive run
-    interactive: bool = False
-    lane: Lane = Lane.INTERACTIVE
-    place: str = PROGRAM  # LIVE: apart from the slots of programs
-
-    @property
-    def head(self) -> dict[str, Any]:
-        return {
-            "mode": self.mode,
-            "profile": self.profile,
-            "limits": self.limits,
-            "interactive": self.interactive,
-            "batch": self.lane is Lane.BATCH,
-            "place": self.place,
-            "inputs": self.inputs,
-        }
+    payload: bytes = b""  # input of a harness
 
 
 def profile_of(source: bytes) -> str:
@@ -81,13 +63,13 @@ _ids = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class RunMessage:
-    """A message of an interactive run; for a live process also the other results of the question."""
+    """The answer of a live process to a question, with its output."""
 
     data: bytes
-    stdout: bytes = b""
-    stderr: bytes = b""
-    interrupted: RunStatus | None = None  # TIME_LIMIT or OUTPUT_LIMIT, after an interruption
-    truncated: bool = False
+    stdout: bytes
+    stderr: bytes
+    interrupted: RunStatus | None  # TIME_LIMIT or OUTPUT_LIMIT, after an interruption
+    truncated: bool
 
 
 class SupervisorConnection(asyncio.Protocol):
@@ -109,7 +91,8 @@ class SupervisorConnection(asyncio.Protocol):
             run.finish(_broken("the supervisor has gone"), b"")
             return run
         self._runs[run.id] = run
-        self._write({"kind": "run", "id": run.id, **job.head}, [job.source, job.stdin, job.payload])
+        head = {"kind": "run", "id": run.id, "mode": job.mode, "profile": job.profile, "limits": job.limits}
+        self._write(head, [job.source, job.stdin, job.payload])
         return run
 
     def close(self) -> None:
@@ -129,11 +112,10 @@ class SupervisorConnection(asyncio.Protocol):
         for head, blobs in self._frames.feed(data):
             if head["kind"] == "said":
                 if head["id"] in self._runs:
-                    self._runs[head["id"]].messages.put_nowait(_run_message(head, blobs))
-                continue
-            if head["kind"] == "age":
-                if head["id"] in self._runs:
-                    self._runs[head["id"]].tell_age(head["age_s"])
+                    said, stdout, stderr = blobs
+                    why = RunStatus(head["interrupted"]) if head["interrupted"] else None
+                    message = RunMessage(said, stdout, stderr, why, head["truncated"])
+                    self._runs[head["id"]].messages.put_nowait(message)
                 continue
             run = self._runs.pop(head["id"], None)
             if run is not None:
@@ -158,10 +140,8 @@ class SubmittedRun:
         self._connection = connection
         self.id = run_id
         self.result: asyncio.Future[ExecutionResult] = asyncio.get_running_loop().create_future()
-        self.messages: asyncio.Queue[RunMessage | None] = asyncio.Queue()  # of an interactive run; None at its end
-        self._age: asyncio.Future[float | None] | None = None  # what ``age`` waits for
+        self.messages: asyncio.Queue[RunMessage | None] = asyncio.Queue()  # of a live process; None at its end
         self.answer = b""
-        self._waiting: list[asyncio.Future[None]] = []
         self._on_end: Callable[[SubmittedRun], None] | None = None
 
     def when_ended(self, on_end: Callable[[SubmittedRun], None]) -> None:
@@ -170,30 +150,12 @@ class SubmittedRun:
         if self.result.done():
             on_end(self)
 
-    async def ended(self) -> ExecutionResult:
-        """The run's result. Cancelling the waiting caller does not affect the run."""
-        if not self.result.done():
-            end = asyncio.get_running_loop().create_future()
-            self._waiting.append(end)
-            await end
-        return self.result.result()
-
     def cancel(self) -> None:
         """Kill the run; the result still comes, as CANCELLED, when the slot is empty."""
         self._connection.send("cancel", self.id)
 
-    async def age(self) -> float | None:
-        """Seconds that the run has had its slot; None while the run waits for one. No answer comes after its end."""
-        self._age = asyncio.get_running_loop().create_future()
-        self._connection.send("age", self.id)
-        return await self._age
-
-    def tell_age(self, age_s: float | None) -> None:
-        if self._age is not None and not self._age.done():
-            self._age.set_result(age_s)
-
     def write(self, data: bytes) -> None:
-        """Write to the harness of an interactive run."""
+        """Write to a live process."""
         self._connection.send("say", self.id, data)
 
     def finish(self, result: ExecutionResult, answer: bytes) -> None:
@@ -202,19 +164,7 @@ class SubmittedRun:
             self.result.set_result(result)
             if self._on_end is not None:
                 self._on_end(self)
-        for end in self._waiting:
-            if not end.done():
-                end.set_result(None)
-        self._waiting.clear()
         self.messages.put_nowait(None)
-
-
-def _run_message(head: dict[str, Any], blobs: list[bytes]) -> RunMessage:
-    if len(blobs) == 1:
-        return RunMessage(blobs[0])
-    data, stdout, stderr = blobs
-    interrupted = head["interrupted"]
-    return RunMessage(data, stdout, stderr, RunStatus(interrupted) if interrupted else None, head["truncated"])
 
 
 def _broken(why: str) -> ExecutionResult:
@@ -240,11 +190,10 @@ def _result(head: dict[str, Any], stdout: bytes, stderr: bytes) -> ExecutionResu
 
 log = structlog.get_logger()
 _ANSWER_GRACE_S = 40.0  # a fork server's start, the wipe of a slot
-_AGE_TIMEOUT_S = 5.0  # of a supervisor that is asked about a run
 
 
 class LeaseOwner(Protocol):
-    """Operations that a lease needs of its pool."""
+    """Operations that a lease needs of the pool, which is built on leases."""
 
     @property
     def config(self) -> SandboxConfig: ...
@@ -252,18 +201,19 @@ class LeaseOwner(Protocol):
     def has_cpp(self) -> bool: ...
 
     async def submit(self, job: Job) -> SubmittedRun | ExecutionResult: ...
-    def count(self, result: ExecutionResult) -> ExecutionResult: ...
     def kill_supervisor(self) -> None: ...
 
 
 class SlotLease:
     """One slot's turn. The slot is free again when the holder has left and all its runs have ended."""
 
-    def __init__(self, pool: LeaseOwner, lane: Lane, on_empty: Callable[[], None]) -> None:
-        """``on_empty`` is called once, when no run uses the slot any more."""
+    def __init__(
+        self, pool: LeaseOwner, on_empty: Callable[[], None], count: Callable[[ExecutionResult], None]
+    ) -> None:
+        """``on_empty`` is called once, when no run uses the slot any more; ``count`` at the end of each run."""
         self._pool = pool
-        self._lane = lane
         self._on_empty = on_empty
+        self._count = count
         self._live: set[SubmittedRun] = set()
         self._left = False
         self._given_back = False
@@ -275,10 +225,11 @@ class SlotLease:
 
         An unavailable supervisor gives the result INFRA_ERROR.
         """
-        submitted = await self._pool.submit(job if job.lane is self._lane else replace(job, lane=self._lane))
+        submitted = await self._pool.submit(job)
         if isinstance(submitted, ExecutionResult):
+            self._count(submitted)
             failed = SubmittedRun(SupervisorConnection(), 0)
-            failed.finish(self._pool.count(submitted), b"")
+            failed.finish(submitted, b"")
             return failed
         self._live.add(submitted)
         submitted.when_ended(self._ended)
@@ -291,38 +242,18 @@ class SlotLease:
         return run
 
     async def wait(self, run: SubmittedRun, limit_s: float) -> ExecutionResult:
-        """The run's result. A supervisor that does not end the run within its limit and a grace is killed; the time that
-        the run waits for a slot does not count."""
-        loop = asyncio.get_running_loop()
-        checks: list[asyncio.Task[None]] = []
-        timer = loop.call_later(
-            limit_s + _ANSWER_GRACE_S, lambda: checks.append(loop.create_task(self._check(run, limit_s)))
-        )
+        """The run's result. A supervisor that does not end the run within its limit and a grace is killed; the result is
+        INFRA_ERROR then. Cancelling the caller kills the run."""
         try:
-            return await run.ended()
+            await asyncio.wait([run.result], timeout=limit_s + _ANSWER_GRACE_S)
+            if not run.result.done():
+                log.error("sandbox.supervisor_stalled", waited_s=limit_s + _ANSWER_GRACE_S)
+                self._pool.kill_supervisor()  # which breaks the channel, and so ends the run
+                await asyncio.wait([run.result])
         except asyncio.CancelledError:
             run.cancel()
             raise
-        finally:
-            timer.cancel()
-            for check in checks:
-                check.cancel()
-
-    async def _check(self, run: SubmittedRun, limit_s: float) -> None:
-        """Ask about an overdue run until its end. After a kill of the supervisor the result comes from the broken
-        channel."""
-        while True:
-            try:
-                async with asyncio.timeout(_AGE_TIMEOUT_S):
-                    age_s = await run.age()
-            except TimeoutError:
-                break
-            left_s = limit_s + _ANSWER_GRACE_S - (age_s or 0.0)
-            if left_s <= 0:
-                break
-            await asyncio.sleep(left_s)
-        log.error("sandbox.supervisor_stalled", waited_s=limit_s + _ANSWER_GRACE_S)
-        self._pool.kill_supervisor()
+        return run.result.result()
 
     def leave(self) -> None:
         """No more runs; leaving twice is fine."""
@@ -330,7 +261,7 @@ class SlotLease:
         self._release_when_empty()
 
     def _ended(self, run: SubmittedRun) -> None:
-        self._pool.count(run.result.result())
+        self._count(run.result.result())
         self._live.discard(run)
         self._release_when_empty()
 

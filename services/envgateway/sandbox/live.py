@@ -6,6 +6,7 @@ There is a fixed number of places, apart from the slots of programs; a caller ne
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import struct
@@ -16,9 +17,7 @@ from dataclasses import dataclass
 
 from services.common.config.envgateway import LiveConfig, SandboxConfig
 from services.common.errors import CapacityError
-from services.common.telemetry.metrics import Lane
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.bare.supervisor.places import LIVE
 from services.envgateway.sandbox.lease import Job, LeaseOwner, RunMessage, SlotLease, SubmittedRun, profile_of
 from services.envgateway.sandbox.records import OPEN_FILES, ExecutionResult
 
@@ -44,14 +43,13 @@ class CellResult:
 
 
 class LiveSlots:
-    """The places, as a ``LeaseOwner`` of their own in front of the pool's."""
+    """The places of live processes, which are the supervisor's last slots."""
 
     def __init__(self, pool: LeaseOwner, num: int) -> None:
         self._pool = pool
         self._num = num
         self._free = num
         self.config: SandboxConfig = pool.config
-        self.has_cpp = False
         self.counts: Counter[str] = Counter()
 
     def lease(self) -> SlotLease:
@@ -64,7 +62,7 @@ class LiveSlots:
             self.counts["refused"] += 1
             raise CapacityError(f"all {self._num} live processes of the sandbox are in use", retry_after_s=_RETRY_S)
         self._free -= 1
-        return SlotLease(self, Lane.INTERACTIVE, self._give_back)
+        return SlotLease(self._pool, self._give_back, self._count)
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -74,15 +72,8 @@ class LiveSlots:
             **{f"live_{k}": float(n) for k, n in self.counts.items()},
         }
 
-    async def submit(self, job: Job) -> SubmittedRun | ExecutionResult:
-        return await self._pool.submit(job)
-
-    def count(self, result: ExecutionResult) -> ExecutionResult:
+    def _count(self, result: ExecutionResult) -> None:
         self.counts[result.status.lower()] += 1
-        return result
-
-    def kill_supervisor(self) -> None:
-        self._pool.kill_supervisor()
 
     def _give_back(self) -> None:
         self._free += 1
@@ -118,7 +109,7 @@ class LiveProcess:
             if not profile:
                 profile = "scientific" if slots.config.prewarm_scientific else profile_of(code.encode(errors="replace"))
             limits = {**_limits(config, slots.config), **(bounds or {})}
-            job = Job(mode="cells", profile=profile, source=b"", interactive=True, place=LIVE, limits=limits)
+            job = Job(mode="cells", profile=profile, source=b"", limits=limits)
             return cls(lease, await lease.start(job), config)
         except BaseException:
             lease.leave()
@@ -144,7 +135,7 @@ class LiveProcess:
             if isinstance(left, TimeoutError):
                 return CellResult(status=RunStatus.INFRA_ERROR, alive=False, detail="the process does not answer")
             raise
-        return _timed(result, time.monotonic() - began)
+        return dataclasses.replace(result, wall_s=time.monotonic() - began)
 
     async def close(self) -> None:
         """Kill the process. The place is free when no process remains."""
@@ -207,11 +198,6 @@ def _parsed(heard: bytes, number: int) -> dict[str, str] | None:
     except (ValueError, RecursionError, TypeError, LookupError, AttributeError):
         return None
     return {"outcome": answer["outcome"], "error": answer["error"]}
-
-
-def _timed(result: CellResult, wall_s: float) -> CellResult:
-    fields = {name: getattr(result, name) for name in CellResult.__slots__}
-    return CellResult(**{**fields, "wall_s": wall_s})
 
 
 def _limits(config: LiveConfig, sandbox: SandboxConfig) -> dict[str, float | int]:

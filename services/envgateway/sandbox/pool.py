@@ -1,18 +1,16 @@
 """Pool of slots: runs programs and leases of many runs on a fixed number of slots.
 
-    program ─────────────────────────────────> supervisor (its queue) → result
     lease → queue (bounded, with a deadline) → supervisor → results; the slot is free when the holder has left and the
                                                supervisor has reported the end of all its runs
 
-A program is sent at once and waits at the supervisor, which starts it as soon as a slot is empty; the callers bound the
-number of programs that wait there. A lease has several runs to do, one after the other: it waits here. Both queues have
-the same order (``bare.slot_queue``).
+A program is a lease with one run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import heapq
 import itertools
 import time
 from collections.abc import AsyncIterator
@@ -24,7 +22,6 @@ import structlog
 from services.common.config.envgateway import SandboxConfig
 from services.common.errors import CapacityError, InfrastructureError, SandboxRefusedError
 from services.common.telemetry.metrics import Lane
-from services.envgateway.sandbox.bare.slot_queue import SlotQueue, batch_share
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.launch import LaunchedSupervisor, SupervisorLauncher
 from services.envgateway.sandbox.lease import (
@@ -94,13 +91,6 @@ def cpp_job(artefact: bytes, stdin: bytes, limits: dict[str, float | int]) -> Jo
     return Job(mode="binary", profile="native", source=artefact, stdin=stdin, limits=limits)
 
 
-async def run_cpp(slot: SlotLease, request: ExecutionRequest) -> ExecutionResult:
-    artefact = await compile_cpp(slot, request.code)
-    if isinstance(artefact, ExecutionResult):
-        return artefact
-    return (await slot.run(cpp_job(artefact, request.stdin, request.limits.within(slot.config)))).result.result()
-
-
 log = structlog.get_logger()
 _RESTART_PAUSE_S = 1.0
 _keys = itertools.count(1)
@@ -118,15 +108,15 @@ class SandboxPool:
         self._supervisor = supervisor if isinstance(supervisor, LaunchedSupervisor) else None
         self._connection: SupervisorConnection | None = None
         self._connecting: asyncio.Task[SupervisorConnection | ExecutionResult] | None = None
-        self._leases = SlotQueue[asyncio.Future[None]](config.num_slots, batch_share(config.num_slots))
-        self._programs = 0  # running or waiting at the supervisor
+        self._free = config.num_slots
+        self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []  # a heap: interactive first, then by arrival
         self._last_start = 0.0
         self._mean_wall_s = 0.05
         self._closed = False
         facts = {} if self._supervisor is None else self._supervisor.facts
         self.tier = "none" if self._supervisor is None else self._supervisor.tier
         self._has_cpp = bool(facts.get("cpp"))
-        self._memory_cgroup = int(facts.get("memory_cgroup", 0))  # its version; 0 where processes are watched
+        self._memory_cgroup = int(facts.get("memory_cgroup", 0))  # 0 where processes are watched
         self.counts: collections.Counter[str] = collections.Counter()
         self.live = LiveSlots(self, config.num_live)
 
@@ -159,7 +149,7 @@ class SandboxPool:
         """Run one program. Cancelling the caller kills the program.
 
         Raises:
-            CapacityError: a program to compile, and no slot came free in time; gives a time to retry.
+            CapacityError: too many are waiting; gives a time to retry.
         """
         unusable = why_unusable(request.code)
         if unusable:
@@ -167,33 +157,29 @@ class SandboxPool:
         if request.language not in ("python", "cpp"):
             detail = f"no language {request.language!r}; there are python and cpp"
             return ExecutionResult(status=RunStatus.INVALID_REQUEST, detail=detail)
-        if request.language == "cpp":
-            async with self.lease(lane) as slot:
-                return await run_cpp(slot, request)
-        source = request.code.encode()
-        job = Job(
-            mode="echo" if request.echo else "program",
-            profile=profile_of(source),
-            source=source,
-            stdin=request.stdin,
-            limits=request.limits.within(self._config),
-        )
-        self._programs += 1
-        slot = SlotLease(self, lane, self._program_has_ended)
-        try:
+        source, limits = request.code.encode(), request.limits.within(self._config)
+        async with self.lease(lane, None) as slot:
+            if request.language == "cpp":
+                artefact = await compile_cpp(slot, request.code)
+                if isinstance(artefact, ExecutionResult):
+                    return artefact
+                job = cpp_job(artefact, request.stdin, limits)
+            else:
+                mode = "echo" if request.echo else "program"
+                job = Job(mode=mode, profile=profile_of(source), source=source, stdin=request.stdin, limits=limits)
             return (await slot.run(job)).result.result()
-        finally:
-            slot.leave()
 
     @asynccontextmanager
-    async def lease(self, lane: Lane = Lane.INTERACTIVE, queue_timeout_s: float = 60.0) -> AsyncIterator[SlotLease]:
-        """A slot's turn: its runs start at once, or as soon as a program has ended.
+    async def lease(
+        self, lane: Lane = Lane.INTERACTIVE, queue_timeout_s: float | None = 60.0
+    ) -> AsyncIterator[SlotLease]:
+        """A slot's turn: its runs start at once.
 
         Raises:
             CapacityError: too many are waiting, or no slot came free in time; gives a time to retry.
         """
-        key = await self._take_slot(lane, queue_timeout_s)
-        lease = SlotLease(self, lane, lambda: self._give_slot(key))
+        await self._take_slot(lane, queue_timeout_s)
+        lease = SlotLease(self, self._give_slot, self._count)
         try:
             yield lease
         finally:
@@ -237,7 +223,7 @@ class SandboxPool:
     async def close(self) -> None:
         """End all runs and the supervisor."""
         self._closed = True
-        for turn in self._leases.waiting:
+        for *_, turn in self._waiting:
             turn.cancel()
         if self._connecting is not None:
             await asyncio.wait([self._connecting])  # else a supervisor that is starting would be left behind
@@ -250,61 +236,54 @@ class SandboxPool:
     @property
     def gauges(self) -> dict[str, float]:
         """Numbers for GetStatus."""
-        busy = self._leases.num_holding + self._programs
         return {
-            "sandbox_busy_slots": float(min(busy, self._config.num_slots)),
+            "sandbox_busy_slots": float(self._config.num_slots - self._free),
             "sandbox_memory_cgroup": float(self._memory_cgroup),
-            "sandbox_queued": float(sum(map(self._leases.num_waiting, (False, True)))),
+            "sandbox_queued": float(self._num_waiting),
             **{f"sandbox_{status.lower()}": float(count) for status, count in self.counts.items()},
             **{f"sandbox_{name}": value for name, value in self.live.gauges.items()},
         }
 
     # -- slots --------------------------------------------------------------------------------------------------
 
-    async def _take_slot(self, lane: Lane, timeout_s: float) -> int:
-        """Wait for a slot. Returns the key under which the slot is held."""
-        is_batch = lane is Lane.BATCH
-        num_waiting = self._leases.num_waiting(is_batch)
-        if num_waiting >= MOST_WAITING:
-            raise self._full(f"{num_waiting} programs are waiting")
-        key = next(_keys)
+    async def _take_slot(self, lane: Lane, timeout_s: float | None) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        if self._num_waiting >= MOST_WAITING:
+            raise self._full(f"{self._num_waiting} programs are waiting")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._leases.add(key, turn, is_batch)
-        self._start_next()
-        if turn.done():
-            return key
+        heapq.heappush(self._waiting, (lane is Lane.BATCH, next(_keys), turn))
         try:
             async with asyncio.timeout(timeout_s):
                 await turn
         except (TimeoutError, asyncio.CancelledError) as left:
-            if not self._leases.remove(key):
-                self._give_slot(key)  # the turn came in the very moment of leaving
+            if not turn.cancelled():
+                self._give_slot()  # the turn came in the very moment of leaving
             if isinstance(left, TimeoutError):
                 raise self._full(f"no slot came free within {timeout_s:g} s") from None
             raise
-        return key
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(not turn.done() for *_, turn in self._waiting)
 
     def _full(self, why: str) -> CapacityError:
-        wait_s = max(0.1, self._mean_wall_s * (self._leases.num_waiting(False) + 1) / self._config.num_slots)
+        wait_s = max(0.1, self._mean_wall_s * (self._num_waiting + 1) / self._config.num_slots)
         return CapacityError(f"the sandbox is full: {why}", retry_after_s=min(wait_s, 30.0))
 
-    def _give_slot(self, key: int) -> None:
-        self._leases.ended(key)
-        self._start_next()
-
-    def _start_next(self) -> None:
-        while (turn := self._leases.take()) is not None:
-            if not turn.done():  # a cancelled caller gives the slot back
+    def _give_slot(self) -> None:
+        """To the next that waits: interactive before batch, each first come first served."""
+        while self._waiting:
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
                 turn.set_result(None)
+                return
+        self._free += 1
 
-    def _program_has_ended(self) -> None:
-        self._programs -= 1
-
-    def count(self, result: ExecutionResult) -> ExecutionResult:
-        """For leases: a run has ended."""
+    def _count(self, result: ExecutionResult) -> None:
         self._mean_wall_s += 0.05 * (result.wall_s - self._mean_wall_s)
         self.counts[result.status.value] += 1
-        return result
 
     # -- the supervisor -----------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ from services.envgateway.queue.local import (
     Job,
     JobResult,
     Runner,
+    batch_share,
     decode,
     encode,
     infrastructure_failure,
@@ -62,7 +63,6 @@ from services.envgateway.queue.redis import (
     finish,
 )
 from services.envgateway.rewards.pool import comparisons
-from services.envgateway.sandbox.bare.slot_queue import batch_share
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
 from services.envgateway.variables import WorkerSettings

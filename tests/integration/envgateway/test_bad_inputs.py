@@ -37,7 +37,7 @@ async def pool(request: pytest.FixtureRequest, world: World) -> AsyncIterator[Sa
     await started.close()
 
 
-_FROM_EXCHANGE = 60  # judged once in test_tests_as_code, too; and what cases leave to each other in test_cases_together
+_FROM_EXCHANGE = 60  # judged once in test_tests_as_code, too
 
 
 @pytest.mark.parametrize(

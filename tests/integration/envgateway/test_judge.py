@@ -222,3 +222,43 @@ async def test_a_name_that_the_tests_do_not_import_is_the_programs(judge: Judge,
     right, wrong = (f"def {name}(a, b): return {body}" for body in ("a + b", "a - b"))
     assert (await judge.judge(JudgeRequest(code=right, tests=tests))).verdict is V.OK
     assert (await judge.judge(JudgeRequest(code=wrong, tests=tests))).verdict is V.WRONG_ANSWER
+
+
+async def test_a_failure_in_the_middle_is_reported_as_alone(judge: Judge) -> None:
+    code = "a, b = map(int, input().split())\nprint(a, end=' ')\nif a == 2: raise KeyError(a)\nprint(a + b)"
+    tests = StdinTests(cases=tuple(StdinCase(stdin=f"{n} {n}", expected=f"{n} {2 * n}") for n in range(5)))
+    together = await judge.judge(JudgeRequest(code=code, tests=tests))
+    alone = await judge.judge(JudgeRequest(code=code, tests=StdinTests(cases=tests.cases[2:3])))
+    assert verdicts(together) == [V.OK, V.OK, V.RUNTIME_ERROR, V.OK, V.OK]
+    assert [case.index for case in together.cases] == list(range(5))
+    for name in ("verdict", "detail", "stdout", "stderr", "exit_code", "signal", "truncated"):
+        assert getattr(together.cases[2], name) == getattr(alone.cases[0], name)
+
+
+@pytest.mark.parametrize(
+    "code", ["def f(", "def f(x):\n    return '\\ud800' is 1\nreturn", "x = " + "(" * 300], ids=str
+)
+async def test_a_source_that_is_no_program_is_said_of_every_case(judge: Judge, code: str) -> None:
+    tests = CallTests(entry_point="f", cases=tuple(CallCase(args=(n,), expected=n) for n in range(3)))
+    result = await judge.judge(JudgeRequest(code=code, tests=tests))
+    assert verdicts(result) == [V.COMPILE_ERROR] * 3
+
+
+@pytest.mark.slow
+async def test_a_limit_is_each_cases_own(judge: Judge) -> None:
+    code = "import time\nn = int(input())\ntime.sleep(.9)\nprint(2 * n)"
+    tests = StdinTests(cases=tuple(StdinCase(stdin=f"{n}", expected=f"{2 * n}") for n in range(3)))
+    result = await judge.judge(JudgeRequest(code=code, tests=tests, limits=ExecutionLimits(wall_s=2.5)))
+    assert verdicts(result) == [V.OK] * 3
+
+
+async def test_the_number_of_a_file_without_a_name_counts_no_case_before(judge: Judge) -> None:
+    """At tier 2 the numbers count the files of the disk; elsewhere they are the machine's."""
+    code = (
+        "import os, sys\nfor _ in range(5): fd = os.open('.', os.O_TMPFILE | os.O_WRONLY)\n"
+        "sys.stderr.write(str(os.fstat(fd).st_ino))\nprint(0)"
+    )
+    tests = StdinTests(cases=(StdinCase(expected="0"),) * 3)
+    result = await judge.judge(JudgeRequest(code=code, tests=tests))
+    assert verdicts(result) == [V.OK] * 3
+    assert result.tier != "2" or len({case.stderr for case in result.cases}) == 1

@@ -10,7 +10,7 @@ import pytest
 
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
-from services.envgateway.sandbox.bare.confine import memcg
+from services.envgateway.sandbox.bare import memcg
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
@@ -30,9 +30,7 @@ async def test_a_program_that_the_kernel_kills_below_its_limit_has_no_verdict(po
     if not pool.gauges["sandbox_memory_cgroup"]:
         needs.unmet("memory cgroup", "programs are watched here")
     name = f"{memcg._PREFIX}{supervisor_of(pool)}"
-    (around,) = (place for _, base in memcg._candidates() if (place := Path(base) / name).exists())
-    limit = around / "memory.max"
-    (limit if limit.exists() else around / "memory.limit_in_bytes").write_text(str(LITTLE_BYTES))
+    (Path(memcg._own_cgroup()) / name / "memory.max").write_text(str(LITTLE_BYTES))
     result = await pool.run(ExecutionRequest(code=HUNGRY))
     assert (result.status, result.signal) == (RunStatus.INFRA_ERROR, 9) and "no memory left" in result.detail
     await assert_clean(pool)

@@ -17,7 +17,7 @@ from services.common.text.programs import (
     in_prelude,
     names_of,
 )
-from services.envgateway.sandbox.bare.harness import prelude
+from services.envgateway.sandbox.bare import harness
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_names_of_a_preamble_are_the_tests_own() -> None:
 
 def test_the_prelude_has_the_names_that_are_taken_for_granted() -> None:
     namespace: dict[str, object] = {}
-    prelude.fill(namespace)
-    assert set(PRELUDE_NAMES) <= namespace.keys() and set(PRELUDE_MODULES) == set(prelude.STAR)
+    harness.fill(namespace)
+    assert set(PRELUDE_NAMES) <= namespace.keys() and set(PRELUDE_MODULES) == set(harness.STAR)
     assert not namespace.keys() & vars(builtins).keys()
     for module in (random, statistics):  # named without an import
-        assert set(module.__all__) <= prelude.NAMES and all(map(in_prelude, module.__all__))
+        assert set(module.__all__) <= harness.NAMES and all(map(in_prelude, module.__all__))

@@ -13,7 +13,7 @@ import pytest
 from services.common.text.literals import to_tree
 from services.envgateway.judge.checks import asserted_failure as failure
 from services.envgateway.judge.records import AssertTests
-from services.envgateway.sandbox.bare.harness import plain
+from services.envgateway.sandbox.bare import plain
 
 
 @pytest.mark.parametrize(

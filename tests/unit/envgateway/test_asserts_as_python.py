@@ -15,7 +15,7 @@ from services.common.text.programs import UnusableTestsError
 from services.envgateway.judge.checks import asserted_failure
 from services.envgateway.judge.records import AssertTests
 from services.envgateway.judge.test_code import _with_calls
-from services.envgateway.sandbox.bare.harness import plain
+from services.envgateway.sandbox.bare import plain
 
 _NAMES = st.sampled_from(["a", "b", "e", "n", "x", "f", "candidate", "inf", "sorted"])
 _OWN = st.sampled_from(["a", "b", "e", "n", "a", "b", "x", "inf", "test_a", "sorted", "abs"])

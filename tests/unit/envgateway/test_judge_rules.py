@@ -29,7 +29,7 @@ from services.envgateway.judge.records import (
     whole_result,
 )
 from services.envgateway.queue.local import decode, encode
-from services.envgateway.sandbox.bare.harness import plain
+from services.envgateway.sandbox.bare import plain
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.lease import profile_of
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import struct
 
 import pytest
 
-from services.envgateway.sandbox.bare.confine import seccomp
+from services.envgateway.sandbox.bare import seccomp
+from services.envgateway.sandbox.bare.confinement import take
 
 
 @pytest.fixture(autouse=True)
@@ -126,3 +128,13 @@ def test_a_compiled_program_cannot_execute_another() -> None:
     assert [told(322, 6, 0, other, environment, 0x1000) for other in others] == [REFUSED] * 5
     assert [told(322, 6, 0, arguments, other, 0x1000) for other in others[:3]] == [REFUSED] * 3
     assert told(59, 0, arguments, environment) == REFUSED and told(1, 1, 0, 3) == ALLOWED
+
+
+def test_a_step_fails_by_its_status_and_by_no_other_value() -> None:
+    taken: list[int] = []
+    take([(taken.append, (1,), True), (bool, (1,), False), (taken.append, (2,), False)])
+    assert taken == [1, 2]
+    libc = ctypes.CDLL(None, use_errno=True)
+    with pytest.raises(OSError, match=r"chdir.*No such file or directory"):
+        take([(libc.chdir, (b"/nowhere",), True), (taken.append, (3,), False)])
+    assert taken == [1, 2]

@@ -8,47 +8,42 @@ from pathlib import Path
 
 import pytest
 
-from services.envgateway.sandbox.bare import procfs
-from services.envgateway.sandbox.bare.confine import memcg
+from services.envgateway.sandbox.bare import memcg, procfs
+from services.envgateway.sandbox.bare.run import Limits, Run
+from services.envgateway.sandbox.bare.slots import Slot
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.bare.supervisor.run import Limits, Run
-from services.envgateway.sandbox.bare.supervisor.slots import Slot
 
-FILES = {
-    1: {"memory.usage_in_bytes": "7000\n", "memory.limit_in_bytes": "", "memory.memsw.limit_in_bytes": "",
-        "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n", "cgroup.procs": "11\n12\n",
-        "memory.max_usage_in_bytes": "9000\n"},
-    2: {"memory.current": "7000\n", "memory.max": "", "memory.swap.max": "", "memory.oom.group": "",
-        "memory.events": "low 0\nhigh 0\nmax 9\noom 3\noom_kill 2\noom_group_kill 1\n", "cgroup.procs": "11\n12\n"},
-}  # fmt: skip
+FILES = {"memory.current": "7000\n", "memory.max": "", "memory.swap.max": "", "memory.oom.group": "",
+         "memory.events": "low 0\nhigh 0\nmax 9\noom 3\noom_kill 2\noom_group_kill 1\n", "cgroup.procs": "11\n12\n"}  # fmt: skip
 
 
-@pytest.fixture(params=[1, 2])
-def slot(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[memcg.SlotMemory]:
+@pytest.fixture
+def slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[memcg.SlotMemory]:
     """A directory with the files that the kernel would make."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
     directory = tmp_path / "slot-3"
     directory.mkdir()
-    for name, text in FILES[request.param].items():
+    for name, text in FILES.items():
         (directory / name).write_text(text)
     with monkeypatch.context() as patched:
         patched.setattr("os.mkdir", lambda path: None)
-        made = memcg.SlotMemory(str(directory), request.param, ours)
+        made = memcg.SlotMemory(str(directory), ours)
     yield made
     made.close()
     ours.close()
     theirs.close()
 
 
-def test_a_cgroup_of_either_version_is_limited_with_its_swap_and_read(slot: memcg.SlotMemory) -> None:
+def test_a_cgroup_is_limited_with_its_swap_and_read(slot: memcg.SlotMemory) -> None:
     slot.limit(256 << 20)
     written = {path.name: path.read_text() for path in Path(slot.directory).iterdir()}
-    version_2 = "memory.max" in written
-    assert written["memory.max" if version_2 else "memory.limit_in_bytes"] == str(256 << 20)
-    assert written["memory.swap.max" if version_2 else "memory.memsw.limit_in_bytes"] in ("0", str(256 << 20))
+    assert (written["memory.max"], written["memory.swap.max"]) == (str(256 << 20), "0")
     slot.begin()
     assert (slot.usage_bytes(), slot.has_killed(), slot.was_at_limit()) == (7000, False, False)
     assert memcg.missing([10, 11, 12, 13], slot) == [10, 13]
+    moves = [slot.move(1000 + n) for n in range(5000)]
+    assert moves[0] and not moves[-1]  # no process reads: the order is given again at the next look
 
 
 @pytest.mark.parametrize("at_own_limit", [True, False])
@@ -57,52 +52,37 @@ def test_a_kill_by_the_kernel_is_the_programs_fault_only_at_its_own_limit(
 ) -> None:
     of_slot = Slot(0, 0, 5000, "0", str(tmp_path))
     of_slot.memory = slot
-    slot._orders.setblocking(False)
     run = Run(1, of_slot, LIMITS, (0, 0, 0, 0), 0.0)
     assert run._group is not None and run._group.look([11], 100 << 20) is None
-    events = Path(slot.directory) / ("memory.oom_control" if slot._version == 1 else "memory.events")
+    events = Path(slot.directory) / "memory.events"
     told = events.read_text().replace("oom_kill 2", "oom_kill 3")
     events.write_text(told.replace("\noom 3", "\noom 4") if at_own_limit else told)
-    peak = (100 << 20) - 4096 if at_own_limit else 60 << 20
-    (Path(slot.directory) / "memory.max_usage_in_bytes").write_text(f"{peak}\n")
     run.left_its_process()
     assert run.stop_status is (RunStatus.MEMORY_LIMIT if at_own_limit else RunStatus.INFRA_ERROR)
     assert ("no memory left" in run.detail) is not at_own_limit
 
 
-def test_a_move_is_ordered_and_never_waited_for(slot: memcg.SlotMemory) -> None:
-    slot._orders.setblocking(False)
-    results = [slot.move(1000 + n) for n in range(5000)]
-    assert results[0] and not results[-1]  # no process reads: the order is given again at the next look
-
-
 @pytest.mark.parametrize(
     ("own", "mounts", "expected"),
     [
-        (["4:memory:/a/b", "0::/x"], ["31 1 0:1 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"],
-         [(1, "/sys/fs/cgroup/memory/a/b")]),
-        (["4:cpu,memory:/"], ["31 1 0:1 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,cpu,memory"],
-         [(1, "/sys/fs/cgroup/memory")]),
-        (["4:memory:/docker/1/in"], ["31 1 0:1 /docker/1 /sys/fs/cgroup/memory ro shared:9 - cgroup cgroup rw,memory"],
-         [(1, "/sys/fs/cgroup/memory/in")]),
-        (["4:cpu:/a"], ["31 1 0:1 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu"], []),
-        (["0::/user.slice"], ["31 1 0:1 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"], [(2, "/sys/fs/cgroup/user.slice")]),
-        ([], [], []),
+        (["0::/user.slice"], ["31 1 0:1 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"], "/sys/fs/cgroup/user.slice"),
+        (["0::/docker/1/in"], ["31 1 0:1 /docker/1 /sys/fs/cgroup ro shared:9 - cgroup2 cgroup2 rw"], "/sys/fs/cgroup/in"),
+        (["4:memory:/a"], ["31 1 0:1 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"], ""),
+        ([], [], ""),
     ],
 )  # fmt: skip
 def test_the_memory_cgroup_of_this_process_is_found(
-    monkeypatch: pytest.MonkeyPatch, own: list[str], mounts: list[str], expected: list[tuple[int, str]]
+    monkeypatch: pytest.MonkeyPatch, own: list[str], mounts: list[str], expected: str
 ) -> None:
     files = {"/proc/self/cgroup": own, "/proc/self/mountinfo": mounts}
     monkeypatch.setattr(memcg, "_lines", lambda path: files.get(path, ["cpu memory io"]))
-    assert memcg._candidates() == expected
+    assert memcg._own_cgroup() == expected
 
 
 def test_where_no_cgroup_can_be_made_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memcg, "_candidates", lambda: [(1, str(tmp_path / "missing"))])
-    told = memcg.grant(2)
-    assert isinstance(told, str) and "version 1" in told
-    monkeypatch.setattr(memcg, "_candidates", list)
+    monkeypatch.setattr(memcg, "_own_cgroup", lambda: str(tmp_path / "missing"))
+    assert "No such file" in str(memcg.grant(2))
+    monkeypatch.setattr(memcg, "_own_cgroup", str)
     assert "no memory controller" in str(memcg.grant(2))
 
 

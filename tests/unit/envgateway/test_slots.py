@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.envgateway.sandbox.bare.supervisor.slots import Slot, remove_tree
+from services.envgateway.sandbox.bare.slots import Slot, remove_tree
 from tests import needs
 from tests.deep_trees import make_deep
 from tests.running import is_running
@@ -161,7 +161,7 @@ while True:
 
 _ENDS_A_USER = """
 import sys
-from services.envgateway.sandbox.bare.supervisor.slots import kill_user
+from services.envgateway.sandbox.bare.slots import kill_user
 kill_user(int(sys.argv[1]))
 """
 
@@ -193,7 +193,7 @@ def test_a_program_cannot_stop_the_process_that_kills_it(sign: signal.Signals) -
 
 SUPERVISOR = """
 import os, sys, time
-from services.envgateway.sandbox.bare.confine import jail
+from services.envgateway.sandbox.bare import confinement as jail
 supervisor, call = os.getpid(), jail._libc.prctl
 def late(*arguments):
     while os.path.exists(f"/proc/{supervisor}"):

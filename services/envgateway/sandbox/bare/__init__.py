@@ -3,7 +3,7 @@
 Standard library only, single-threaded, relative imports only: these modules are loaded twice, as
 ``services.envgateway.sandbox.bare`` by the gateway (the wire format) and as ``bare`` by ``python -I -S``.
 
-    gateway ──(stream socket: wire.py)── supervisor ──(seqpacket socket + fds)── fork server ──fork── child
+    gateway ──(stream socket)── supervisor ──(seqpacket socket + fds)── fork server ──fork── child
                                           limits, clean-up                        warm, holds no    confined, runs
                                           child subreaper                         request's data    one program
 """

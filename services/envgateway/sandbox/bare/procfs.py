@@ -111,49 +111,11 @@ def _pages(path: str) -> int:
     return int(fields[1]) if len(fields) > 1 else 0
 
 
-class Watch:
-    """One child of ours with one thread, looked at often: its files stay open, which costs less than finding them anew."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-        listed = f"/proc/{pid}/task/{pid}/children"
-        self._children = os.open(listed, os.O_RDONLY | os.O_CLOEXEC) if _HAS_CHILDREN_FILES else None
-
-    def close(self) -> None:
-        os.close(self._stat)
-        if self._children is not None:
-            os.close(self._children)
-
-    def is_alive(self) -> bool:
-        """Whether the process lives; see ``is_live_child``."""
-        fields = self._fields()
-        return len(fields) > 6 and not int(fields[6]) & _PF_EXITING
-
-    def waited_cpu_s(self) -> float:
-        """CPU time of the children that the process has reaped."""
-        fields = self._fields()
-        return (int(fields[13]) + int(fields[14])) / _TICKS_PER_S if len(fields) > 14 else 0.0
-
-    def children(self) -> list[int]:
-        """Direct children."""
-        if self._children is None:
-            return children(self._pid)
-        listed, position = b"", 0
-        try:
-            while part := os.pread(self._children, 65536, position):
-                listed += part
-                position += len(part)
-        except ProcessLookupError:
-            return []
-        return list(map(int, listed.split()))
-
-    def _fields(self) -> list[bytes]:
-        try:
-            data = os.pread(self._stat, 4096, 0)
-        except ProcessLookupError:  # the process was reaped
-            return []
-        return data[data.rfind(b")") + 2 :].split()
+def waited_cpu_s(pid: int) -> float:
+    """CPU time of the children that the process has reaped."""
+    data = _read(f"/proc/{pid}/stat")
+    fields = data[data.rfind(b")") + 2 :].split()
+    return (int(fields[13]) + int(fields[14])) / _TICKS_PER_S if len(fields) > 14 else 0.0
 
 
 def proportional_bytes(pids: Iterable[int]) -> int:

@@ -1,8 +1,7 @@
-"""Traces that cases of one program must not leave to each other, though they share a slot: rows 66 to 69, at every
-tier.
+"""Traces that cases of one program must not leave to each other: rows 66 to 69, at every tier.
 
 66  changes by a case of its process, its place, its parent and its descriptors
-67  state that a harmless-looking program keeps from one execution to the next
+67  state that a program keeps from one execution to the next
 68  traces that the next case could find
 69  a case that ends its own process, or is ended: the others are judged
 """
@@ -35,7 +34,7 @@ import atexit, builtins, ctypes, fcntl, gc, os, resource, signal, socket, sys, t
 def attempt(function):
     try: function()
     except (OSError, ValueError): pass
-parent = os.getppid()
+parent = os.getppid() or 1  # at tier 2 the parent is outside of the namespace, whose first process is 1
 SPOIL
 sys.__stdout__.write(str(sum(map(int, sys.__stdin__.readline().split()))))
 """
@@ -72,20 +71,10 @@ _SPOILERS = {
 _KEPT = {
     "a-list": "seen = []\ndef f(n):\n    seen.append(n)\n    return len(seen)",
     "a-default": "def f(n, seen=[]):\n    seen.append(n)\n    return len(seen)",
-    "a-number": "seen = 0\ndef f(n):\n    global seen\n    seen += 1\n    return seen",
     "an-attribute": "def f(n):\n    f.seen = getattr(f, 'seen', 0) + 1\n    return f.seen",
-    "of-a-class": "class Solution:\n    seen = []\n    def f(self, n):\n        self.seen.append(n)\n        return len(self.seen)",
-    "a-generator": "def count():\n    n = 0\n    while True:\n        n += 1\n        yield n\nseen = count()\ndef f(n): return next(seen)",
-    "itertools": "import itertools\nseen = itertools.count(1)\ndef f(n): return next(seen)",
-    "a-cache": "from functools import lru_cache\nseen = []\n@lru_cache\ndef g(k):\n    seen.append(k)\n    return len(seen)\ndef f(n): return g(1)",
     "a-module": "import math\ndef f(n):\n    math.seen = getattr(math, 'seen', 0) + 1\n    return math.seen",
     "sys.modules": "import sys\ndef f(n):\n    sys.modules['seen'] = sys.modules.get('seen', 0) + 1\n    return sys.modules['seen']",
     "builtins": "def f(n):\n    g = (i for i in ()).gi_frame.f_builtins\n    g['seen'] = g.get('seen', 0) + 1\n    return g['seen']",
-    "a-pattern": "def f(n):\n    g = (i for i in ())\n    match g:\n        case object(gi_frame=frame):\n            b = frame.f_builtins\n    b['seen'] = b.get('seen', 0) + 1\n    return b['seen']",
-    "a-name-for-a-frame": "def gi_frame(): pass\ndef f(n):\n    b = (i for i in ()).gi_frame.f_builtins\n    b['seen'] = b.get('seen', 0) + 1\n    return b['seen']",
-    "recursion": "import sys\ndef f(n):\n    if sys.getrecursionlimit() == 5000: return 2\n    sys.setrecursionlimit(5000)\n    return 1",
-    "its-own-builtins": "import math as __builtins__\ndef f(n): return 1",
-    "a-subclass": "class A(list): pass\ndef f(n):\n    return len([kind for kind in list.__subclasses__() if kind.__name__ == 'A' and setattr(kind, 'seen', getattr(kind, 'seen', 0) + 1) is None and kind.seen == 1])",
 }  # fmt: skip
 
 _LEFT = {

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from services.envgateway.judge.records import AssertTests, JudgeRequest
-from services.envgateway.sandbox.bare.harness import plain, prelude
+from services.envgateway.sandbox.bare import harness, plain
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest
@@ -59,7 +59,7 @@ _SIDE_BY_SIDE = """
 task = json.load(sys.stdin)
 def load(code):
     names = {"__name__": "solution"}
-    prelude.fill(names)
+    harness.fill(names)
     exec(compile(code, "<solution>", "exec"), names)
     return names
 def answer(names, case):
@@ -108,11 +108,9 @@ async def counts(pool: SandboxPool, reference: JudgeRequest, mutant: JudgeReques
 def _library() -> str:
     """The tree form and the prelude as text: the sandbox has no path to our modules."""
     text = "import copy, json, sys, types\n"
-    for module in (plain, prelude):
+    for module in (plain, harness):
         name = module.__name__.rpartition(".")[2]
-        source = "\n".join(
-            line for line in inspect.getsource(module).split("\n") if not line.startswith("from . import")
-        )
+        source = "\n".join(line for line in inspect.getsource(module).split("\n") if not line.startswith("from ."))
         text += (
             f"{name} = types.ModuleType({name!r})\n"
             f"{name}.__dict__.update(plain=globals().get('plain'))\n"

@@ -10,7 +10,7 @@ import os
 import re
 import signal
 
-from ..confine import seccomp
+from . import seccomp
 
 COMPILER = "/usr/bin/g++"
 # Readable and executable for the compiler alone; those that do not exist are left out.

@@ -1,7 +1,7 @@
 """A memory cgroup per slot, where the machine grants one: the kernel counts all memory that a program causes.
 
 The count includes memory that /proc does not show: shared memory that is mapped and not resident, buffers of sockets
-and pipes, page tables, files in memory. Found by trying, version 2 or 1.
+and pipes, page tables, files in memory. Needs version 2; found by trying.
 
 Moving a process into a cgroup may wait for every core to pass a quiet point, some 15 ms, so a helper process moves
 them, and only for runs that live long enough to be looked at. Memory from before the move is counted in the resident set
@@ -20,21 +20,18 @@ from collections.abc import Iterable
 _PREFIX = "rollmill-sandbox-"
 _PR_SET_PDEATHSIG = 1
 _LONGEST_ORDER = 64
-_PEAKS = ("memory.max_usage_in_bytes", "memory.memsw.max_usage_in_bytes")  # of version 1; its counts of refusals stay 0
-_AT_LIMIT_BYTES = 1 << 20  # a refused request of the kernel is smaller
 
 
 class SlotMemory:
     """The cgroup of one slot. ``limit`` before its first process; numbers are of all its processes together."""
 
-    def __init__(self, directory: str, version: int, orders: socket.socket) -> None:
+    def __init__(self, directory: str, orders: socket.socket) -> None:
         os.mkdir(directory)
         self.directory = directory
         self._orders = orders  # to the helper, which knows this cgroup by the end of its name
-        self._version = version
         self._limit = 0
-        self._usage_fd = self._open("memory.current" if version == 2 else "memory.usage_in_bytes")
-        self._kills_fd = self._open("memory.events" if version == 2 else "memory.oom_control")
+        self._usage_fd = self._open("memory.current")
+        self._kills_fd = self._open("memory.events")
         self._kills_before = self._refusals_before = 0
 
     def _open(self, name: str) -> int:
@@ -44,15 +41,9 @@ class SlotMemory:
         """Bound memory, and thereby swap. Raises ``OSError`` where the kernel refuses the limit."""
         if limit_bytes == self._limit:
             return
-        if self._version == 2:
-            _write(f"{self.directory}/memory.max", str(limit_bytes))
-            _write_if_there(f"{self.directory}/memory.swap.max", "0")
-            _write_if_there(f"{self.directory}/memory.oom.group", "1")
-        else:
-            with_swap = f"{self.directory}/memory.memsw.limit_in_bytes"
-            _write_if_there(with_swap, "-1")  # never below the other, in either direction
-            _write(f"{self.directory}/memory.limit_in_bytes", str(limit_bytes))
-            _write_if_there(with_swap, str(limit_bytes))
+        _write(f"{self.directory}/memory.max", str(limit_bytes))
+        _write_if_there(f"{self.directory}/memory.swap.max", "0")
+        _write_if_there(f"{self.directory}/memory.oom.group", "1")
         self._limit = limit_bytes
 
     def move(self, pid: int) -> bool:
@@ -75,8 +66,6 @@ class SlotMemory:
     def begin(self) -> None:
         """Begin to watch for kills and for the limit."""
         self._kills_before, self._refusals_before = self._count(b"oom_kill"), self._count(b"oom")
-        for name in _PEAKS:
-            _write_if_there(f"{self.directory}/{name}", "0")
 
     def has_killed(self) -> bool:
         """Whether the kernel has killed a process here for want of memory, since ``begin``: at this cgroup's limit, at that
@@ -84,11 +73,8 @@ class SlotMemory:
         return self._count(b"oom_kill") > self._kills_before
 
     def was_at_limit(self) -> bool:
-        """Whether this cgroup's own limit has refused memory since ``begin``; under version 1 whether it was reached."""
-        if self._version == 2:
-            return self._count(b"oom") > self._refusals_before
-        peaks = [int(line) for name in _PEAKS for line in _lines(f"{self.directory}/{name}")]
-        return max(peaks, default=self._limit) >= self._limit - _AT_LIMIT_BYTES
+        """Whether this cgroup's own limit has refused memory since ``begin``."""
+        return self._count(b"oom") > self._refusals_before
 
     def _count(self, event: bytes) -> int:
         """How often an event has happened since the cgroup was made."""
@@ -107,17 +93,15 @@ class SlotMemory:
 class MemoryGroups:
     """The cgroups of all slots below one of this process's own, and the helper that moves processes there."""
 
-    def __init__(self, directory: str, version: int, num_slots: int) -> None:
+    def __init__(self, directory: str, num_slots: int) -> None:
         self._directory = directory
-        self.version = version
-        if version == 2:  # refused where a cgroup has processes of its own, unless enabled before
-            _write_if_there(f"{os.path.dirname(directory)}/cgroup.subtree_control", "+memory")
+        # refused where a cgroup has processes of its own, unless enabled before
+        _write_if_there(f"{os.path.dirname(directory)}/cgroup.subtree_control", "+memory")
         os.mkdir(directory)
-        if version == 2:
-            _write(f"{directory}/cgroup.subtree_control", "+memory")
+        _write(f"{directory}/cgroup.subtree_control", "+memory")
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.setblocking(False)
-        self.slots = [SlotMemory(f"{directory}/slot-{index}", version, self._channel) for index in range(num_slots)]
+        self.slots = [SlotMemory(f"{directory}/slot-{index}", self._channel) for index in range(num_slots)]
         for slot in self.slots[:1]:
             slot.limit(1 << 30)  # the kernel takes a limit, or there is no bound
         self.mover_pid = os.fork()
@@ -159,35 +143,28 @@ def _be_mover(orders: socket.socket, directories: list[str]) -> None:
 
 def grant(num_slots: int) -> MemoryGroups | str:
     """Cgroups for these slots, or why the machine grants none."""
-    reasons = []
-    for version, base in _candidates():
-        _sweep(base)
-        try:
-            return MemoryGroups(f"{base}/{_PREFIX}{os.getpid()}", version, num_slots)
-        except OSError as error:
-            _sweep(base, os.getpid())
-            reasons.append(f"version {version}: {error}")
-    return "; ".join(reasons) or "no memory controller is mounted for this process"
+    base = _own_cgroup()
+    if not base:
+        return "no memory controller of cgroup version 2 is mounted for this process"
+    _sweep(base)
+    try:
+        return MemoryGroups(f"{base}/{_PREFIX}{os.getpid()}", num_slots)
+    except OSError as error:
+        _sweep(base, os.getpid())
+        return str(error)
 
 
-def _candidates() -> list[tuple[int, str]]:
-    """(version, directory) of this process's cgroups that have the memory controller."""
-    own: dict[str, str] = {}
-    for line in _lines("/proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        own |= dict.fromkeys(controllers.split(","), path)
-    found = []
+def _own_cgroup() -> str:
+    """The directory of this process's cgroup, if that has the memory controller; else empty."""
+    own = next((line.split(":", 2)[2] for line in _lines("/proc/self/cgroup") if line.startswith("0::")), None)
     for line in _lines("/proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         root, mounted = before.split()[3:5]
-        kind, _, options = after.split()[:3]
-        if kind == "cgroup2" and "" in own:
-            path = _below(mounted, root, own[""])
+        if after.split()[0] == "cgroup2" and own is not None:
+            path = _below(mounted, root, own)
             if "memory" in " ".join(_lines(f"{path}/cgroup.controllers")).split():
-                found.append((2, path))
-        elif kind == "cgroup" and "memory" in options.split(",") and "memory" in own:
-            found.append((1, _below(mounted, root, own["memory"])))
-    return found
+                return path
+    return ""
 
 
 def _below(mounted: str, root: str, path: str) -> str:

@@ -2,21 +2,179 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from .. import messages, procfs
-from ..confine import memcg
-from ..confine.quota import DiskQuota, Room
-from ..endings import Ending, ending
-from ..forkserver.fork_servers import ForkServer
-from ..pipes import CappedPipe
-from ..statuses import RunStatus
-from .live_turn import LiveTurn
-from .slots import Slot
+from . import memcg, procfs, wire
+from .fork_server import ForkServer
+from .slots import DiskQuota, Room, Slot
+from .statuses import RunStatus
+
+# --- The status of a program, from the end of its first process.
+
+
+class Ending(NamedTuple):
+    """How a process ended, and why."""
+
+    status: RunStatus
+    detail: str
+    exit_code: int | None
+    signal: int | None
+
+
+def ending(wait_status: int, notes: bytes, cpu_s: float, cpu_limit_s: float) -> Ending:
+    """The ending of a process that was not stopped. ``notes``: the harness's notes behind the ready note."""
+    killed_by = os.WTERMSIG(wait_status) if os.WIFSIGNALED(wait_status) else None
+    exit_code = os.WEXITSTATUS(wait_status) if os.WIFEXITED(wait_status) else None
+    status, detail = RunStatus.RUNTIME_ERROR, ""
+    if wire.NO_COMPILE_NOTE in notes and exit_code != 0:
+        status = RunStatus.COMPILE_ERROR
+    elif wire.OUT_OF_MEMORY_NOTE in notes:
+        status = RunStatus.MEMORY_LIMIT
+    elif killed_by is None and exit_code == 0:
+        status = RunStatus.OK
+    elif killed_by in (signal.SIGXCPU, signal.SIGKILL) and cpu_s >= cpu_limit_s:
+        status, detail = RunStatus.TIME_LIMIT, "CPU time"
+    return Ending(status, detail, exit_code, killed_by)
+
+
+# --- Input and output of a program.
+
+
+_READ_BYTES = 1 << 16  # at once: a buffer below the size from which each is a mapping of its own
+_MOST_DISCARDED = 1 << 20  # in one look
+_USUAL_PIPE, _LARGEST_PIPE = 1 << 16, 1 << 20
+
+
+class CappedPipe:
+    """The read end of a pipe. ``truncated`` says that more than ``cap`` bytes came."""
+
+    def __init__(self, fd: int | None, cap: int) -> None:
+        """``fd`` does not block; it is closed at the end of the stream or by ``close``. None for a stream that is empty."""
+        self.fd = fd if fd is not None else -1
+        self.data = bytearray()
+        self.truncated = False
+        self.open = fd is not None
+        self._cap = self._whole_cap = cap
+        if fd is not None and cap > _USUAL_PIPE:
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, min(cap, _LARGEST_PIPE))
+            except OSError:  # a smaller pipe is only slower
+                pass
+
+    def drain(self) -> None:
+        """Read the available output. Data past the cap is dropped, and one read shows the overflow."""
+        while self.open and not self.truncated and (chunk := self._read()):
+            room = self._cap - len(self.data)
+            self.data += chunk[:room]
+            self.truncated = len(chunk) > room
+
+    def discard(self) -> None:
+        """Past the cap: read and drop output, so that the writer can stop."""
+        left = _MOST_DISCARDED
+        while self.open and left > 0 and (chunk := self._read()):
+            left -= len(chunk)
+
+    def _read(self) -> bytes:
+        """One part of the output; empty while none is there, and at the end, which closes the pipe."""
+        try:
+            chunk = os.read(self.fd, _READ_BYTES)
+        except BlockingIOError:
+            return b""
+        if not chunk:
+            self.close()
+        return chunk
+
+    def take(self) -> bytes:
+        """Output since the last call; all output counts towards the cap."""
+        data = bytes(self.data)
+        self.data.clear()
+        self._cap -= len(data)
+        return data
+
+    def renew(self) -> None:
+        """Free the whole cap again. Output that was not taken stays, unless the cap was exceeded already."""
+        if self.truncated:
+            self.data.clear()
+        self._cap = self._whole_cap
+        self.truncated = False
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            os.close(self.fd)
+
+
+_F_ADD_SEALS, _SEAL_ALL = 1033, 0xF  # seal, shrink, grow, write
+
+
+def sealed(data: bytes) -> int:
+    """A read-only file in memory, at its start: the reader may seek, and no process has to feed the file."""
+    fd = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_ALL)
+    return fd
+
+
+# --- One question to a live process: its time limit, and the interruption and kill behind the limit.
+#
+#     asked ──time or output over──> interrupted (SIGINT) ──grace over──> killed
+#       └──────── answered ────────────────┘
+#
+# An interruption is over when the fork server says that the signal was sent: an answer that arrives earlier is held back,
+# so that the signal can never reach the next question.
+
+
+_GRACE_S = 1.0
+
+
+class LiveTurn:
+    """Deadlines of a question. ``why`` is the status of an interruption, None before one."""
+
+    def __init__(self, limit_s: float, now: float) -> None:
+        self._limit_s = limit_s
+        self._deadline = now + limit_s
+        self.asked = now
+        self.why: RunStatus | None = None
+        self.awaits_signal = False
+        self._kill_at = 0.0
+
+    def begin(self, now: float) -> None:
+        """The process is there only now: its time runs from here."""
+        self._deadline = now + self._limit_s
+        self.asked = now
+
+    def stood_still(self, seconds: float) -> None:
+        """Leave out a time in which the machine did not go on."""
+        self._deadline += seconds
+        self._kill_at += seconds
+
+    def check(self, now: float, flooded: bool) -> bool:
+        """Whether to interrupt, which is said once."""
+        if self.why is not None or not (flooded or now >= self._deadline):
+            return False
+        self.why = RunStatus.OUTPUT_LIMIT if flooded else RunStatus.TIME_LIMIT
+        self.awaits_signal = True
+        self._kill_at = now + _GRACE_S
+        return True
+
+    def is_beyond_grace(self, now: float) -> bool:
+        return self.why is not None and now >= self._kill_at
+
+    @property
+    def next_event(self) -> float:
+        return self._kill_at if self.why is not None else self._deadline
+
+
+# --- The run.
+
 
 _LOOK_EVERY_S = 0.010
 _LATER_LOOK_EVERY_S = 0.020
@@ -56,7 +214,6 @@ class Run:
         self.stdout = CappedPipe(fds[0], limits.output_bytes)
         self.stderr = CappedPipe(fds[1], limits.output_bytes)
         self.answer = CappedPipe(fds[3], limits.answer_bytes)
-        self.may_host = False  # whether its harness may report that cases run as its children
         self.fork_server: ForkServer  # set by the supervisor before anything is asked of the run
         self._note_fd = fds[2]
         self._note = b""
@@ -151,12 +308,9 @@ class Run:
         if self.pid is None:
             return None
         family = procfs.descendants([self.pid, *strays])
-        everybody = family
-        if self.is_host:
-            family = self._case_of(family)
         used = procfs.usage(family, self._seen_ticks)
         self.peak_memory_bytes = max(self.peak_memory_bytes, used.resident_bytes if len(family) == 1 else 0)
-        if self._group is not None and (killed := self._group.look(everybody, self.limits.memory_bytes)) is not None:
+        if self._group is not None and (killed := self._group.look(family, self.limits.memory_bytes)) is not None:
             return self._killed(killed)
         self.cpu_s = max(self.cpu_s, used.cpu_s + self.strays_cpu_s)
         if used.processes > self.limits.processes:
@@ -168,19 +322,6 @@ class Run:
             self.detail = "CPU time"
             return RunStatus.TIME_LIMIT
         return self.check_disk(now, family)
-
-    @property
-    def is_host(self) -> bool:
-        """Whether its limits but the wall time are those of each of its cases."""
-        return self.may_host and self._note[1:2] == messages.HOST_NOTE
-
-    def _case_of(self, family: list[int]) -> list[int]:
-        """The processes of the case that a host runs now: limits are of each case, and the host has no part in them."""
-        case = [pid for pid in family if pid != self.pid]
-        if not self._seen_ticks.keys() & set(case):
-            self._seen_ticks.clear()
-            self.cpu_s = 0.0
-        return case
 
     def _after(self, now: float) -> float:
         """Time of the next check: soon at first, seldom for an idle live process."""
@@ -291,8 +432,8 @@ class Run:
             return self.stop_status
         if self._printed_too_much() and not self.is_live:
             return RunStatus.OUTPUT_LIMIT
-        if not self._note.startswith(messages.READY_NOTE):
-            failed = self._note.startswith(messages.FAILED_NOTE)
+        if not self._note.startswith(wire.READY_NOTE):
+            failed = self._note.startswith(wire.FAILED_NOTE)
             reason = self._note[1:].decode(errors="replace") if failed else "never became ready"
             self.detail = f"confinement failed: {reason}"
             return RunStatus.INFRA_ERROR
@@ -353,12 +494,3 @@ class _InGroup:
         if not self._memory.has_killed():
             return None
         return RunStatus.MEMORY_LIMIT if self._memory.was_at_limit() else RunStatus.INFRA_ERROR
-
-
-def result_without_run(run_id: int, status: RunStatus, tier: str) -> tuple[dict[str, Any], list[bytes]]:
-    """The answer's head and blobs for a run that had no process."""
-    head = {
-        "kind": "result", "id": run_id, "status": status, "exit_code": None, "signal": None, "truncated": False,
-        "wall_s": 0.0, "cpu_s": 0.0, "peak_memory_bytes": 0, "tier": tier, "detail": "", "slot_s": 0.0,
-    }  # fmt: skip
-    return head, [b"", b"", b""]

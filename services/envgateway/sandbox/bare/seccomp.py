@@ -425,7 +425,7 @@ def refuse_for_child(processes: bool = False) -> None:
 
 def execute_and_nothing_more(fd: int, arguments: list[bytes], environment: list[bytes]) -> None:
     """Replace this process by the program in the descriptor, which can execute no other. Returns only when that fails."""
-    area = mmap.mmap(-1, _EXEC_AREA)
+    area = mmap.mmap(-1, _EXEC_AREA, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory may be refused
     start = ctypes.addressof(ctypes.c_char.from_buffer(area))
     places = []
     for half, texts in enumerate((arguments, environment)):

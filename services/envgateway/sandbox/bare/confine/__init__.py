@@ -1,1 +1,0 @@
-"""Confinement of a child: namespaces, seccomp, Landlock, memory cgroups, disk quota."""

@@ -1,1 +1,0 @@
-"""Code that runs programs and tests inside a confined child."""

@@ -1,0 +1,636 @@
+"""The supervisor: enforces every limit, decides every verdict, and empties every slot.
+
+One thread, one epoll loop, started before the gateway has any thread. The process is the child subreaper, so an orphan
+of a program becomes its child (at tier 2 the child of the slot's first process) and is found. The supervisor answers
+one gateway and ends, with all runs, when that gateway ends.
+
+Invariant: an answer is sent only when the run's slot has no process and an empty work dir.
+"""
+
+from __future__ import annotations
+
+import _socket
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator, Sequence, Set
+from typing import Any
+
+from . import memcg, native, procfs, seccomp, wire
+from .confinement import landlock_version
+from .fork_server import ForkServer, ForkServers
+from .run import Limits, Run, sealed
+from .slots import Slot
+from .statuses import STOOD_STILL_S, RunStatus
+from .wire import Start
+
+# --- Channels.
+
+
+_READ_BYTES = 1 << 16  # at once: a buffer below the size from which each is a mapping of its own
+
+
+class GatewayEnd:
+    """Registered with the supervisor's epoll."""
+
+    def __init__(self, epoll: select.epoll, channel: socket.socket) -> None:
+        self._epoll = epoll
+        self._channel = channel
+        self._frames = wire.FrameReader()
+        self.unsent = bytearray()
+        self._waits_to_send = False
+        self.fd = channel.fileno()
+        epoll.register(channel, select.EPOLLIN)
+
+    def receive(self) -> Iterator[tuple[dict[str, Any], list[bytes]]] | None:
+        """The requests that have come; None when the gateway has closed its end."""
+        try:
+            data = self._channel.recv(_READ_BYTES)
+        except ConnectionResetError:
+            return None
+        return self._frames.feed(data) if data else None
+
+    def send(self, head: dict[str, Any], blobs: Sequence[bytes]) -> None:
+        self.unsent += wire.encode(head, blobs)
+        if head["id"]:  # the probe's run has none: no gateway asked
+            self.flush()
+
+    def flush(self) -> None:
+        try:
+            sent = self._channel.send(self.unsent, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except (BrokenPipeError, ConnectionResetError):  # the gateway has gone: the next read says so
+            sent = len(self.unsent)
+        del self.unsent[:sent]
+        if bool(self.unsent) is not self._waits_to_send:
+            self._waits_to_send = bool(self.unsent)
+            self._epoll.modify(self._channel, select.EPOLLIN | (select.EPOLLOUT if self.unsent else 0))
+
+
+_FRAME = struct.Struct("!I")
+
+
+class InteractiveChannel:
+    """Registered with the supervisor's epoll for as long as the run lasts."""
+
+    def __init__(self, epoll: select.epoll, run: Run, ask_fd: int) -> None:
+        self._epoll = epoll
+        self.run = run
+        self.ask_fd = ask_fd
+        self.answer_fd = run.answer.fd
+        self.received = bytearray()
+        self._unsent = bytearray()
+        self._writing = False
+        self._listening = True
+        os.set_blocking(ask_fd, False)
+        epoll.register(self.answer_fd, select.EPOLLIN)
+
+    def write(self, data: bytes) -> None:
+        """Write to the harness, as far as its pipe accepts; the rest when the pipe is writable."""
+        self._unsent += data
+        self.flush()
+
+    def flush(self) -> None:
+        while self._unsent:
+            try:
+                sent = os.write(self.ask_fd, self._unsent[: 1 << 16])
+            except BlockingIOError:
+                break
+            except BrokenPipeError:  # the harness reads no more; its end gives the reason
+                self._unsent.clear()
+                break
+            del self._unsent[:sent]
+        if bool(self._unsent) != self._writing:
+            self._writing = bool(self._unsent)
+            if self._writing:
+                self._epoll.register(self.ask_fd, select.EPOLLOUT)
+            else:
+                self._epoll.unregister(self.ask_fd)
+
+    def read(self) -> None:
+        """Add the harness's new output to ``received``."""
+        self.run.answer.drain()
+        if self._listening and (not self.run.answer.open or self.run.answer.truncated):
+            self._stop_listening()
+        if not self.run.answer.truncated:
+            self.received += self.run.answer.take()
+
+    def is_whole_frame(self, largest: int) -> bool | None:
+        """Whether ``received`` is one frame; None while more data may complete one, False when no data can."""
+        if len(self.received) < _FRAME.size:
+            return None
+        size = _FRAME.size + _FRAME.unpack_from(self.received)[0]
+        if size > largest or len(self.received) > size:
+            return False
+        return True if len(self.received) == size else None
+
+    def take(self) -> bytes:
+        """Return and clear ``received``."""
+        data = bytes(self.received)
+        self.received.clear()
+        return data
+
+    def _stop_listening(self) -> None:
+        self._listening = False
+        if self.run.answer.open:
+            self._epoll.unregister(self.answer_fd)  # a closed descriptor has left by itself
+
+    def close(self) -> None:
+        if self._writing:
+            self._epoll.unregister(self.ask_fd)
+        os.close(self.ask_fd)
+        if self._listening:
+            self._stop_listening()
+
+
+# --- Processes without a run: orphans of programs, and others that the kernel counts with a program's own.
+
+
+_COUNT_USER_EVERY_S = 1.0
+
+
+class Orphans:
+    """Processes that this process, the child subreaper, has adopted."""
+
+    def __init__(self, tier: str, forks: ForkServers, helpers: Set[int]) -> None:
+        """``helpers``: our own children that are no fork servers."""
+        self._tier = tier
+        self._forks = forks
+        self._helpers = helpers
+        self._pid = os.getpid()
+        self._user_tasks = 0
+        self._count_again = 0.0
+
+    def found(self) -> list[int]:
+        """Children of ours that we did not start. At tier 2 there are none: the first process of each pid namespace adopts them."""
+        if self._tier == "2":
+            return []
+        ours = self._forks.pids | self._helpers
+        return [pid for pid in procfs.children(self._pid) if pid not in ours]
+
+    def reap(self, runs: Sequence[Run]) -> None:
+        """Reap the dead, and charge them to the run of their user."""
+        while True:
+            try:
+                state = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if state is None:
+                return
+            _, _, usage = os.wait4(state.si_pid, 0)
+            for run in runs:
+                if run.slot.own_user and run.slot.uid == state.si_uid:
+                    run.strays_cpu_s += usage.ru_utime + usage.ru_stime
+
+    def num_others_of_user(self) -> int:
+        """Processes that the kernel counts with a program's own: at tier 0 those of the gateway's user.
+
+        Without a limit in the kernel a fork bomb doubles in less time than passes between two looks.
+        """
+        if self._tier != "0":
+            return 0
+        now = time.monotonic()
+        if now >= self._count_again:
+            self._user_tasks = procfs.num_tasks_of(os.getuid())
+            self._count_again = now + _COUNT_USER_EVERY_S
+        return self._user_tasks
+
+
+# --- The supervisor.
+
+
+_PR_SET_CHILD_SUBREAPER = 36
+_WITHOUT_ANSWER = ("program", "judged", "echo")  # modes whose only outputs are stdout and stderr
+_CLEANING_LOOK_S = 0.002
+_KILL_TAKES_S = 0.05  # before a run that was stopped is looked at again
+
+
+class Supervisor:
+    """Runs programs for the probe (``run_alone``) and then for the gateway (``serve``)."""
+
+    def __init__(
+        self,
+        gateway: socket.socket,
+        tier: str,
+        slots: Sequence[Slot],
+        num_programs: int,
+        fork_settings: dict[str, Any],
+        memory: memcg.MemoryGroups | None = None,
+    ) -> None:
+        """``slots``: ``num_programs`` for programs, the rest for live processes; ``memory``: a cgroup for each slot, where
+        the machine grants them. The gateway counts free slots, too, and never asks for more than there are."""
+        self._tier = tier
+        self._slots = slots
+        self._free = [*slots[:num_programs]]
+        self._free_live = [*slots[num_programs:]]
+        if memory is not None:
+            for slot in self._slots:
+                slot.memory = memory.slots[slot.index]
+        self._runs: dict[int, Run] = {}
+        self._cleaning: dict[int, Run] = {}
+        self._channels: dict[int, InteractiveChannel] = {}
+        self._epoll = select.epoll()
+        self._gateway = GatewayEnd(self._epoll, gateway)
+        self._forks = ForkServers(
+            self._epoll, {**fork_settings, "tier": tier, "slot_dirs": [slot.directory for slot in self._slots],
+                          "accounted": memory is not None},
+        )  # fmt: skip
+        self._orphans = Orphans(tier, self._forks, {memory.mover_pid} if memory is not None else set())
+        self._forks.start("plain")
+
+    def start_profiles(self, profiles: list[str]) -> None:
+        """Start their fork servers now rather than at the first run that asks for them."""
+        for profile in profiles:
+            self._forks.start(profile)
+
+    def _fork_server_died(self, server: ForkServer) -> None:
+        """A fork server died, and its children with the server; the machine is at fault for their runs.
+
+        A child that was about to ask for the parent-death signal cannot see, from its own pid namespace, that its parent
+        is dead: the end of the namespace kills it.
+        """
+        for run_id in self._forks.died(server):
+            if run_id in self._runs:
+                run = self._runs[run_id]
+                if run.stop_status is None:
+                    run.stop_status, run.detail = RunStatus.INFRA_ERROR, "the fork server died"
+                run.slot.kill_namespace()
+                self._begin_cleaning(run, time.monotonic())
+        self._forks.get(server.profile)
+
+    # -- loop ---------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Serve until the gateway closes its end."""
+        while self._turn():
+            pass
+        for slot in self._slots:
+            slot.sweep()
+            slot.close()
+
+    def run_alone(self, source: bytes, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
+        """One run without a gateway: the start-up probe."""
+        self._start({"id": 0, "mode": "program", "profile": "plain"}, limits, source, b"", b"")
+        while not self._gateway.unsent:
+            if not self._turn():
+                raise SystemExit("the gateway has gone")
+        frame = next(wire.FrameReader().feed(bytes(self._gateway.unsent)))
+        self._gateway.unsent.clear()
+        return frame
+
+    def close(self) -> None:
+        self._forks.close()
+        for slot in self._slots:
+            slot.close()
+
+    def _turn(self) -> bool:
+        now = time.monotonic()
+        wait = -1.0
+        if self._cleaning:
+            wait = _CLEANING_LOOK_S
+        elif self._runs:
+            wait = max(0.0, min(run.next_look for run in self._runs.values()) - now)
+        events = self._epoll.poll(wait)
+        stood_still_s = time.monotonic() - now - wait if wait >= 0 else 0.0
+        if stood_still_s > STOOD_STILL_S:
+            for run in self._runs.values():
+                run.stood_still(stood_still_s)
+        for fd, event in events:
+            server = self._forks.of_fd(fd)
+            if server is not None:
+                self._receive_from(server)
+            elif fd == self._gateway.fd:
+                if event & select.EPOLLOUT:
+                    self._gateway.flush()
+                if event & ~select.EPOLLOUT and not self._receive_requests():
+                    return False
+            else:
+                self._serve_channel(fd)
+        now = time.monotonic()
+        due = [run for run in self._runs.values() if run.next_look <= now]
+        if due:
+            orphans = self._orphans.found()
+            for run in due:
+                self._check_limits(run, now, orphans)
+        for run in list(self._cleaning.values()):
+            self._clean(run, now)
+        return True
+
+    def _check_limits(self, run: Run, now: float, orphans: list[int]) -> None:
+        run.strays_cpu_s = max(run.strays_cpu_s, run.slot.adopted_cpu_s() - run.adopted_before_s)
+        status = run.check_limits(now, run.slot.strays(orphans))
+        if run.id in self._channels:
+            self._send_output(self._channels[run.id])
+        if status is not None:
+            self._stop(run, status)
+        elif run.turn is not None and run.pid is not None and run.turn.check(now, run.is_flooded):
+            run.fork_server.send(wire.order(wire.INTERRUPT, run.id))
+
+    def _stop(self, run: Run, status: RunStatus) -> None:
+        if run.stop_status is None:
+            run.stop_status = status
+        # sent to the fork server, which alone knows that the kernel has not reused the pid
+        run.fork_server.send(wire.order(wire.KILL, run.id))
+        run.next_look = time.monotonic() + _KILL_TAKES_S
+
+    # -- the gateway's side -------------------------------------------------------------------------------------
+
+    def _receive_requests(self) -> bool:
+        """Handle requests. Returns False when the gateway has gone."""
+        requests = self._gateway.receive()
+        if requests is None:
+            return False
+        for head, blobs in requests:
+            if head["kind"] == "run":
+                self._start(head, Limits(**head["limits"]), *blobs)
+            elif head["kind"] == "say":
+                self._write_to(head["id"], blobs[0])
+            elif head["kind"] == "cancel":
+                self._cancel(head["id"])
+        return True
+
+    def _cancel(self, run_id: int) -> None:
+        if run_id in self._runs:
+            self._stop(self._runs[run_id], RunStatus.CANCELLED)
+
+    def _serve_channel(self, fd: int) -> None:
+        for channel in list(self._channels.values()):
+            if fd == channel.ask_fd:
+                channel.flush()
+            elif fd == channel.answer_fd:
+                self._send_output(channel)
+
+    def _write_to(self, run_id: int, data: bytes) -> None:
+        if run_id in self._channels:
+            channel = self._channels[run_id]
+            channel.run.ask(time.monotonic())
+            channel.write(data)
+
+    def _send_output(self, channel: InteractiveChannel, last: bool = False) -> None:
+        run = channel.run
+        channel.read()
+        held_back = run.turn is not None and run.turn.awaits_signal and not last
+        if not channel.received or held_back:
+            return
+        if not last:
+            whole = channel.is_whole_frame(run.limits.answer_bytes)
+            if whole is False or run.turn is None:
+                run.detail = "the code wrote to the process's own channel"
+                self._stop(run, RunStatus.RUNTIME_ERROR)
+                return
+            if whole is None:  # the turn, and with the turn the time limit, continues
+                return
+        said = channel.take()
+        told, output = run.end_turn()
+        self._gateway.send({"kind": "said", "id": run.id, **told}, [said, *output])
+
+    # -- runs ---------------------------------------------------------------------------------------------------
+
+    def _start(self, head: dict[str, Any], limits: Limits, source: bytes, stdin: bytes, payload: bytes) -> None:
+        slot = (self._free_live if limits.turn_s else self._free).pop()
+        source_fd = sealed(source)
+        stdin_fd = sealed(stdin) if stdin else _empty_input()
+        answers = head["mode"] not in _WITHOUT_ANSWER
+        pipes = [os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC), _no_pipe()]
+        if answers:
+            pipes.append(os.pipe2(os.O_CLOEXEC))
+        for read_end, _ in pipes:
+            os.set_blocking(read_end, False)
+        (out, write_out), (err, write_err), (note, write_note) = pipes[:3]
+        answer, write_answer = pipes[3] if answers else (None, source_fd)  # its place is not empty; the child closes it
+        run = Run(head["id"], slot, limits, (out, err, note, answer), time.monotonic())
+        run.fork_server = self._forks.get(head["profile"])
+        run.adopted_before_s = slot.adopted_cpu_s()
+        self._runs[run.id] = run
+        if run.is_live:
+            ask_fd, say_fd = os.pipe2(os.O_CLOEXEC)
+            self._channels[run.id] = InteractiveChannel(self._epoll, run, say_fd)
+        elif answers:
+            ask_fd = sealed(payload) if payload else _empty_input()
+        else:
+            ask_fd = source_fd
+        message = wire.START_STRUCT.pack(
+            *Start(wire.START, run.id, wire.MODES[head["mode"]], slot.index, slot.uid, limits.cpu_s,
+                   limits.memory_bytes, limits.processes + self._orphans.num_others_of_user(), limits.file_bytes,
+                   limits.open_files, limits.disk_bytes, limits.num_files, slot.mark, len(source))
+        )  # fmt: skip
+        if slot.own_user:
+            for write_end in (write_out, write_err):  # so that a program may open them by name, as /dev/stdout
+                os.fchown(write_end, slot.uid, slot.uid)
+        fds = [source_fd, stdin_fd, write_out, write_err, write_note, ask_fd, write_answer]
+        namespace = [slot.pid_namespace().namespace_fd] if slot.has_own_disk else []
+        run.fork_server.runs.add(run.id)
+        run.fork_server.send(message, [*fds, *namespace])
+        for fd in set(fds):
+            os.close(fd)
+
+    def _receive_from(self, server: ForkServer) -> None:
+        message = self._forks.receive(server)
+        if message is None:
+            self._fork_server_died(server)
+            return
+        kind, run_id, pid, wait_status, cpu_s, peak = message
+        run = self._runs.get(run_id)
+        if run is None:
+            return
+        now = time.monotonic()
+        if kind == wire.STARTED:
+            run.begin(pid, now)
+            return
+        if kind == wire.INTERRUPTED:
+            if run.turn is not None:
+                run.turn.awaits_signal = False
+            if run.id in self._channels:
+                self._send_output(self._channels[run.id])
+            return
+        run.wait_status = wait_status
+        if run.slot.lost_its_namespace() and run.stop_status is None:
+            run.stop_status, run.detail = RunStatus.INFRA_ERROR, "the slot's first process died"
+        run.cpu_s = max(run.cpu_s, cpu_s + run.strays_cpu_s)
+        run.peak_memory_bytes = max(run.peak_memory_bytes, peak)
+        run.left_its_process()
+        self._begin_cleaning(run, now)
+        self._clean(run, now)
+
+    def _begin_cleaning(self, run: Run, now: float) -> None:
+        del self._runs[run.id]
+        self._cleaning[run.id] = run
+        run.ended = now
+        channel = self._channels.pop(run.id, None)
+        if channel is not None:
+            self._send_output(channel, last=True)
+            channel.close()
+        if run.stop_status is None:
+            run.stop_status = run.check_disk(now, [], last=True)
+
+    def _clean(self, run: Run, now: float) -> None:
+        """Answer if the slot is empty; else kill the remaining processes and check again soon."""
+        self._orphans.reap([*self._runs.values(), *self._cleaning.values()])
+        strays = run.slot.strays(self._orphans.found())
+        if strays:
+            used = procfs.usage(procfs.descendants(strays))
+            run.cpu_s = max(run.cpu_s, used.cpu_s + run.strays_cpu_s)
+            run.slot.kill(strays)
+            return
+        try:
+            run.slot.wipe()
+        except OSError:  # the disk is full for a moment, or a process still writes: checked again
+            return
+        del self._cleaning[run.id]
+        run.close()
+        (self._free_live if run.is_live else self._free).append(run.slot)
+        self._gateway.send(*run.result(self._tier))
+
+
+def _empty_input() -> int:
+    """An empty input. Opened anew for each run: flags and owner of one opening would be a message to the next program."""
+    return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _no_pipe() -> tuple[int, int]:
+    """A socket pair for the note: where programs run as our own user they could open a pipe by name, and read written
+    notes."""
+    ours, theirs = _socket.socketpair(
+        socket.AF_UNIX, socket.SOCK_STREAM
+    )  # without the wrapper's questions about each end
+    return ours.detach(), theirs.detach()
+
+
+def become_supervisor() -> None:
+    """Process attributes: adopt orphans, survive a terminal's Ctrl-C until the gateway ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+# --- The entry: finds the strongest tier that works here, reports the tier, serves.
+#
+# ``argv[1]`` is a JSON object: channel, tiers (strongest first), base_dir, uids (of programs, then of live processes; tiers 2
+# and 1), marks (as many), num_slots, num_live, packages, profiles, fork_server_runs, links (of a shell), memory_cgroup. The
+# first frame to the gateway is ``hello`` with the tier, or ``refused`` with the failure of each tier.
+
+
+_NAMESPACES = ("mnt", "pid", "net", "ipc", "uts")
+# A real program under the real confinement: imports from disk work, the network is refused, others' files too.
+_PROBE = b"""
+import ctypes, json, os, tempfile, uuid
+refused = []
+for attempt in ("socket.socket()", "open('/proc/1/environ')", "os.kill(1, 0)", "open('/dev/shm/x', 'w')"):
+    try:
+        import socket
+        eval(attempt)
+    except OSError:
+        refused.append(attempt.partition('(')[0])
+with open("file", "w") as file:
+    file.write("x")
+namespaces = {}
+for name in ("mnt", "pid", "net", "ipc", "uts"):
+    try:
+        namespaces[name] = os.readlink("/proc/self/ns/" + name)
+    except OSError:
+        pass
+disk = os.statvfs(".")
+print(json.dumps({"uid": os.getuid(), "refused": refused, "namespaces": namespaces,
+                  "disk": disk.f_blocks * disk.f_frsize}))
+"""
+_PROBE_DISK_BYTES = 1 << 20
+_PROBE_LIMITS = Limits(10.0, 10.0, 512 << 20, 16, 65536, 0, 1 << 20, 64, _PROBE_DISK_BYTES, 64)
+
+
+def _try_tier(
+    gateway: socket.socket, tier: str, settings: dict[str, Any], memory: memcg.MemoryGroups | None
+) -> tuple[Supervisor, list[str]] | str:
+    """A supervisor that has run the probe, and the operations that were refused in the probe; or why this tier does not
+    work."""
+    own_users = tier in ("2", "1")
+    num_all = settings["num_slots"] + settings["num_live"]
+    uids = settings["uids"] if own_users else [os.getuid()] * num_all
+    if own_users and not uids:
+        return f"tier {tier} needs root"
+    if tier == "U" and os.getuid() == 0:
+        return "tier U is for users other than root; root has tier 1"
+    base_dir = settings["base_dir"]
+    try:
+        slots = [Slot(index, uid, settings["marks"][index], tier, base_dir) for index, uid in enumerate(uids)]
+        for slot in slots:
+            slot.sweep()
+            slot.wipe(at_once=True)
+    except OSError as error:  # such as root of a user namespace that has one user
+        return f"tier {tier}: no directory can be made for user {uids[0]}: {error}"
+    for name in ("root", "packages"):
+        os.makedirs(os.path.join(base_dir, name), mode=0o755, exist_ok=True)
+    fork_settings = {"packages": settings["packages"], "link_dir": os.path.join(base_dir, "packages"),
+              "runs": settings["fork_server_runs"], "links": settings["links"]}  # fmt: skip
+    try:
+        supervisor = Supervisor(gateway, tier, slots, settings["num_slots"], fork_settings, memory)
+        head, blobs = supervisor.run_alone(_PROBE, _PROBE_LIMITS)
+    except OSError as error:
+        return f"tier {tier}: {error}"
+    wrong = head["detail"]
+    if head["status"] == RunStatus.OK:
+        seen = json.loads(blobs[0])
+        wrong = _not_confined(tier, seen, uids)
+        if not wrong:
+            return supervisor, seen["refused"]
+    supervisor.close()
+    said = blobs[1].decode(errors="replace").strip().splitlines()
+    return f"tier {tier}: {head['status']} {wrong} {said[-1] if said else ''}".strip()
+
+
+def _not_confined(tier: str, seen: dict[str, Any], uids: list[int]) -> str:
+    """A fault of the tier that the probe has found; empty when the tier keeps its guarantees."""
+    if tier == "0":
+        return ""
+    if "socket.socket" not in seen["refused"]:
+        return "the probe could open a socket"
+    if tier in ("2", "1") and seen["uid"] not in uids:
+        return f"the probe ran as user {seen['uid']}"
+    if tier == "2":
+        shared = [
+            name for name in _NAMESPACES if seen["namespaces"].get(name) in (None, os.readlink(f"/proc/self/ns/{name}"))
+        ]
+        if shared:
+            return f"the probe shared our namespaces {shared}"
+        if seen["disk"] > 2 * _PROBE_DISK_BYTES:
+            return f"the probe's work dir was not sized: {seen['disk']} bytes"
+    return ""
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    gateway = socket.socket(fileno=settings["channel"])
+    become_supervisor()
+    reasons: list[str] = []
+    num_all = settings["num_slots"] + settings["num_live"]
+    granted = memcg.grant(num_all) if settings["memory_cgroup"] else "it is switched off"
+    memory = granted if isinstance(granted, memcg.MemoryGroups) else None
+    for tier in settings["tiers"]:
+        outcome = _try_tier(gateway, tier, settings, memory)
+        if not isinstance(outcome, str):
+            supervisor, refused = outcome
+            supervisor.start_profiles(settings["profiles"])
+            facts = {
+                "refused": refused,
+                "seccomp": seccomp.is_supported(),
+                "landlock_abi": landlock_version(),
+                "cpp": os.access(native.COMPILER, os.X_OK),
+                "memory_cgroup": int(memory is not None),
+                "why_no_cgroup": granted if isinstance(granted, str) else "",
+            }
+            gateway.sendall(wire.encode({"kind": "hello", "tier": tier, "facts": facts, "reasons": reasons}))
+            supervisor.serve()
+            if memory is not None:
+                memory.close()
+            return
+        reasons.append(outcome)
+    if memory is not None:
+        memory.close()
+    gateway.sendall(wire.encode({"kind": "refused", "reasons": reasons}))

@@ -1,1 +1,0 @@
-"""The process that starts runs, enforces their limits and empties their slots."""
