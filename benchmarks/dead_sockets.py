@@ -9,8 +9,6 @@ die: their server is killed and started again, every connection is cut, bytes ar
     retried        infrastructure failures after which a rollout was played again
     parts          the same for each kind of server
 
-``PARTS`` has one entry for each kind of server: a module with ``soak(deaths) -> Soak`` and ``missing() -> str | None``.
-
     python benchmarks/dead_sockets.py [--quick] [--deaths 50] [--only NAME]
 """
 
@@ -20,10 +18,13 @@ import argparse
 import asyncio
 import dataclasses
 
-from benchmarks import _dead_mcp, _dead_openenv
+from benchmarks._dead_mcp import missing as mcp_missing
+from benchmarks._dead_mcp import soak as soak_mcp
+from benchmarks._dead_openenv import missing as openenv_missing
+from benchmarks._dead_openenv import soak as soak_openenv
 from benchmarks._report import report_facts
 
-PARTS = {"openenv": _dead_openenv, "mcp": _dead_mcp}
+PARTS = {"openenv": (openenv_missing, soak_openenv), "mcp": (mcp_missing, soak_mcp)}
 QUICK_DEATHS = 4
 
 
@@ -35,22 +36,22 @@ def main() -> None:
     arguments = parser.parse_args()
     deaths = QUICK_DEATHS if arguments.quick else arguments.deaths
     found, left_out = {}, {}
-    for name, part in PARTS.items():
+    for name, (missing, soak) in PARTS.items():
         if arguments.only not in (None, name):
             continue
-        if reason := part.missing():
+        if reason := missing():
             left_out[name] = reason
             continue
-        found[name] = asyncio.run(part.soak(deaths))
+        found[name] = asyncio.run(soak(deaths))
         print(name, found[name], flush=True)
     sums = {
-        field: sum(getattr(soak, field) for soak in found.values())
+        field: sum(getattr(one, field) for one in found.values())
         for field in ("zero_rewards", "deaths", "scored", "retried")
     }
     report_facts(
         "dead_sockets",
         **(sums if found else {}),
-        parts={name: dataclasses.asdict(soak) for name, soak in found.items()},
+        parts={name: dataclasses.asdict(one) for name, one in found.items()},
         left_out=left_out,
     )
 
