@@ -6,45 +6,259 @@ On a CPU the same code runs with small shapes; its speeds and shares have no mea
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks import gpu_run
+from benchmarks._bench import ROOT
 from benchmarks._gpu_check_rank import documents, share
-from benchmarks._gpu_place import Figures, Place, release, reserved, top
-from benchmarks._gpu_weights import POLICY, RUN, VERSION_BYTES, OneHost
-from benchmarks._processes import ROOT
+from benchmarks.rehearsal_8b import config_of
 from recipes.quickstart.model import build, build_tokenizer
-from services.cli.check.memory import GIB, ModelShape, trainer_rank_parts
-from services.common.config.training import PolicyConfig
-from services.common.weights.snapshot import Manifest, TensorSpec
-from services.inference.engine.base import WeightUpdate
-from services.inference.engine.served.stage import FILE
-from services.inference.engine.torch.decoder import prepare
+from services.cli.check.memory import GIB, KNOWN_SHAPES, ModelShape, trainer_rank_parts
+from services.common.config.training import PolicyConfig, WeightsConfig
+from services.common.pb import weights_pb2_grpc
+from services.common.records import Sampling, WeightVersion
+from services.common.rpc.server import Server
+from services.common.transfer.servicer import WeightServicer
+from services.common.weights.snapshot import Manifest, SnapshotWriter, TensorSpec
+from services.inference.engine.base import GenerationRequest, WeightUpdate, num_threads
+from services.inference.engine.served.stage import FILE, Stage
+from services.inference.engine.torch.decoder import Decoder, prepare
+from services.inference.engine.torch.engine import TorchEngine
+from services.inference.weights.mirror import Mirror
+from services.inference.weights.updater import SourceFetcher
 from services.trainer.metrics import StepMetrics, peak_flops
-from services.trainer.model.attention import Documents
-from services.trainer.model.logprobs import Targets
+from services.trainer.model.attention import Documents, documents_attention
+from services.trainer.model.logprobs import Targets, token_logprobs
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import AdapterSetup, PolicyModel, WithoutAdapter, build_policy_model
-from services.trainer.publish import Snapshots
+from services.trainer.publish import HostCopier, Snapshots
+from services.trainer.publisher import PublisherStore
 from services.trainer.ranks import Ranks, init_ranks, leave_ranks
 from services.trainer.step import TrainStep
 from tests.documented import files
+
+# --------
+# The device that ``gpu_kit.py`` measures, its models, and the time of its kernels.
+
+
+Figures = Iterator[dict[str, Any]]
+TINY = ModelShape(
+    num_parameters=2_000_000, num_layers=2, hidden=256, intermediate=512, kv_width=128, vocabulary=1000, tied=True
+)
+QWEN3_4B = ModelShape(
+    num_parameters=4_022_468_096, num_layers=36, hidden=2560, intermediate=9728, kv_width=1024, vocabulary=151_936,
+    query_width=4096, tied=True,
+)  # fmt: skip
+GATHERS = re.compile(r"gather|index|embedding", re.IGNORECASE)
+MARKS = ("FSDP::", "Optimizer.", "nccl:", "## ", "ProfilerStep")  # spans of other kernels
+ATTENTION = re.compile(r"fmha|flash|attention|softmax", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The device, and whether shapes are small."""
+
+    device: str
+
+    @property
+    def small(self) -> bool:
+        return self.device == "cpu"
+
+    def size(self, large: int, small: int) -> int:
+        return small if self.small else large
+
+    def shape(self, name: str) -> ModelShape:
+        return TINY if self.small else {**KNOWN_SHAPES, "Qwen3-4B": QWEN3_4B}[name]
+
+    def wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, work: Callable[[], object], repeats: int = 3) -> float:
+        """Median of a few calls, after one that warms up."""
+        taken = []
+        for _ in range(repeats + 1):
+            self.wait()
+            began = time.perf_counter()
+            work()
+            self.wait()
+            taken.append(time.perf_counter() - began)
+        return statistics.median(taken[1:])
+
+    def kernels(self, work: Callable[[], object]) -> tuple[float, dict[str, float]]:
+        """Seconds in which the device computes, and seconds by name of the kernel."""
+        if self.device == "cpu":
+            work()
+            return 0.0, {}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            work()
+            self.wait()
+        events = sorted(
+            (event.time_range.start, event.time_range.end, event.name)
+            for event in profile.events() or ()
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(MARKS)
+        )
+        busy, last, names = 0.0, 0.0, dict[str, float]()
+        for start, end, name in events:
+            busy += max(0.0, end - max(start, last))
+            last = max(last, end)
+            names[name[:70]] = names.get(name[:70], 0.0) + (end - start) / 1e6
+        return busy / 1e6, dict(sorted(names.items(), key=lambda pair: -pair[1]))
+
+    def model(self, shape: ModelShape, dtype: torch.dtype) -> Any:
+        """Random weights, made on the device."""
+        torch.manual_seed(0)
+        config = config_of(shape)
+        config.max_position_embeddings = 131_072
+        with torch.device(self.device):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def top(names: dict[str, float], count: int = 10) -> dict[str, float]:
+    """Milliseconds of the kernels that take longest."""
+    return {name: 1e3 * seconds for name, seconds in list(names.items())[:count]}
+
+
+def share_of(pattern: re.Pattern[str], names: dict[str, float]) -> float:
+    return sum(seconds for name, seconds in names.items() if pattern.search(name)) / (sum(names.values()) or 1.0)
+
+
+def reserved(place: Place) -> float:
+    return torch.cuda.max_memory_reserved() / GIB if place.device == "cuda" else 0.0
+
+
+def release(place: Place) -> None:
+    gc.collect()
+    if place.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+# --------
+# Two versions of an 8B model from the trainer's masters to an engine's stage, by one true layer. Part of
+# ``gpu_kit.py``.
+
+
+VERSION_BYTES = 2 * KNOWN_SHAPES["Qwen3-8B"].num_parameters
+RUN, POLICY = "gpu-kit", "model0"
+_BLOCK = 1 << 22
+_REPEATS = 3
+_THREADS = {"verify_s": num_threads(), "stage_s": num_threads()}  # the others are of one core
+T = TypeVar("T")
+
+
+class OneHost:
+    """Two versions from masters to the stage of an engine."""
+
+    def __init__(self, directory: Path, specs: list[TensorSpec], repeats: int = _REPEATS) -> None:
+        self.directory = directory
+        self._specs = specs
+        self._repeats = repeats
+        self.scale = VERSION_BYTES / sum(spec.size_bytes for spec in specs)
+        self._wall: dict[str, float] = {}
+        self._cpu: dict[str, float] = {}
+
+    async def run(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds of each stage for a version of 8B, the best of a few versions: by the clock, and in CPU seconds per thread
+        of the stage, which are those of a machine without other load."""
+        store = PublisherStore(RUN, POLICY, WeightsConfig(transfer="auto"))
+        server = Server(service="publisher", instance_id="p", host="127.0.0.1", port=0)
+        server.add(
+            weights_pb2_grpc.add_WeightServiceServicer_to_server,
+            WeightServicer({POLICY: store}),
+            "rollmill.v1.WeightService",
+        )
+        await server.start()
+        mirror, stage = Mirror(POLICY), None
+        fetcher = SourceFetcher(RUN)
+        try:
+            for version in range(1, self._repeats + 2):
+                path, manifest = self.write(version)
+                self._time("announce_s", partial(store.add, path))
+                wanted = WeightVersion(policy=POLICY, number=version, digest=manifest.digest, sources=(server.address,))
+                began, spent = time.perf_counter(), time.process_time()
+                fetched = await fetcher.fetch(wanted, mirror.base, None)
+                self.note("fetch_s", time.perf_counter() - began, time.process_time() - spent)
+                assert fetched.transport == "mapped", "one host maps"
+                verified = self._time("verify_s", partial(mirror.verify, fetched.payload, fetched.data, borrowed=True))
+                self._time("mirror_s", partial(mirror.write, verified))
+                whole = mirror.host_tensors()
+                if stage is None:
+                    stage = Stage(self.directory / "stage", whole, version)
+                else:
+                    self._time("stage_s", partial(stage.write, WeightUpdate.full(whole, version)))
+                self.serve(whole, version)
+                del fetched, verified, whole
+        finally:
+            await server.stop(grace_s=0.1)
+            store.close()
+        wall, cpu = (
+            {name: seconds * self.scale for name, seconds in times.items()} for times in (self._wall, self._cpu)
+        )
+        return wall, cpu
+
+    def serve(self, whole: dict[str, torch.Tensor], version: int) -> None:
+        """Called with each version once it is on the stage."""
+
+    @cached_property
+    def _masters(self) -> torch.Tensor:
+        """Larger than caches; tensors take their values from it in turns."""
+        return _masters(1 << 27, 0)
+
+    def write(self, version: int) -> tuple[Path, Manifest]:
+        """Write and seal a version, and note the seconds of both parts."""
+        with SnapshotWriter.create(
+            run_id=RUN, policy=POLICY, version=version, specs=self._specs, directories=(self.directory,)
+        ) as writer:
+            copier, pairs, offset = HostCopier(torch.device("cpu")), [], version
+            for entry in writer.tensors:
+                target = torch.from_numpy(writer.bits(entry).view(np.int16)).view(torch.bfloat16)
+                for begin in range(0, len(target), len(self._masters) // 2):
+                    part = target[begin : begin + len(self._masters) // 2]
+                    pairs.append((self._masters[offset : offset + len(part)], part))
+                    offset = (offset + len(part)) % (len(self._masters) // 2)
+            self._time("copy_s", partial(copier.copy, pairs))
+            del pairs, target, part
+            digests = self._time("digest_s", partial(writer.digests, writer.tensors, 1))
+            return writer.path, writer.seal(digests)
+
+    def _time(self, name: str, action: Callable[[], T]) -> T:
+        began, spent = time.perf_counter(), time.process_time()
+        result = action()
+        self.note(name, time.perf_counter() - began, (time.process_time() - spent) / _THREADS.get(name, 1))
+        return result
+
+    def note(self, name: str, wall_s: float, cpu_s: float) -> None:
+        self._wall[name] = min(wall_s, self._wall.get(name, wall_s))
+        self._cpu[name] = min(cpu_s, self._cpu.get(name, cpu_s))
+
+
+def _masters(count: int, seed: int) -> torch.Tensor:
+    block = np.random.default_rng(seed).standard_normal(_BLOCK, dtype=np.float32) * np.float32(0.02)
+    return torch.from_numpy(np.resize(block, count))
+
+
+# --------
+
 
 # -- 1, 2: the machine, and the tests ------------------------------------------------------------------------------------
 
@@ -402,3 +616,138 @@ def shared_run(place: Place) -> Figures:
     with tempfile.TemporaryDirectory(prefix="rollmill-gpu-kit-") as made:
         build(Path(made) / "model", 1, **size["model"])
         yield asdict(gpu_run.play(Path(made), "shared", place.device, place.size(4, 3), size))
+
+
+# --------
+# The engine, the vocabulary head and packed attention on a GPU. Part of ``gpu_kit.py``, like ``_gpu_items.py``.
+
+
+def engine(place: Place) -> Figures:
+    causal_lm = place.model(place.shape("Qwen3-0.6B"), torch.bfloat16)
+    yield {"tokens_per_s": asyncio.run(generated(place, causal_lm))}
+    release(place)
+    yield {"step": decoding(place, causal_lm)}
+
+
+async def generated(place: Place, causal_lm: Any) -> float:
+    """Tokens per second of 64 requests of 872 tokens that get 256 more, prefill included."""
+    slots, prompt, more = (64, 872, 256) if not place.small else (4, 24, 8)
+    serving = TorchEngine(
+        causal_lm, num_slots=slots, context_length=place.size(2048, 64), device=place.device,
+        stepping="eager" if place.small else "graph",
+    )  # fmt: skip
+    await serving.start()
+    vocabulary, rng = causal_lm.config.vocab_size, np.random.default_rng(0)
+    speeds = []
+    try:
+        for _ in range(2):
+            requests = [
+                GenerationRequest(
+                    request_id=str(slot), prompt_ids=tuple(rng.integers(0, vocabulary, prompt).tolist()),
+                    sampling=Sampling(max_new_tokens=more), stop_token_ids=(), seed=slot,
+                )
+                for slot in range(slots)
+            ]  # fmt: skip
+            began = time.perf_counter()
+            await asyncio.gather(*(serving.generate(request) for request in requests))
+            speeds.append(slots * more / (time.perf_counter() - began))
+    finally:
+        await serving.stop()
+    return speeds[-1]
+
+
+@torch.inference_mode()
+def decoding(place: Place, causal_lm: Any) -> dict[str, Any]:
+    """One decoding step at two contexts, and one prefill without and with tokens before it, by their kernels."""
+    slots, context = (64, 2048) if not place.small else (4, 64)
+    decoder = Decoder(
+        causal_lm, num_slots=slots, context_length=context, device=place.device,
+        stepping="eager" if place.small else "graph",
+    )  # fmt: skip
+    decoder.cache.kv.normal_(std=0.5)
+    rows, told = np.arange(slots), {}
+    decoder.cache.own(rows, np.zeros_like(rows), np.full(slots, context))
+    for position in (context // 8, context * 7 // 8):
+        step = partial(decoder.decode, rows, rows, np.full(slots, position))
+        seconds = place.seconds(step, 10)
+        busy, names = place.kernels(step)
+        told[f"at_{position}"] = {
+            "step_ms": 1e3 * seconds, "tokens_per_s": slots / seconds, "busy": busy / seconds,
+            "gather": share_of(GATHERS, names), "attention": share_of(ATTENTION, names), "kernels_ms": top(names, 6),
+        }  # fmt: skip
+    few = rows[:4]
+    tokens = torch.zeros((4, context // 2), dtype=torch.int64, device=place.device)
+    for name, start in (("fresh", 0), ("behind_a_prefix", context // 2)):
+        prefill = partial(decoder.extend, few, tokens, np.full(4, start), fresh=not start)
+        _, names = place.kernels(prefill)
+        told[f"prefill_{name}"] = {
+            "ms": 1e3 * place.seconds(prefill), "attention": share_of(ATTENTION, names), "kernels_ms": top(names, 5)
+        }  # fmt: skip
+    return told
+
+
+def head(place: Place) -> Figures:
+    tokens, vocabulary, hidden = (16_384, 151_936, 4096) if not place.small else (64, 1000, 32)
+    torch.manual_seed(0)
+    dtype = torch.float32 if place.small else torch.bfloat16
+    states = torch.randn(tokens, hidden, device=place.device, dtype=dtype).requires_grad_()
+    weight = (0.02 * torch.randn(vocabulary, hidden, device=place.device)).to(dtype).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), device=place.device)
+    products, values = 4 * 2 * tokens * vocabulary * hidden, []
+
+    def ours(chunk_tokens: int, chunk_vocabulary: int) -> torch.Tensor:
+        logprobs = token_logprobs(states, weight, targets, 1.0, chunk_tokens, chunk_vocabulary)[0]
+        torch.autograd.grad(logprobs.sum(), (states, weight))
+        return logprobs
+
+    def liger() -> torch.Tensor:
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+        loss = LigerFusedLinearCrossEntropyFunction.apply(states, weight, targets, None, None, -100, 0.0, 0.0, "sum")
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        torch.autograd.grad(loss, (states, weight))
+        return -loss[None] / tokens
+
+    sizes = [(1024, 8192), (1024, 32_768), (1024, vocabulary), (4096, 8192), (4096, 32_768)]
+    ways: dict[str, Callable[[], torch.Tensor]] = {f"{a}x{b}": partial(ours, a, b) for a, b in sizes}
+    if not place.small:
+        ways["liger"] = liger
+    for name, work in ways.items():
+        release(place)
+        values.append(work().detach().float())
+        seconds = place.seconds(work, 2)
+        apart = (
+            values[-1] - values[0] if len(values[-1]) == tokens else values[-1] - values[0].mean()
+        )  # Liger's is a mean
+        gap = float(apart.abs().max())
+        peak = torch.cuda.max_memory_allocated() / GIB if place.device == "cuda" else 0.0
+        yield {name: {"s": seconds, "tflops": products / seconds / 1e12, "gap": gap, "memory_peak_gib": peak}}
+        if name != "liger" and not gap <= 1e-3:
+            raise RuntimeError(f"log-probabilities in blocks of {name} are {gap:.2g} apart from those of the first")
+    if place.device == "cuda":
+        busy, names = place.kernels(partial(ours, 1024, 8192))
+        yield {"kernels_ms": top(names), "busy_s": busy}
+
+
+def varlen(place: Place) -> Figures:
+    heads, dim, tokens = 32, 128, place.size(16_384, 256)
+    for count, length in ((1, tokens), (8, tokens // 8), (64, tokens // 64)):
+        spans = Documents.from_offsets(np.arange(0, count * length + 1, length), place.device)
+        inputs = [
+            torch.randn(1, n, count * length, dim, device=place.device, dtype=torch.bfloat16, requires_grad=True)
+            for n in (heads, heads // 4, heads // 4)
+        ]
+        kernel = "sdpa" if place.small else "varlen"
+        forward = partial(documents_attention, torch.nn.Identity(), *inputs, documents=spans, kernel=kernel)
+        upstream = torch.randn_like(forward()[0])
+
+        def both(forward: Any = forward, inputs: Any = inputs, upstream: Any = upstream) -> None:
+            torch.autograd.grad(forward()[0], inputs, upstream)
+
+        with torch.no_grad():
+            forward_s = place.seconds(forward, 5)
+        both_s = place.seconds(both, 5)
+        flops = 4 * spans.num_pairs * heads * dim
+        yield {f"{count}x{length}": {
+            "forward_tflops": flops / forward_s / 1e12, "backward_tflops": 2.5 * flops / (both_s - forward_s) / 1e12,
+        }}  # fmt: skip

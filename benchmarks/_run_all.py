@@ -1,7 +1,7 @@
 """Runs every script of this folder, one after another, and says at the end how long each took and which failed.
 
 A script fails when it ends with another exit code than 0, takes longer than ``LIMIT_S``, or when its last line is not the
-JSON object of ``_report.py`` with the script's name, its cores and the machine's load. The others run all the same. Ends
+JSON object of ``_bench.py`` with the script's name, its cores and the machine's load. The others run all the same. Ends
 with 1 when one failed.
 
     python benchmarks/_run_all.py [--quick, or other arguments for each script]

@@ -20,8 +20,8 @@ from typing import Any
 
 import grpc
 
+from benchmarks._bench import ROOT, free_port
 from benchmarks._peers import ScriptedTrainer
-from benchmarks._processes import ROOT, free_port
 from benchmarks._weight_versions import POLICY, RUN, VersionMaker, model_specs
 from services.cli.keys import Keyring
 from services.common.config.loading import save_resolved, validate

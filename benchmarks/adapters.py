@@ -26,7 +26,7 @@ from typing import Any
 import structlog
 import torch
 
-from benchmarks._report import median_and_spread, report
+from benchmarks._bench import median_and_spread, report
 from extras.compiled import step as native_step
 from services.common.config.training import AdapterConfig, OptimizerConfig
 from services.common.lora import identity_of, initial_adapter, target_modules

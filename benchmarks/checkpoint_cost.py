@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks._report import median_and_spread, report
+from benchmarks._bench import median_and_spread, report
 from services.common.checkpoints import find_damage, read_manifest
 from services.common.config.training import OptimizerConfig
 from services.trainer.checkpoints import CheckpointIdentity, Checkpoints

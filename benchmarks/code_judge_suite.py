@@ -18,8 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks._needs import why_not
-from benchmarks._report import report, report_nothing
+from benchmarks._bench import report, report_nothing, why_not
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

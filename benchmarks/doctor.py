@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks._report import report_facts
+from benchmarks._bench import report_facts
 from services.cli.doctor import Failure, Verdict, examine
 
 ROOT = Path(__file__).resolve().parent.parent

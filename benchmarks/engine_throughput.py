@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from benchmarks._report import median_and_spread, report
+from benchmarks._bench import median_and_spread, report
 from benchmarks._workload import MODELS, Workload
 from services.common.records import Sampling
 from services.inference.engine.base import GenerationRequest

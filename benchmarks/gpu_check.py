@@ -41,7 +41,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from benchmarks._report import median_and_spread, report
+from benchmarks._bench import median_and_spread, report
 from services.common.records import Sampling
 from services.common.text.chat import named_weights
 from services.inference.engine.base import Generation, GenerationRequest, WeightUpdate

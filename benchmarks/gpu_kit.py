@@ -26,11 +26,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -38,7 +42,61 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks._report import report_facts
+from benchmarks._bench import report_facts
+
+# --------
+# Packs what ``gpu_kit.py`` needs on a machine with Python 3.12, torch, CUDA, and no package index. Part of
+# ``gpu_kit.py``.
+
+
+ROOT = Path(__file__).resolve().parents[1]
+REQUIREMENTS = Path(__file__).with_name("gpu_kit_requirements.txt")
+PYTHON = "3.12"
+MANYLINUX = ("2014", "1", *(f"_2_{minor}" for minor in range(17, 36)))
+LEFT_OUT = re.compile(r"\.(png|svg|gif|jpg)$|^docs/\w+\.jsonl$")
+NAME = "rollmill-gpu-kit.tar.xz"
+PART_BYTES = 60 << 20
+
+
+def requirements() -> list[str]:
+    """Names and versions of the packages."""
+    pins = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    lines = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
+    return [line if "==" in line else f"{line}=={pins[line]}" for line in lines if line]
+
+
+def pack(folder: Path) -> int:
+    """Write the archive, or its parts, and print the commands that unpack and start it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob(f"{NAME}*"):
+        old.unlink()
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = [name for name in listed.split("\0") if name and (ROOT / name).is_file() and not LEFT_OUT.search(name)]
+    packed = io.BytesIO()
+    with tempfile.TemporaryDirectory(prefix="rollmill-gpu-kit-") as made:
+        site = Path(made) / "site"
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += ["--no-compile", "--only-binary=:all:", "--implementation=cp", f"--python-version={PYTHON}"]
+        command += [f"--platform=manylinux{tag}_x86_64" for tag in MANYLINUX]
+        subprocess.run([*command, f"--target={site}", *requirements()], check=True)
+        with tarfile.open(fileobj=packed, mode="w:xz", preset=6) as archive:
+            archive.add(site, "site")
+            for name in names:
+                archive.add(ROOT / name, f"tree/{name}")
+    data = packed.getvalue()
+    parts = [data[begin : begin + PART_BYTES] for begin in range(0, len(data), PART_BYTES)]
+    for number, part in enumerate(parts):
+        (folder / (NAME if len(parts) == 1 else f"{NAME}.{number}")).write_bytes(part)
+    print(
+        f"{folder}: {len(data) / 2**20:.1f} MiB in {len(parts)} part(s). On the other machine:\n\n"
+        f"  cat {NAME}* > whole.tar.xz && python3 -m tarfile -e whole.tar.xz kit\n"
+        "  cd kit/tree && PYTHONPATH=../site:. python3 benchmarks/gpu_kit.py --out ../results"
+    )
+    return 0
+
+
+# --------
+
 
 Limit = tuple[float | None, float | None]
 
@@ -94,8 +152,6 @@ def main() -> int:
     options = parser.parse_args()
     device = "cpu" if options.quick else options.device
     if options.pack is not None:
-        from benchmarks._gpu_pack import pack
-
         return pack(options.pack)
     if options.item is not None:
         return run_item(options.item, device, options.out)
@@ -175,7 +231,7 @@ def outside(item: Item, told: dict[str, Any]) -> Iterator[str]:
 
 def run_item(name: str, device: str, out: Path) -> int:
     """In the child: write each figure as soon as it is known, and the error at the end if there is one."""
-    from benchmarks._gpu_place import Place
+    from benchmarks._gpu_items import Place
 
     module = importlib.import_module(f"benchmarks.{ITEMS[name].module}")
     function: Callable[..., Iterator[dict[str, Any]]] = getattr(module, ITEMS[name].function)

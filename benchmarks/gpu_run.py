@@ -35,8 +35,7 @@ from typing import Any
 import orjson
 import yaml
 
-from benchmarks._processes import ROOT
-from benchmarks._report import report
+from benchmarks._bench import ROOT, report
 from recipes.quickstart.model import build
 from services.common.telemetry.logs import LogEvent
 

@@ -34,9 +34,8 @@ import orjson
 import structlog
 import xxhash
 
+from benchmarks._bench import free_port, kill, orchestrator, report_facts, tree_cpu_s
 from benchmarks._journal_million import write_million
-from benchmarks._processes import free_port, kill, orchestrator, tree_cpu_s
-from benchmarks._report import report_facts
 from services.common.errors import RollmillError
 from services.common.records import Segment, StopReason, TokenSequence, Trajectory
 from services.orchestrator.journal import entries

@@ -28,8 +28,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks._needs import why_no_rows, why_not
-from benchmarks._report import report, report_nothing
+from benchmarks._bench import report, report_nothing, why_no_rows, why_not
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

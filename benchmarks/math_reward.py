@@ -31,9 +31,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks._bench import median_and_spread, report, report_nothing, why_no_rows
 from benchmarks._math_cases import ROWS, Case, completions, traps
-from benchmarks._needs import why_no_rows
-from benchmarks._report import median_and_spread, report, report_nothing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

@@ -37,7 +37,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks._report import report_facts
+from benchmarks._bench import report_facts
 from services.common.errors import ConfigError, ModelMismatchError
 from services.trainer.micro_batches import MicroTensors, forward
 from services.trainer.model.policy_model import PolicyModel, load_policy_model

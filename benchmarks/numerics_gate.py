@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks._bench import report_facts
 from benchmarks._numerics_hooks import FAULT
-from benchmarks._report import report_facts
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 400.0

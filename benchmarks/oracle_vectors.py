@@ -15,10 +15,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks._oracle_advantages import ADAPTERS as ADVANTAGES
-from benchmarks._oracle_losses import ADAPTERS as LOSSES
+from benchmarks._bench import EVERYTHING, report_facts
+from benchmarks._oracle_vectors import ADVANTAGE_ADAPTERS as ADVANTAGES
+from benchmarks._oracle_vectors import LOSS_ADAPTERS as LOSSES
 from benchmarks._oracle_vectors import Adapter, Verdict, algorithms, cases, folder, judge
-from benchmarks._report import EVERYTHING, report_facts
 
 NAME = "oracle_vectors"
 ADAPTERS: dict[str, Adapter] = {**LOSSES, **ADVANTAGES}

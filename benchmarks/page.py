@@ -32,8 +32,8 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
+from benchmarks._bench import report_facts, report_nothing
 from benchmarks._page_run import GROUP_SIZE, write_run
-from benchmarks._report import report_facts, report_nothing
 from services.common.system.machine import free_ports
 from tests.chromium import Page, browser
 from tests.needs import installed

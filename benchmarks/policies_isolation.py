@@ -24,11 +24,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks._cores import pin
+from benchmarks._bench import ROOT, free_port, median_and_spread, orchestrator, pin, report, spawn
+from benchmarks._bench import kill as kill_all
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
-from benchmarks._processes import ROOT, free_port, orchestrator, spawn
-from benchmarks._processes import kill as kill_all
-from benchmarks._report import median_and_spread, report
 from services.common.config.loading import save_resolved, validate
 
 STEP_S = {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from benchmarks._report import report_facts
+from benchmarks._bench import report_facts
 from services.cli.check.memory import GIB, ModelShape, trainer_rank_parts
 from services.common.config.loading import load_recipe
 from services.common.config.training import PolicyConfig

@@ -39,9 +39,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._needs import why_not
+from benchmarks._bench import report_facts, why_not
 from benchmarks._peers import ScriptedTrainer
-from benchmarks._report import report_facts
 from benchmarks._stall_worlds import Shape, Step, World
 from services.cli.watch import OrchestratorLiveness
 from services.common.errors import RollmillError

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._report import report
+from benchmarks._bench import report
 from services.common.config.loading import load_recipe
 from services.common.config.training import OptimizerConfig
 from services.trainer.model.optimizer import PolicyOptimizer

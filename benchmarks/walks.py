@@ -40,7 +40,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks._report import report_facts
+from benchmarks._bench import report_facts
 from benchmarks._walk_hooks import FOLDER, PAUSE, PAUSE_S
 from benchmarks._walk_hooks import ROOT as ROOT_VARIABLE
 

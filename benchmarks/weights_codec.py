@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import zstandard
 
-from benchmarks._report import median_and_spread, report
+from benchmarks._bench import median_and_spread, report
 from services.common.system.machine import keep_freed_memory
 from services.common.text.chat import named_weights
 from services.common.weights.codec import decode_tensor, encode_tensor

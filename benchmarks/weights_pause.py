@@ -40,8 +40,7 @@ import numpy as np
 import structlog
 import torch
 
-from benchmarks._cores import split
-from benchmarks._report import median_and_spread, report
+from benchmarks._bench import median_and_spread, report, split
 from benchmarks._weight_versions import POLICY, RUN, VersionMaker
 from benchmarks._workload import MODELS
 from services.common.config.training import WeightsConfig

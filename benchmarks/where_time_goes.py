@@ -26,8 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._process_tree import Sampler
-from benchmarks._report import report_facts
+from benchmarks._bench import Sampler, report_facts
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
 

@@ -42,9 +42,8 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks._bench import ROOT, free_port, report_facts
 from benchmarks._hostile_actions import actions, bodies
-from benchmarks._processes import ROOT, free_port
-from benchmarks._report import report_facts
 from services.common.telemetry.accounts import Component
 from services.common.telemetry.logs import LogEvent
 

@@ -1,4 +1,4 @@
-"""The two-node recipe on two machines (``_machines``), started by hand: node 0 prints commands, node 1 executes these.
+"""The two-node recipe on two machines (``tests/two_machines.py``), started by hand: node 0 prints commands, node 1 executes these.
 
 Inference a runs on node 1, all other processes on node 0.
 """

@@ -10,8 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks._chaos_faults import flip  # type: ignore[import-not-found]
-from benchmarks._chaos_schedule import MEASURED, Kind, schedule  # type: ignore[import-not-found]
+from benchmarks.chaos import (  # type: ignore[import-not-found]
+    MEASURED,
+    Kind,
+    flip,  # type: ignore[import-not-found]
+    schedule,
+)
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import _gpu_pack, gpu_kit
+from benchmarks import gpu_kit
+from benchmarks import gpu_kit as _gpu_pack
 
 
 def test_figures_outside_their_limits_and_missing_ones_are_named() -> None:

@@ -14,7 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import _process_tree, _race_arms, _race_curves, _race_programs, _race_report, race, where_time_goes
+from benchmarks import _bench, _race_programs, race, where_time_goes
+from benchmarks import race as _race_arms
+from benchmarks import race as _race_curves
+from benchmarks import race as _race_report
 from services.common.records import RolloutPhase, RolloutTiming
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.journal import Journal
@@ -56,7 +59,7 @@ def test_rollouts_are_chunked_in_the_order_of_their_ends_and_the_rest_is_left_ou
 
 
 def test_seconds_of_grandchildren_and_of_the_dead_count_for_their_component() -> None:
-    times = _process_tree.ProcessTimes
+    times = _bench.ProcessTimes
     tree = {
         1: times(0, 1.0, 0.0),
         2: times(1, 2.0, 0.0),
@@ -64,14 +67,14 @@ def test_seconds_of_grandchildren_and_of_the_dead_count_for_their_component() ->
         4: times(3, 16.0, 32.0),
         9: times(0, 64.0, 64.0),
     }
-    found = _process_tree.by_component(tree, 1, {3: "envgateway"})
+    found = _bench.by_component(tree, 1, {3: "envgateway"})
     assert found["envgateway"] == 4.0
     assert found["envgateway/children"] == 8.0 + 16.0 + 32.0
     assert sum(found.values()) == 63.0  # another tree's are not counted
 
 
 def test_a_process_that_left_with_its_seconds_still_counts() -> None:
-    curve = _process_tree.CpuCurve()
+    curve = _bench.CpuCurve()
     curve.add(0.0, {"a": 1.0, "a/children": 5.0})
     curve.add(2.0, {"a": 3.0})
     assert curve.total_at(2.0) == 8.0
@@ -79,7 +82,7 @@ def test_a_process_that_left_with_its_seconds_still_counts() -> None:
 
 
 def test_the_seconds_of_a_component_that_was_waited_for_count_once() -> None:
-    curve = _process_tree.CpuCurve()
+    curve = _bench.CpuCurve()
     curve.add(0.0, {"launcher": 1.0, "launcher/children": 2.0, "envgateway": 4.0, "envgateway/children": 8.0})
     curve.add(1.0, {"launcher": 1.0, "launcher/children": 14.0})
     assert curve.components[-1] == {
@@ -98,7 +101,7 @@ def test_the_seconds_of_a_child_that_computes_are_seen() -> None:
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # fmt: skip
         assert process.stdout is not None and process.stdin is not None
         process.stdout.read(1)
-        found = _process_tree.by_component(_process_tree.all_processes(), process.pid, {})
+        found = _bench.by_component(_bench.all_processes(), process.pid, {})
         process.stdin.close()
     assert found["launcher/children"] >= 0.25
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _cores, _needs, _report, _run_all, stalls
+from benchmarks import _bench, _run_all, stalls
 from tests.needs import NEEDS
 from tests.waiting import PROCESS_S
 
@@ -34,7 +34,7 @@ def told_by(code: str) -> dict[str, object]:
 
 
 def test_a_result_says_how_many_cores_and_what_load_there_were() -> None:
-    said = told_by("from benchmarks._report import report\nreport('it', 2.0, 1.0, 2.0, 0.123456, workers=[1.23456])")
+    said = told_by("from benchmarks._bench import report\nreport('it', 2.0, 1.0, 2.0, 0.123456, workers=[1.23456])")
     assert said.pop("load") >= 0  # type: ignore[operator]
     assert 0 < said.pop("cores") <= 1  # type: ignore[operator]
     assert said == {
@@ -43,15 +43,15 @@ def test_a_result_says_how_many_cores_and_what_load_there_were() -> None:
 
 
 def test_what_was_not_measured_has_no_figures_and_a_reason() -> None:
-    said = told_by("from benchmarks._report import report_nothing\nreport_nothing('it', 'no rows')")
-    assert said["left_out"] == {_report.EVERYTHING: "no rows"}
+    said = told_by("from benchmarks._bench import report_nothing\nreport_nothing('it', 'no rows')")
+    assert said["left_out"] == {_bench.EVERYTHING: "no rows"}
     assert [said[key] for key in ("ours", "theirs", "ratio", "spread")] == [None] * 4
     assert said.keys() >= {"cores", "load"}
 
 
 def test_a_script_that_wants_more_cores_than_there_are_takes_these() -> None:
     said = told_by(
-        "from benchmarks._cores import pin\nfrom benchmarks._report import report_facts\nreport_facts('it', cores=pin(64))"
+        "from benchmarks._bench import pin\nfrom benchmarks._bench import report_facts\nreport_facts('it', cores=pin(64))"
     )
     assert 0 < said["cores"] <= 1  # type: ignore[operator]
 
@@ -71,7 +71,7 @@ def test_the_parts_of_a_benchmark_get_cores_that_exist(
     mine: set[int], num_parts: int, at_most: int, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: mine)
-    assert _cores.split(num_parts, at_most) == expected
+    assert _bench.split(num_parts, at_most) == expected
 
 
 @pytest.mark.parametrize("path", _run_all.scripts(), ids=lambda path: path.stem)
@@ -81,7 +81,7 @@ def test_every_script_ends_through_the_shared_report(path: Path) -> None:
     imported = {
         name.asname or name.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "benchmarks._report"
+        if isinstance(node, ast.ImportFrom) and node.module == "benchmarks._bench"
         for name in node.names
     }
     calls = {
@@ -92,7 +92,7 @@ def test_every_script_ends_through_the_shared_report(path: Path) -> None:
         name = waiting.pop()
         reached.add(name)
         waiting |= calls.get(name, set()) - reached
-    assert "main" in calls and REPORTS & imported & reached, "main must end with a report of benchmarks/_report.py"
+    assert "main" in calls and REPORTS & imported & reached, "main must end with a report of benchmarks/_bench.py"
 
 
 def _names(function: ast.AST) -> set[str]:
@@ -101,22 +101,22 @@ def _names(function: ast.AST) -> set[str]:
 
 def test_rows_that_are_not_there_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
-    assert _needs.why_no_rows(tmp_path, ["a.jsonl"]) is None
-    assert _needs.why_no_rows(None, ["a.jsonl"]) == "no rows: name their folder with --data or ROLLMILL_DATA_ROOT"
-    assert "has no b.jsonl" in str(_needs.why_no_rows(tmp_path, ["a.jsonl", "b.jsonl"]))
+    assert _bench.why_no_rows(tmp_path, ["a.jsonl"]) is None
+    assert _bench.why_no_rows(None, ["a.jsonl"]) == "no rows: name their folder with --data or ROLLMILL_DATA_ROOT"
+    assert "has no b.jsonl" in str(_bench.why_no_rows(tmp_path, ["a.jsonl", "b.jsonl"]))
 
 
 def test_memory_that_is_not_there_is_told_beforehand(tmp_path: Path) -> None:
-    assert _needs.why_no_room(1, tmp_path) is None and _needs.why_no_memory(1) is None
-    assert "needed" in str(_needs.why_no_room(1 << 60, tmp_path))
-    assert "needed" in str(_needs.why_no_memory(1 << 60))
+    assert _bench.why_no_room(1, tmp_path) is None and _bench.why_no_memory(1) is None
+    assert "needed" in str(_bench.why_no_room(1 << 60, tmp_path))
+    assert "needed" in str(_bench.why_no_memory(1 << 60))
 
 
 def test_a_need_of_tests_that_is_not_met_is_told_with_what_adds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/none")
     monkeypatch.setattr(sys, "executable", "/none/python")
-    assert _needs.why_not("redis-server") == f"there is no redis-server ({NEEDS['redis-server'].add})"
-    assert _needs.why_not("Linux") is None
+    assert _bench.why_not("redis-server") == f"there is no redis-server ({NEEDS['redis-server'].add})"
+    assert _bench.why_not("Linux") is None
 
 
 def test_worlds_that_need_what_is_not_there_are_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_a_quick_look_at_stalls_injects_one_into_each_of_its_worlds() -> None:
     assert all(len(injections) == 1 for _, injections in chosen)
 
 
-WELL = f"{PATHS}from benchmarks._report import report_facts\nreport_facts(sys.argv[1])\n"
+WELL = f"{PATHS}from benchmarks._bench import report_facts\nreport_facts(sys.argv[1])\n"
 BAD = {
     "crashes": ("raise SystemExit(3)", "exit code 3"),
     "other_name": (WELL.replace("sys.argv[1]", "'well'"), "not the result of other_name"),

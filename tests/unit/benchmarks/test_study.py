@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import _study_cells, _study_report, _virtual_player, _virtual_ring, _virtual_training, study
+from benchmarks import _virtual_player, _virtual_ring, study
+from benchmarks import study as _study_cells
+from benchmarks import study as _study_report
 from services.common.records import Sampling, StopReason, Task, TokenSequence
 from services.inference.workflows.base import Outcome, WorkflowContext
 
@@ -52,7 +54,7 @@ def cell(part: str = "losses", arm: str = "ppo_clip", staleness: int = 2, seed: 
 @pytest.mark.slow
 def test_every_trained_token_is_exactly_as_old_as_the_cell_says(world_of: Callable[[Any], Any]) -> None:
     """But for the first steps, before which there are no such old versions: step k trains what version 0 sampled."""
-    curve = _virtual_training.train_at_staleness(world_of(cell(staleness=2)), 2, seed=0)
+    curve = _virtual_ring.train_at_staleness(world_of(cell(staleness=2)), 2, seed=0)
     assert curve.ages == ((0, 0), (1, 1), (2, 2), (2, 2))
     assert len(curve.sampled) == STUDY.steps + 1
 
@@ -60,7 +62,7 @@ def test_every_trained_token_is_exactly_as_old_as_the_cell_says(world_of: Callab
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_curve_and_another_seed_another_one(world_of: Callable[[Any], Any]) -> None:
     world = world_of(cell(staleness=0))
-    runs = [_virtual_training.train_at_staleness(world, 0, seed) for seed in (0, 0, 1)]
+    runs = [_virtual_ring.train_at_staleness(world, 0, seed) for seed in (0, 0, 1)]
     losses = [[(step.loss, step.grad_norm, step.entropy) for step in run.steps] for run in runs]
     assert losses[0] == losses[1] and losses[0] != losses[2]
     assert runs[0].sampled == runs[1].sampled

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks._oracle_run import Tokens, run_loss  # type: ignore[import-not-found]
-from benchmarks._oracle_vectors import Case  # type: ignore[import-not-found]
+from benchmarks._oracle_vectors import (  # type: ignore[import-not-found]
+    Case,  # type: ignore[import-not-found]
+    Tokens,
+    run_loss,
+)
 from services.trainer.losses import kl_per_token
 from tests.unit.trainer import reference_losses as reference
 from tests.unit.trainer.building import algorithm
