@@ -42,8 +42,7 @@ def split(num_parts: int, at_most: int) -> list[list[int]]:
     return [cores[begin : begin + each] for begin in (min(part * each, len(cores) - each) for part in range(num_parts))]
 
 
-# --------
-# Requirements of a benchmark beyond Python: each function returns None, or the missing part with the remedy.
+# --- Requirements of a benchmark beyond Python: each function returns None, or the missing part with the remedy.
 
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -82,8 +81,7 @@ def _mib(size_bytes: int) -> str:
     return f"{size_bytes >> 20:,} MiB"
 
 
-# --------
-# Processes of the project beside a benchmark. Shared by the scripts of this folder.
+# --- Processes of the project beside a benchmark.
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,8 +130,7 @@ def thread_cpu_s(pid: int) -> float:
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
-# --------
-# The last line of every benchmark: one JSON object with name, ours, theirs, ratio, spread and facts about the
+# --- The last line of every benchmark: one JSON object with name, ours, theirs, ratio, spread and facts about the
 # machine.
 
 
@@ -181,8 +178,7 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-# --------
-# A gateway process beside a benchmark. Shared by the scripts of this folder.
+# --- A gateway process beside a benchmark.
 
 
 _START_S = 60.0
@@ -216,8 +212,7 @@ async def gateway(settings: Mapping[str, Any]) -> AsyncIterator[tuple[str, int]]
         await reading
 
 
-# --------
-# Processor seconds of a process and its descendants, from /proc, by component of a run.
+# --- Processor seconds of a process and its descendants, from /proc, by component of a run.
 
 
 LAUNCHER = "launcher"

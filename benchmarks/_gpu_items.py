@@ -56,8 +56,7 @@ from services.trainer.ranks import Ranks, init_ranks, leave_ranks
 from services.trainer.step import TrainStep
 from tests.documented import files
 
-# --------
-# The device that ``gpu_kit.py`` measures, its models, and the time of its kernels.
+# --- The device that ``gpu_kit.py`` measures, its models, and the time of its kernels.
 
 
 Figures = Iterator[dict[str, Any]]
@@ -153,8 +152,7 @@ def release(place: Place) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-# --------
-# Two versions of an 8B model from the trainer's masters to an engine's stage, by one true layer. Part of
+# --- Two versions of an 8B model from the trainer's masters to an engine's stage, by one true layer. Part of
 # ``gpu_kit.py``.
 
 
@@ -618,8 +616,7 @@ def shared_run(place: Place) -> Figures:
         yield asdict(gpu_run.play(Path(made), "shared", place.device, place.size(4, 3), size))
 
 
-# --------
-# The engine, the vocabulary head and packed attention on a GPU. Part of ``gpu_kit.py``, like ``_gpu_items.py``.
+# --- The engine, the vocabulary head and packed attention on a GPU. Part of ``gpu_kit.py``, like ``_gpu_items.py``.
 
 
 def engine(place: Place) -> Figures:

@@ -147,8 +147,7 @@ def _difference(case: Case, name: str, ours: Values) -> float:
     return max(differences, default=0.0) if all(map(math.isfinite, differences)) else math.inf
 
 
-# --------
-# Runs a policy loss of the trainer on the tokens of an oracle's case, as a training step does on a minibatch.
+# --- Runs a policy loss of the trainer on the tokens of an oracle's case, as a training step does on a minibatch.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +257,7 @@ def _micro_batch(tokens: Tokens, own: torch.Tensor, config: AlgorithmConfig) -> 
     )
 
 
-# --------
-# Adapters of the oracle files that are losses: from the oracle's settings to a section ``algorithm``, and back to its
+# --- Adapters of the oracle files that are losses: from the oracle's settings to a section ``algorithm``, and back to its
 # outputs.
 
 
@@ -547,8 +545,7 @@ LOSS_ADAPTERS: dict[str, Adapter] = {
 }
 
 
-# --------
-# Adapters of the oracle files that are advantages, returns, values and a teacher's say.
+# --- Adapters of the oracle files that are advantages, returns, values and a teacher's say.
 
 
 VERL_EPS = 1e-8  # verl has it under the root, added to the variance

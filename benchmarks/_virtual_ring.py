@@ -47,8 +47,7 @@ from services.trainer.app import build_step
 from services.trainer.metrics import StepMetrics
 from services.trainer.ranks import Ranks
 
-# --------
-# Training in one process at a controlled staleness: the real player, groups, batch assembly and trainer step.
+# --- Training in one process at a controlled staleness: the real player, groups, batch assembly and trainer step.
 
 
 NUM_HELD_OUT = 256  # problems of an evaluation, the same for every run

@@ -56,8 +56,7 @@ from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import Row, segment_path
 
-# --------
-# The seeded schedule of ``chaos.py``: which fault comes next, at which process, and for how long. Pure.
+# --- The seeded schedule of ``chaos.py``: which fault comes next, at which process, and for how long. Pure.
 
 
 class Kind(enum.StrEnum):
@@ -111,8 +110,7 @@ def schedule(
             yield Fault(kind, rng.random(), rng.uniform(*pauses_s))
 
 
-# --------
-# A small real run for ``chaos.py``, with handles for its faults: every service as a process of its own, started,
+# --- A small real run for ``chaos.py``, with handles for its faults: every service as a process of its own, started,
 # watched and started again by the launcher's own code.
 
 
@@ -345,8 +343,7 @@ class World:
                 yield from map(int, (task / "children").read_text().split())
 
 
-# --------
-# The faults of ``chaos.py``: each method injects one kind into a ``World`` and measures the time to recovery.
+# --- The faults of ``chaos.py``: each method injects one kind into a ``World`` and measures the time to recovery.
 
 
 T = TypeVar("T")

@@ -38,8 +38,7 @@ from services.common.system.machine import free_ports
 from services.common.telemetry.accounts import TimeAccount
 from services.inference.gateway import GatewayClient
 
-# --------
-# A server that can be killed, and a proxy whose sockets can. Shared by the parts of ``dead_sockets.py``.
+# --- A server that can be killed, and a proxy whose sockets can. Shared by the parts of ``dead_sockets.py``.
 
 
 START_S = 60.0
@@ -104,8 +103,7 @@ def _set(mode: Path, word: str) -> None:
     mode.write_text(word)
 
 
-# --------
-# Rollouts that go on while sockets die, and what is counted of them. Shared by the parts of ``dead_sockets.py``.
+# --- Rollouts that go on while sockets die, and what is counted of them. Shared by the parts of ``dead_sockets.py``.
 
 
 # As a replica does: played again after these. Anything else would be a failure without a retry, and ends the benchmark.
@@ -161,8 +159,7 @@ async def soak(
     return counted
 
 
-# --------
-# The part of ``dead_sockets.py`` about MCP: a process per episode, a server of the package behind a proxy, a true
+# --- The part of ``dead_sockets.py`` about MCP: a process per episode, a server of the package behind a proxy, a true
 # gateway.
 
 
@@ -246,8 +243,7 @@ def _servers_of(gateway_pid: int) -> list[int]:
     return found
 
 
-# --------
-# The part of ``dead_sockets.py`` about OpenEnv: a true server behind a proxy, a true gateway, and a player that
+# --- The part of ``dead_sockets.py`` about OpenEnv: a true server behind a proxy, a true gateway, and a player that
 # halves.
 
 

@@ -44,8 +44,7 @@ from typing import Any
 
 from benchmarks._bench import report_facts
 
-# --------
-# Packs what ``gpu_kit.py`` needs on a machine with Python 3.12, torch, CUDA, and no package index. Part of
+# --- Packs what ``gpu_kit.py`` needs on a machine with Python 3.12, torch, CUDA, and no package index. Part of
 # ``gpu_kit.py``.
 
 

@@ -46,8 +46,7 @@ from tests.integration.envgateway.cases.containment import CASES
 from tests.integration.envgateway.cases.model import CONFIG, HONEST, Bad, World, open_world
 from tests.integration.envgateway.sandbox_state import assert_clean, processes_of_slots, slot_dirs
 
-# --------
-# For ``judge_hostile``: the effect of one program on the others' time, and the tiers available to this user.
+# --- For ``judge_hostile``: the effect of one program on the others' time, and the tiers available to this user.
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -53,8 +53,7 @@ from tests.integration.envgateway.queue.processes import ROOT
 from tests.integration.envgateway.queue.redis_server import RedisServer
 from tests.ports import free_port
 
-# --------
-# Judges that speak Code Judge's HTTP schema, each with four workers: ours over Redis, ours embedded, the public one,
+# --- Judges that speak Code Judge's HTTP schema, each with four workers: ours over Redis, ours embedded, the public one,
 # or one of our own that starts an interpreter per job.
 
 

@@ -52,8 +52,7 @@ from services.common.config.loading import save_resolved, validate
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
 
-# --------
-# The other arm of the orchestrator benchmark: a hub that is polled over HTTP and moves pickled arrays.
+# --- The other arm of the orchestrator benchmark: a hub that is polled over HTTP and moves pickled arrays.
 
 
 POLL_S = 0.1  # between two requests without a task or batch in the answer

@@ -62,8 +62,7 @@ from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
 from services.trainer.warm_start import make_starting_checkpoint
 
-# --------
-# The result of a side of the race: chunks of sampled rollouts over time, and the time of the goal. Pure.
+# --- The result of a side of the race: chunks of sampled rollouts over time, and the time of the goal. Pure.
 
 
 WINDOW = 1280  # rollouts, at least, whose mean is compared with the goal
@@ -110,8 +109,7 @@ def chunked(ended: Sequence[tuple[float, float, float]], size: int) -> list[Chun
     ]
 
 
-# --------
-# The sides of the race and how one run of each is made: settings, command, and the resulting chunks.
+# --- The sides of the race and how one run of each is made: settings, command, and the resulting chunks.
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -385,8 +383,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-# --------
-# Ratios, table and picture of the race, from the rows of its result file. Pure but for writing the picture.
+# --- Ratios, table and picture of the race, from the rows of its result file. Pure but for writing the picture.
 
 
 Row = Mapping[str, Any]

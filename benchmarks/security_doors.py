@@ -63,8 +63,7 @@ from services.common.security.keys import CA, CERTIFICATE, KEY, Peer, Role
 from services.common.telemetry.logs import LogEvent
 from services.common.transfer.bulk import TICKET_BYTES, BulkRequest, Kind, Operation, decode_answer, speak_to
 
-# --------
-# Attempts to get in, one per (door, visitor), and whether the door held. Knows the forms of a refusal, but no
+# --- Attempts to get in, one per (door, visitor), and whether the door held. Knows the forms of a refusal, but no
 # service.
 
 
@@ -183,8 +182,7 @@ def _few(lines: Sequence[str], most: int) -> Iterable[str]:
     return list(lines[:most])
 
 
-# --------
-# The visitors that try the doors: callers to refuse, and the right roles, with tokens or with certificates.
+# --- The visitors that try the doors: callers to refuse, and the right roles, with tokens or with certificates.
 
 
 _DAY_S = 86_400.0
@@ -280,8 +278,7 @@ class Visitors:
         return token, certificates.issue(authority, self._keys.run, role, [], begun, 1 / 24)
 
 
-# --------
-# Requests that a page in a browser can cause, or that can be read in two ways, as bytes; and the callers to refuse.
+# --- Requests that a page in a browser can cause, or that can be read in two ways, as bytes; and the callers to refuse.
 
 
 PAGE_REFUSALS = (400, 403, 405, 415, 421)

@@ -38,8 +38,7 @@ import yaml
 from benchmarks._bench import ROOT, report, spawn
 from recipes.quickstart.model import build
 
-# --------
-# A memory limit over a tree of processes, and the peak of what they hold. Shared by the scripts of this folder.
+# --- A memory limit over a tree of processes, and the peak of what they hold.
 
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")

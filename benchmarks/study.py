@@ -40,8 +40,7 @@ from services.common.config.recipe import Recipe
 from services.trainer.metrics import StepMetrics
 from services.trainer.warm_start import make_starting_checkpoint
 
-# --------
-# The cells of the study: their settings, and the file of their results.
+# --- The cells of the study: their settings, and the file of their results.
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -254,8 +253,7 @@ def _mean(values: Seq[float | None]) -> float | None:
     return round(sum(known) / len(known), 5) if known else None
 
 
-# --------
-# The tables and pictures of the study, from the rows of its result file. Pure but for writing the files.
+# --- The tables and pictures of the study, from the rows of its result file. Pure but for writing the files.
 
 
 Row = dict[str, Any]
