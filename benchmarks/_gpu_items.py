@@ -255,7 +255,7 @@ def _masters(count: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.resize(block, count))
 
 
-# --------
+# --- The benchmark itself.
 
 
 # -- 1, 2: the machine, and the tests ------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def _ages(batch: RankBatch) -> tuple[int, int]:
     return batch.training_step - 1 - max(versions), batch.training_step - 1 - min(versions)
 
 
-# --------
+# --- The benchmark itself.
 
 
 LONG = "times"  # the operator whose tool calls take long

@@ -544,7 +544,7 @@ def _dispensable(journal: Path, oldest_checkpoint: int) -> list[Row]:
     return rows
 
 
-# --------
+# --- The benchmark itself.
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

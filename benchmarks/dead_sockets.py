@@ -310,7 +310,7 @@ async def _openenv_client(port: int) -> AsyncIterator[GatewayClient]:
             await client.stop()
 
 
-# --------
+# --- The benchmark itself.
 
 
 PARTS = {"openenv": (openenv_missing, soak_openenv), "mcp": (mcp_missing, soak_mcp)}

@@ -94,7 +94,7 @@ def pack(folder: Path) -> int:
     return 0
 
 
-# --------
+# --- The benchmark itself.
 
 
 Limit = tuple[float | None, float | None]

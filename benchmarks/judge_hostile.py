@@ -98,7 +98,7 @@ async def _median_ms(pool: SandboxPool) -> float:
     return round(statistics.median(times), 2)
 
 
-# --------
+# --- The benchmark itself.
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

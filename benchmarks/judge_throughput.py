@@ -167,7 +167,7 @@ async def interpreter_per_job() -> Arm:
     return await arm.wait_until_ready()
 
 
-# --------
+# --- The benchmark itself.
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -189,7 +189,7 @@ class Trainer:
         self._client.post("/version", str(version).encode())
 
 
-# --------
+# --- The benchmark itself.
 
 
 NUM_TOKENS = 1000

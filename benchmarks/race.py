@@ -515,7 +515,7 @@ def _range(rows: Sequence[Row], what: str) -> str:
     return told if len(values) == 1 else f"{told} ({values[0]:.1f} to {values[-1]:.1f})"
 
 
-# --------
+# --- The benchmark itself.
 
 
 CAP_S, QUICK_CAP_S = 300.0, 150.0

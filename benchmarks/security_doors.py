@@ -369,7 +369,7 @@ async def send(address: str, request: Request, context: ssl.SSLContext | None, t
     return status in PAGE_REFUSALS, f"status {status}"
 
 
-# --------
+# --- The benchmark itself.
 
 
 QUICK, FULL = 1_500, 100_000

@@ -174,7 +174,7 @@ def _end(process: subprocess.Popen[bytes], group: Path | None) -> None:
             group.rmdir()
 
 
-# --------
+# --- The benchmark itself.
 
 
 BATCH, STEPS, SLOTS, CONTEXT = 32, 6, 64, 512

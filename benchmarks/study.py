@@ -472,7 +472,7 @@ def put_into(document: Path, name: str, table: str) -> None:
     document.write_text(f"{before}{begin}\n{table}\n\n{end}{after}")
 
 
-# --------
+# --- The benchmark itself.
 
 
 PARTS = ("losses", "late")
