@@ -12,7 +12,6 @@
     │       ├── UnauthenticatedError      UNAUTHENTICATED: the caller or the server is unknown
     │       └── PermissionDeniedError     PERMISSION_DENIED: known, but not allowed to do this
     ├── NotFoundError             EPISODE_NOT_FOUND, UNKNOWN_ENVIRONMENT, ... see ``reason``
-    │   ├── UnknownTaskGroupError     UNKNOWN_TASK_GROUP
     │   ├── EpisodeNotFoundError      EPISODE_NOT_FOUND
     │   └── UnknownEnvironmentError   UNKNOWN_ENVIRONMENT
     ├── StateError                right request, wrong moment: follow the message
@@ -112,10 +111,6 @@ class PermissionDeniedError(AccessError):
 
 class NotFoundError(RollmillError):
     reason = "NOT_FOUND"
-
-
-class UnknownTaskGroupError(NotFoundError):
-    reason = "UNKNOWN_TASK_GROUP"
 
 
 class EpisodeNotFoundError(NotFoundError):

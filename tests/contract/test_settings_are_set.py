@@ -30,6 +30,7 @@ PLACES = (
 # Section.key -> why it is a setting although nothing in the repository sets it to another value.
 MOST = 318
 KEPT = {
+    "DatasetConfig.shuffle": "rows that are a curriculum in their own order",
     "AlgorithmConfig.kl_estimator": "systems differ in it (docs/conventions.md)",
     "AlgorithmConfig.kl_clamp": "verl and AReaL clamp at 10",
     "InferenceConfig.policies": "several policies on services of their own; the tests name it below a service's name",

@@ -20,7 +20,7 @@ WORD = re.compile(r"[A-Za-z_]\w*")
 NAME_OR_PATH = re.compile(r"[\w.:/-]+")
 
 CALLED_BY_LIBRARIES = {
-    "add_registered_method_handlers",  # grpc
+    "add_registered_method_handlers", "intercept_service",  # grpc
     "connection_lost", "connection_made", "data_received",  # asyncio
     "emit",  # logging
     "ignore_aliases",  # PyYAML

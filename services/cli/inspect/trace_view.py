@@ -280,6 +280,6 @@ def show_group(
         page = Console(record=True, width=PICTURE, file=io.StringIO())
         show(facts, page, with_slots=phases)
         svg = page.export_svg(title=f"rollmill trace {task_group_id}")
-        output.write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))  # which other hosts would serve
+        output.write_text(re.sub(r"@font-face \{[^}]*+\}", "", svg))  # which other hosts would serve
         if not as_json:
             say(console, f"picture: {output}")

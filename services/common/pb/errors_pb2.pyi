@@ -43,8 +43,6 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """Checkpoint, tokenizer or peer belongs to another model."""
     ERROR_REASON_NOT_FOUND: _ErrorReason.ValueType  # 8
     """The thing named does not exist."""
-    ERROR_REASON_UNKNOWN_TASK_GROUP: _ErrorReason.ValueType  # 9
-    """No task group of this id in the run."""
     ERROR_REASON_EPISODE_NOT_FOUND: _ErrorReason.ValueType  # 10
     """The episode was closed, or its lease ran out."""
     ERROR_REASON_UNKNOWN_ENVIRONMENT: _ErrorReason.ValueType  # 11
@@ -105,8 +103,6 @@ ERROR_REASON_MODEL_MISMATCH: ErrorReason.ValueType  # 7
 """Checkpoint, tokenizer or peer belongs to another model."""
 ERROR_REASON_NOT_FOUND: ErrorReason.ValueType  # 8
 """The thing named does not exist."""
-ERROR_REASON_UNKNOWN_TASK_GROUP: ErrorReason.ValueType  # 9
-"""No task group of this id in the run."""
 ERROR_REASON_EPISODE_NOT_FOUND: ErrorReason.ValueType  # 10
 """The episode was closed, or its lease ran out."""
 ERROR_REASON_UNKNOWN_ENVIRONMENT: ErrorReason.ValueType  # 11

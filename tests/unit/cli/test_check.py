@@ -190,20 +190,20 @@ def test_commands_take_the_name_of_a_recipe_in_any_folder(tmp_path: Path, monkey
         ({"problem": "1+1", "answer": "2"}, None, "", "answered by the script of the replay engine"),
         ({"problem": "1+1", "answer": "2"}, "tool_use", "", "answered by the script of the replay engine"),
         ({"problem": "1+1"}, None, "task 1 has no reference for a scripted policy", ""),
-        ({"problem": "1+1"}, "mine:say", "mine.py:2: the script of the replay engine raised KeyError: 'capital'", ""),
-        ({"problem": "1+1", "capital": "Rome"}, "mine:say", "", "'Rome'"),
+        ({"problem": "1+1"}, "saying:say", "saying.py:2: the script of the replay engine raised KeyError: 'capital'", ""),
+        ({"problem": "1+1", "capital": "Rome"}, "saying:say", "", "'Rome'"),
     ],
 )
 def test_the_profile_tiny_calls_the_script_for_a_row(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, row: dict[str, str], script: str | None, refused: str, told: str
 ) -> None:
-    (recipe.parent / "mine.py").write_text(
+    (recipe.parent / "saying.py").write_text(
         "def say(cue):\n    return cue.task.data['capital']\ndef pay(task, text):\n    return 1.0\n"
     )
     monkeypatch.syspath_prepend(recipe.parent)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.delitem(sys.modules, "saying", raising=False)
     (recipe.parent / "tasks.jsonl").write_text(json.dumps(row) + "\n")
-    settings = ["--set", "workflow.settings.reward=mine:pay"]
+    settings = ["--set", "workflow.settings.reward=saying:pay"]
     settings += [] if script is None else ["--set", f"inference.a.forced.script={script}"]
     result = CliRunner().invoke(app, ["check", str(recipe), "--profile", "tiny", *settings], env={"COLUMNS": "400"})
     if refused:

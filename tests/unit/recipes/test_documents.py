@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from services.orchestrator.tasks.rows import KNOWN
 from tests.unit.recipes.golden import FAMILIES, REPOSITORY, recipes
 
 PAGES = sorted([*(REPOSITORY / "recipes").rglob("README.md"), REPOSITORY / "deploy" / "README.md"])
@@ -23,11 +22,3 @@ def test_commands_in_the_documents_name_recipes_that_exist() -> None:
     for page in PAGES:
         for path in re.findall(rf"recipes/(?:{families})/[\w.-]+", page.read_text()):
             assert (REPOSITORY / path).exists(), f"{page}: {path}"
-
-
-def test_the_page_says_how_many_data_sets_of_the_hub_were_never_seen() -> None:
-    unseen = sum(entry.hub is not None and not entry.tried for entry in KNOWN.values())
-    assert (
-        f"None of the {unseen} data sets with a hub id has been fetched"
-        in (REPOSITORY / "recipes/README.md").read_text()
-    )
