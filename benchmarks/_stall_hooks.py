@@ -1,6 +1,6 @@
 """A workflow and a reward that can be told to misbehave, for ``stalls.py``: by files in the directory STALL_SWITCHES.
 
-engine     the engine is paused and never resumed        deadlock   reward functions wait for a lock that is never freed
+engine     the engine stands still                    deadlock   reward functions wait for a lock that is never freed
 constant   every reward is the same                      failing    every reward function raises
 programs   programs sleep, so that they fill the sandbox
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.records import Task
+from services.inference.engine.base import WeightUpdate
 from services.inference.workflows.base import Outcome, WorkflowContext
 from services.inference.workflows.single import SingleTurn, SingleTurnSettings
 
@@ -44,9 +45,9 @@ class Hooked(SingleTurn):
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         engine = context.policy()._policy.engine  # type: ignore[attr-defined]  # no workflow of a user gets at it
         if switched("engine"):
-            await engine.pause()
+            await engine.release()
         else:
-            await engine.resume()
+            await engine.restore(WeightUpdate.full({}, engine.version))
         for _ in range(self._programs_each):
             await context.gateway.execute_code(SLEEPY if switched("programs") else QUICK)
         return await super().run(task, context)

@@ -124,10 +124,10 @@ ITEMS: dict[str, Item] = {
     "version": Item(
         function="version_8b", seconds=100, limits={"publish_to_swap_s": (None, 12), "publish_to_stage_load_s": (None, 12)}
     ),
-    "engine": Item(function="engine", module="_gpu_kernels", seconds=100, limits={"tokens_per_s": (5000, None)}),
-    "head": Item(function="head", module="_gpu_kernels", seconds=60),
+    "engine": Item(function="engine", module="_gpu_items", seconds=100, limits={"tokens_per_s": (5000, None)}),
+    "head": Item(function="head", module="_gpu_items", seconds=60),
     "varlen": Item(
-        function="varlen", module="_gpu_kernels", seconds=60,
+        function="varlen", module="_gpu_items", seconds=60,
         limits={"1x16384.forward_tflops": (350, None), "1x16384.backward_tflops": (280, None)},
     ),
     "fused": Item(function="fused", seconds=120, limits={"liger_gap": (None, 0.03), "compiled_gap": (None, 0.03)}),

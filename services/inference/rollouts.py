@@ -54,6 +54,7 @@ from services.common.records import (
     Trajectory,
     part_for,
 )
+from services.common.system.threads import EndedByCodeError
 from services.common.telemetry.accounts import ORCHESTRATOR, ActivityName, TimeAccount, engine, replica
 from services.common.telemetry.accounts import engine as engine_component
 from services.common.telemetry.logs import LogEvent
@@ -730,12 +731,13 @@ class RolloutPlayer:
             playing = self._groups.get(order.task_group_id, {}).get(index)
             if isinstance(error, asyncio.CancelledError) and playing is not asyncio.current_task():
                 raise  # `cancel` asked for it; one that the user's code raises, as cancel scopes do, is a failure
-            name, text = name_and_text(error)
+            own = error.__cause__ if isinstance(error, EndedByCodeError) and error.__cause__ else error
+            name, text = name_and_text(own)
             try:
                 log.exception(LogEvent.ROLLOUT_CRASHED, task_group=order.task_group_id, index=index)
             except RAISED:  # the traceback asks the error for its name and text
                 log.error(LogEvent.ROLLOUT_CRASHED, task_group=order.task_group_id, index=index, error=name)
-            return self._failure(order.task_group_id, index, name, f"{place_of_error(error)}{text}", clock)
+            return self._failure(order.task_group_id, index, name, f"{place_of_error(own)}{text}", clock)
         return Trajectory(
             task_group_id=order.task_group_id,
             index=index,

@@ -153,6 +153,10 @@ class _Call:
     abandoned: bool = False
 
 
+class EndedByCodeError(RuntimeError):
+    """Code of the user raised ``SystemExit`` or the like, or cancelled itself; the cause is what it raised."""
+
+
 class DaemonThreads:
     """At most ``most`` calls at once, not counting those that were given up on. Threads are started when they are needed
     and do not keep the process alive."""
@@ -206,7 +210,8 @@ class DaemonThreads:
         """Await an async function; run a plain one in a thread, and await what it returns if that can be awaited.
 
         Raises:
-            RuntimeError: the function raised ``SystemExit`` or the like, which would end the process, or cancelled itself.
+            EndedByCodeError: the function raised ``SystemExit`` or the like, which would end the process, or cancelled
+                itself.
         """
         try:
             if _is_async(function):
@@ -221,7 +226,7 @@ class DaemonThreads:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # its caller has given up
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+            raise EndedByCodeError(f"{type(error).__name__}: {error}") from error
 
     def overdue(self, limit_s: float) -> StuckThread | None:
         """The call that has run longest, given up or not, if that is longer than this."""
