@@ -190,7 +190,12 @@ def test_commands_take_the_name_of_a_recipe_in_any_folder(tmp_path: Path, monkey
         ({"problem": "1+1", "answer": "2"}, None, "", "answered by the script of the replay engine"),
         ({"problem": "1+1", "answer": "2"}, "tool_use", "", "answered by the script of the replay engine"),
         ({"problem": "1+1"}, None, "task 1 has no reference for a scripted policy", ""),
-        ({"problem": "1+1"}, "saying:say", "saying.py:2: the script of the replay engine raised KeyError: 'capital'", ""),
+        (
+            {"problem": "1+1"},
+            "saying:say",
+            "saying.py:2: the script of the replay engine raised KeyError: 'capital'",
+            "",
+        ),
         ({"problem": "1+1", "capital": "Rome"}, "saying:say", "", "'Rome'"),
     ],
 )
