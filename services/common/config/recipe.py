@@ -345,7 +345,7 @@ def conflicts(
 ) -> list[str]:
     """Settings that ``run.deterministic`` refuses, each with the setting to write instead.
 
-    Without them one seed gives the same weights, bit for bit (docs/protocol.md): the final weights depend neither on when
+    Without them one seed gives the same weights, bit for bit (docs/chaos.md): the final weights depend neither on when
     rollouts finish, nor on which replica plays them, nor on which processes die meanwhile.
     """
     return [*_of_the_run(policies, workflow, data), *_of_policies(policies), *_of_engines(inference)]
