@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Mapping
 from functools import cache
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from services.common.importing import load_object
@@ -26,6 +30,20 @@ Kind = Literal[
 ]
 
 
+def _packages() -> list[str]:
+    """Where the packages lie: in the folder beside ``services``, also if a folder of the user's is called ``extras``."""
+    spec = PathFinder.find_spec("extras", [str(Path(__file__).parents[2])])
+    if spec is None or spec.loader is None:
+        return []
+    if getattr(sys.modules.get("extras"), "__file__", None) != spec.origin:
+        sys.modules["extras"] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["extras"])
+    return list(spec.submodule_search_locations or [])
+
+
+_PACKAGES = _packages()  # at the start of a process, before modules of the user are imported
+
+
 @cache
 def provided(kind: Kind) -> Mapping[str, str]:
     """Import paths (``package.module:name``) by name; empty where no extra of the kind is installed.
@@ -34,11 +52,7 @@ def provided(kind: Kind) -> Mapping[str, str]:
         ValueError: for a name that two extras provide.
     """
     paths: dict[str, str] = {}
-    try:
-        packages = importlib.import_module("extras").__path__
-    except ModuleNotFoundError:
-        return paths
-    for package in sorted(entry.name for entry in pkgutil.iter_modules(packages, "extras.") if entry.ispkg):
+    for package in sorted(entry.name for entry in pkgutil.iter_modules(_PACKAGES, "extras.") if entry.ispkg):
         for name, path in importlib.import_module(package).PROVIDES.get(kind, {}).items():
             if name in paths:
                 raise ValueError(f"{paths[name]} and {path} both provide {name!r} of {kind}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,14 @@ def test_every_extra_has_a_readme_and_tests() -> None:
     for package in ROOT.glob("*/__init__.py"):
         assert (package.parent / "README.md").is_file(), package.parent
         assert list((package.parent / "tests").glob("test_*.py")), package.parent
+
+
+def test_a_folder_of_the_user_that_is_called_extras_hides_none(tmp_path: Path) -> None:
+    (tmp_path / "extras").mkdir()
+    (tmp_path / "extras" / "__init__.py").write_text("raise SystemExit('the folder of the user was imported')\n")
+    code = "from services.common.extras import load_extra; print(load_extra('commands', 'page').__name__)"
+    paths = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT.parent)!r}]; "
+    done = subprocess.run(
+        [sys.executable, "-c", paths + code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0 and done.stdout.strip() == "page", done.stderr
