@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests import failed_alone
-
 TESTS = Path(__file__).resolve().parents[1]
 # Each test fails until its file is there: ``first`` leaves it when it fails, ``always`` does not.
 MODULE = """
@@ -62,13 +60,3 @@ def test_a_test_that_fails_again_fails_the_command(tmp_path: Path) -> None:
     first, again = both_runs(tmp_path, MODULE.format(first=1, always=1, folder=str(tmp_path)))
     assert (first.returncode, again.returncode) == (1, 1)
     assert "1 failed, 1 passed" in again.stdout and "UNSTEADY" not in again.stdout
-
-
-def test_many_failures_are_not_run_again(tmp_path: Path) -> None:
-    first, again = both_runs(tmp_path, MODULE.format(first=failed_alone.MOST + 1, always=0, folder=str(tmp_path)))
-    assert (first.returncode, again.returncode, again.stdout) == (1, 1, "")
-
-
-def test_a_module_that_cannot_be_imported_fails_the_command(tmp_path: Path) -> None:
-    first, again = both_runs(tmp_path, "import nothing_of_this_name")
-    assert first.returncode != 0 and again.returncode == 1 and "UNSTEADY" not in again.stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import needs, not_exercised
+from tests import needs
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -92,23 +92,6 @@ def test_a_need_that_is_not_in_the_table_stops_the_run(run_tests: Run) -> None:
         needs.required("root, a mooon")
 
 
-def test_runs_that_write_to_a_file_have_one_line_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "log"
-    for names in (("redis-server", "iptables"), ("redis-server",)):
-        with file.open("ab") as log:
-            log.write(
-                not_exercised.record(
-                    [(name, needs.NEEDS[name].add, f"test_{name}[{n}]") for name in names for n in (0, 1)]
-                )
-            )
-    not_exercised.main(file)
-    said = capsys.readouterr().out
-    assert said.startswith(
-        "not exercised: 6 tests: 4 of redis-server (make install-envs, or apt-get install redis-server); "
-    )
-    assert "2 of iptables (apt-get install iptables)." in said and said.endswith("make test-gpu.\n")
-
-
 def test_the_tests_of_unmet_needs_can_be_run_by_their_names(run_tests: Run, tmp_path: Path) -> None:
     log = tmp_path / "log"
     run_tests(MODULE, "-n1", f"--not-exercised-to={log}")
@@ -119,18 +102,6 @@ def test_the_tests_of_unmet_needs_can_be_run_by_their_names(run_tests: Run, tmp_
         "test_it.py::test_marked[0]",
         "test_it.py::test_marked[1]",
     ]
-
-
-def test_that_all_was_exercised_is_said() -> None:
-    assert not_exercised.line({}).startswith("not exercised: nothing")
-
-
-def test_what_ci_is_given_is_required_there_and_everything_by_all() -> None:
-    assert needs.required("ci") >= {"redis-server", "iptables", "alfworld", "C++ compiler"}
-    assert not needs.required("ci") & {"CUDA", "data root", "a user other than root"}
-    assert needs.required("all") == set(needs.NEEDS)
-    assert needs.required("ci, CUDA") == needs.required("ci") | {"CUDA"}
-    assert needs.required("") == frozenset()
 
 
 def test_no_test_is_skipped_in_another_way() -> None:

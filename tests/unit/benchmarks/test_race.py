@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +20,6 @@ from services.orchestrator.journal import entries
 from services.orchestrator.journal.journal import Journal
 from tests.unit.orchestrator.builders import trajectory
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-
-
 Chunk = _race_curves.Chunk
 CELL = _race_arms.Cell("code", "isolated", 1)
 
@@ -42,15 +36,6 @@ def test_a_window_is_the_fewest_last_chunks_with_enough_rollouts(parts: list[tup
         begin = max(i for i in range(len(held)) if sum(c.num for c in held[i:]) >= window)
         expected = sum(c.reward for c in held[begin:]) / sum(c.num for c in held[begin:])
         assert mean == pytest.approx(expected, abs=1e-6)
-
-
-def test_rewards_before_a_whole_window_are_no_hit() -> None:
-    assert _race_curves.hit([chunk(1, 1279, 1279.0)]) is None
-    assert _race_curves.hit([chunk(1, 1280, 1152.0)]) is not None
-
-
-def test_a_curve_that_stays_below_the_goal_has_no_hit() -> None:
-    assert _race_curves.hit([chunk(i, 64, 57.0) for i in range(100)]) is None  # .89
 
 
 def test_rollouts_are_chunked_in_the_order_of_their_ends_and_the_rest_is_left_out() -> None:
@@ -73,14 +58,6 @@ def test_seconds_of_grandchildren_and_of_the_dead_count_for_their_component() ->
     assert sum(found.values()) == 63.0  # another tree's are not counted
 
 
-def test_a_process_that_left_with_its_seconds_still_counts() -> None:
-    curve = _bench.CpuCurve()
-    curve.add(0.0, {"a": 1.0, "a/children": 5.0})
-    curve.add(2.0, {"a": 3.0})
-    assert curve.total_at(2.0) == 8.0
-    assert curve.total_at(1.0) == 7.0
-
-
 def test_the_seconds_of_a_component_that_was_waited_for_count_once() -> None:
     curve = _bench.CpuCurve()
     curve.add(0.0, {"launcher": 1.0, "launcher/children": 2.0, "envgateway": 4.0, "envgateway/children": 8.0})
@@ -93,17 +70,6 @@ def test_the_seconds_of_a_component_that_was_waited_for_count_once() -> None:
     }
     curve.add(2.0, {"launcher": 1.5, "launcher/children": 14.5})
     assert curve.total_at(2.0) == 16.0
-
-
-def test_the_seconds_of_a_child_that_computes_are_seen() -> None:
-    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while __import__(\"time\").process_time() < .3: pass'])"
-    with subprocess.Popen([sys.executable, "-c", code + "; sys.stdout.write('x'); sys.stdout.flush(); sys.stdin.read()"],
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # fmt: skip
-        assert process.stdout is not None and process.stdin is not None
-        process.stdout.read(1)
-        found = _bench.by_component(_bench.all_processes(), process.pid, {})
-        process.stdin.close()
-    assert found["launcher/children"] >= 0.25
 
 
 @pytest.mark.parametrize(
@@ -151,22 +117,6 @@ def test_ratios_are_of_trls_best_setting_and_say_what_was_cut_off() -> None:
     assert found["tool_ratio"] is None and found["code_inprocess_ratio"] is None
 
 
-def test_two_runs_that_were_cut_off_have_no_ratio() -> None:
-    assert _race_report.ratios([row("isolated", 1, None), row("trl-32x8", 1, None)])["code_ratio"] is None
-    assert _race_report.ratios([row("isolated", 1, None), row("trl-32x8", 1, 45.0)])["code_ratio"] == 0.5
-
-
-def test_the_table_marks_runs_that_were_cut_off() -> None:
-    assert "> 90.0" in _race_report.table([row("trl-32x8", 1, None)])
-    assert ">" not in _race_report.table([row("trl-32x8", 1, 30.0)])
-
-
-@pytest.mark.slow
-def test_the_picture_is_drawn_from_rows_with_and_without_a_side(tmp_path: Path) -> None:
-    _race_report.draw([row("isolated", 1, 10.0), row("isolated", 2, 12.0)], tmp_path / "race.png")
-    assert (tmp_path / "race.png").stat().st_size > 10_000
-
-
 def test_finished_runs_are_kept_and_torn_lines_and_lower_caps_are_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "race.jsonl"
     results = race.Results(path)
@@ -178,32 +128,6 @@ def test_finished_runs_are_kept_and_torn_lines_and_lower_caps_are_measured_again
     other = _race_arms.Cell("code", "isolated", 2)
     again.add(other, {"hit_wall_s": 5.0, "cap_s": 30.0})
     assert race.Results(path).has(other, 9999.0)
-
-
-def test_a_changed_setting_is_measured_again(tmp_path: Path) -> None:
-    path = tmp_path / "race.jsonl"
-    race.Results(path).add(CELL, {"hit_wall_s": 5.0, "cap_s": 30.0})
-    changed = {**json.loads(path.read_text()), "settings": "of another recipe"}
-    path.write_text(json.dumps(changed) + "\n")
-    assert not race.Results(path).has(CELL, 30.0)
-
-
-def test_every_arm_of_a_seed_comes_before_the_next_seed() -> None:
-    order = list(race.cells(["code"], {"code": ["isolated", "trl-32x8"]}, 2))
-    assert [(cell.arm, cell.seed) for cell in order] == [
-        ("isolated", 1),
-        ("trl-32x8", 1),
-        ("isolated", 2),
-        ("trl-32x8", 2),
-    ]
-
-
-def test_without_trls_environment_the_race_says_how_to_make_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["race.py", "--quick", "--trl-python", str(tmp_path / "python")])
-    race.main()
-    assert "make race-env" in json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"]["everything"]
 
 
 async def test_phases_of_rollouts_are_means_over_what_the_journal_has(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -16,9 +15,6 @@ from benchmarks import study as _study_cells
 from benchmarks import study as _study_report
 from services.common.records import Sampling, StopReason, Task, TokenSequence
 from services.inference.workflows.base import Outcome, WorkflowContext
-
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-
 
 STUDY = _study_cells.Study(
     steps=4,
@@ -108,37 +104,6 @@ def test_a_tool_call_is_answered_after_its_latency(world_of: Callable[[Any], Any
     assert player.num_playing == 0
 
 
-def test_nothing_comes_of_a_rollout_that_is_cancelled(world_of: Callable[[Any], Any]) -> None:
-    player = play(world_of(cell()), "print(1+1)", latency=2)
-    player.cancel("g", 0)
-    player.cancel("g", 0)
-    assert player.num_playing == 0
-    assert [player.tick() for _ in range(3)] == [[], [], []]
-
-
-def test_what_has_no_place_in_virtual_time_is_refused(world_of: Callable[[Any], Any]) -> None:
-    class Sleeps(CallsTheTool):
-        async def run(self, task: Task, context: WorkflowContext) -> Outcome:
-            await asyncio.sleep(0)
-            return await super().run(task, context)
-
-    player = world_of(cell()).player(2)
-    player._workflow = Sleeps()
-    with pytest.raises(AssertionError, match="no place in virtual time"):
-        player.start(_virtual_player.Slot("g", 0, Task(task_id="t", data={}), Sampling(), 1))
-
-
-def test_long_tasks_have_long_latencies_within_the_limit() -> None:
-    tail = _virtual_ring.Tail(short_ticks=2, long_ticks=20, alpha=1.6, longest=10)
-    latency = tail.latency()
-    drawn = {
-        kind: [latency(Task(task_id="t", data={"id": f"1-{kind}-2"}), seed) for seed in range(500)]
-        for kind in ("plus", "times")
-    }
-    assert min(drawn["times"]) >= 20 and max(drawn["times"]) == 200
-    assert min(drawn["plus"]) >= 2 and sum(drawn["plus"]) * 5 < sum(drawn["times"])
-
-
 # -- cells and their results -----------------------------------------------------------------------------------------
 
 MEASURED = {"curve": [0.1, 0.5], "greedy": 0.5, "sampled": 0.4, "clipped": 0.1, "ess": None, "gap": 0.2, "entropy": 1.0}
@@ -175,34 +140,6 @@ def test_an_interrupted_study_goes_on_where_it_stood(tmp_path: Path, monkeypatch
     assert run_with(monkeypatch, STUDY, path)[0] == []
 
 
-def test_a_changed_setting_is_measured_again_and_the_old_lines_stay_where_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "study.jsonl"
-    run_with(monkeypatch, STUDY, path)
-    changed = replace(STUDY, learning_rate=2e-3)
-    assert len(run_with(monkeypatch, changed, path)[0]) == 4
-    assert _study_cells.Results(path, changed).num_stale == 4
-    monkeypatch.setitem(_study_cells.LOSSES, "grpo", {**_study_cells.LOSSES["grpo"], "eps_clip": 0.1})
-    measured, _ = run_with(monkeypatch, changed, path)
-    assert [name.split()[1] for name in measured] == ["grpo", "grpo"]
-    monkeypatch.setattr(_study_cells, "DESIGN", _study_cells.DESIGN + 1)
-    assert len(run_with(monkeypatch, changed, path)[0]) == 4
-
-
-def test_more_seeds_keep_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "study.jsonl"
-    run_with(monkeypatch, STUDY, path)
-    measured, _ = run_with(monkeypatch, replace(STUDY, seeds=(0, 1)), path)
-    assert len(measured) == 4 and all("seed 1" in name for name in measured)
-
-
-def test_whole_designs_come_first_seed_by_seed() -> None:
-    cells = list(_study_cells.Study().cells(["losses"]))
-    assert len(cells) == 7 * 4 * 5 == len(set(cells))
-    assert [c.seed for c in cells] == sorted(c.seed for c in cells)
-
-
 @pytest.mark.parametrize("arm", sorted(_study_cells.LOSSES))
 def test_every_loss_of_the_study_is_one_of_the_trainer(arm: str) -> None:
     settings = _study_cells.Study().settings(cell(arm=arm, staleness=8))
@@ -236,22 +173,3 @@ def test_intervals_are_students() -> None:
     found = _study_report.interval([0.0, 0.0, 0.0, 0.0, 1.0])
     assert found.mean == pytest.approx(0.2) and found.half == pytest.approx(2.776 * 0.4472136 / 5**0.5, rel=1e-4)
     assert str(_study_report.interval([0.5])) == "0.50"
-
-
-@pytest.mark.parametrize(
-    ("curve", "expected"),
-    [
-        ([0.1] * 10 + [0.9] * 10, False),
-        ([0.1] * 10 + [0.9] * 10 + [0.4] * 10, True),
-        ([0.9] * 10 + [0.5] * 10, False),
-        ([0.0] * 20, False),
-    ],
-)
-def test_a_run_collapsed_when_its_end_is_below_half_of_its_best(curve: list[float], expected: bool) -> None:
-    assert _study_report.collapsed(curve) is expected
-
-
-def test_a_document_without_a_place_for_a_table_is_named(tmp_path: Path) -> None:
-    (tmp_path / "study.md").write_text("<!-- losses -->\n")
-    with pytest.raises(ValueError, match=r"study.md has no place for losses: write .*<!-- end of losses -->"):
-        _study_report.put_into(tmp_path / "study.md", "losses", "| a |")
