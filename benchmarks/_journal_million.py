@@ -167,7 +167,7 @@ class _Run:
 
     def _publish(self, number: int) -> None:
         version = WeightVersion(policy=POLICY, number=number, digest=f"{number:032x}")
-        record = records.version_to_json(version, number - number % 10, {"loss": 0.5} if number else {})
+        record = records.to_json(records.VersionRecord(version=version, metrics={"loss": 0.5} if number else {}))
         self._writer.record(records.VERSION, f"{POLICY}/{number}", record)
 
 

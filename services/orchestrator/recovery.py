@@ -32,6 +32,7 @@ from services.common.errors import ConfigError, CorruptDataError, RollmillError,
 from services.common.records import (
     ClosedReason,
     GroupFate,
+    RolloutFailure,
     RunCount,
     SetAsideReason,
     StepFact,
@@ -45,14 +46,17 @@ from services.orchestrator.evaluation import step_of
 from services.orchestrator.groups import GroupBy, Outcome, RunState, TaskGroup, split_sequence_id
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import (
-    PARSERS,
+    Assignment,
     BatchRecord,
+    EvaluationResult,
+    EvaluationStart,
     GroupRecord,
+    Observation,
+    VersionRecord,
     settled_batch_from_json,
-    state_from_json,
 )
 from services.orchestrator.journal.reader import UNREADABLE, JournalReader, Quarantine, decode, numbered, open_groups
-from services.orchestrator.journal.segments import COLLECTED, DamageReason, Row
+from services.orchestrator.journal.segments import DamageReason, Row
 from services.orchestrator.orchestrator import OrchestratorCore
 
 log = structlog.get_logger()
@@ -177,13 +181,9 @@ class Recovery:
         """Find the live task groups, and the names and positions after which the run goes on."""
         core, reader = self.core, self.reader
         self._look_at_damage()
-        evaluated = {
-            row.key
-            for row in reader.rows_of(entries.EVALUATION)
-            if self._decode(row, partial(entries.from_json, entries.EvaluationResult)) is not None
-        }
+        evaluated = {row.key for row in reader.rows_of(entries.EVALUATION) if self._decode(row) is not None}
         for row in open_groups(reader):
-            group = self._decode(row, partial(entries.from_json, entries.GroupRecord))
+            group = self._decode(row)
             if group is None:
                 self.lost_groups.add(row.key)
             elif group.evaluation in evaluated:
@@ -201,7 +201,7 @@ class Recovery:
             policy, step = numbered(row)
             self.newest_batch[policy] = max(self.newest_batch.get(policy, 0), step or 0)
         for row in reader.find_rows(entries.VERDICT, self.groups):
-            verdicts = self._decode(row, partial(entries.from_json, entries.Verdicts))
+            verdicts = self._decode(row)
             if verdicts is not None:  # the last record counts: its slots may have been played again
                 self.judged.add(row.key)
                 self.surplus[row.key] = {
@@ -232,15 +232,15 @@ class Recovery:
         published = self.version_rows.get((policy, step), math.inf) if step is not None else math.inf
         return row.number < self.first_live and published < self.first_live
 
-    def _decode(self, row: Row, parse: Callable[[dict[str, Any]], Any]) -> Any:
-        return decode(self.reader, row, self.core.aside, parse)
+    def _decode(self, row: Row, parse: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+        return decode(self.reader, row, self.core.aside, parse or partial(entries.read, row.kind))
 
     def _look_at_damage(self) -> None:
         """Spans of the segments that tell no row of the index."""
         for span in self.reader.damage():
             # A torn end was never acknowledged: a process died during the write.
             harmless = span.reason in (DamageReason.REPEATED, DamageReason.TORN)
-            if harmless or span.kind in (entries.SET_ASIDE, COLLECTED):
+            if harmless or span.kind == entries.SET_ASIDE:
                 continue
             row = self.core.aside.add_span(span)
             if row.number and row.key:
@@ -265,7 +265,7 @@ class Recovery:
         num_lost = 0
         positions: dict[str, int] = {}
         for row in self.reader.last_rows(entries.GROUP):
-            group = self._decode(row, partial(entries.from_json, entries.GroupRecord))
+            group = self._decode(row)
             if group is None:
                 num_lost += 1  # each took a position of some source at least
             elif not group.evaluation:
@@ -285,7 +285,7 @@ class Recovery:
             value = self._read_outcome(row)
         else:
             is_settled = row.kind == entries.BATCH and self.is_settled(row)
-            value = self._decode(row, settled_batch_from_json if is_settled else PARSERS[row.kind])
+            value = self._decode(row, settled_batch_from_json if is_settled else None)
         if value is None:
             self._lost(row)
             return
@@ -301,7 +301,7 @@ class Recovery:
             return None
         if name not in self.core.groups:  # complete: a later record of one of its slots
             return None
-        outcome: Outcome | None = self._decode(row, PARSERS[row.kind])
+        outcome: Outcome | None = self._decode(row)
         if outcome is None:
             return None
         if (outcome.task_group_id, str(outcome.index)) != (name, index):
@@ -314,35 +314,35 @@ class Recovery:
 
     def _apply(self, row: Row, value: Any) -> None:
         core = self.core
-        if row.kind == entries.GROUP:
-            self._apply_group(value)
-        elif row.kind == entries.ASSIGNMENT:
-            self.owners[row.key] = value[:2]
-            group = core.groups.get(row.key)
-            if group is not None:
-                group.owners.add(self.owners[row.key])
-            if group is not None and group.is_training:
-                core.experience.reissued(group, value[2])
-        elif row.kind in OUTCOMES:
-            group = core.groups[value.task_group_id]
-            if group.resolve(value):
-                if group.is_training and group.complete and group.id not in self.observed:
-                    core.observe(group)
-                core.apply_resolved(group, value)
-        elif row.kind == entries.OBSERVATION:
-            core.training_orders.observe(*value)
-        elif row.kind == entries.VERSION:
-            version, _, metrics = value
-            self._apply_version(row, version, metrics)
-        elif row.kind == entries.BATCH:
-            policy, step = numbered(row)
-            if step is not None and (policy, step) not in self.version_rows:
-                read_what_is_left(self.reader, policy, step)  # one without a trajectory is set aside and made again
-            self._apply_batch(row, value)
-        elif row.kind == entries.EVALUATION_START:
-            self._apply_evaluation_start(*value)
-        elif row.kind == entries.EVALUATION:
-            core.evaluations.recover_result(value)
+        match value:
+            case GroupRecord():
+                self._apply_group(value)
+            case Assignment():
+                self.owners[row.key] = (value.replica_id, value.incarnation)
+                group = core.groups.get(row.key)
+                if group is not None:
+                    group.owners.add(self.owners[row.key])
+                if group is not None and group.is_training:
+                    core.experience.reissued(group, value.born)
+            case Trajectory() | RolloutFailure():
+                group = core.groups[value.task_group_id]
+                if group.resolve(value):
+                    if group.is_training and group.complete and group.id not in self.observed:
+                        core.observe(group)
+                    core.apply_resolved(group, value)
+            case Observation():
+                core.training_orders.observe(value.source, value.row, value.rewards)
+            case VersionRecord():
+                self._apply_version(row, value.version, value.metrics)
+            case BatchRecord():
+                policy, step = numbered(row)
+                if step is not None and (policy, step) not in self.version_rows:
+                    read_what_is_left(self.reader, policy, step)  # one without a trajectory is set aside and made again
+                self._apply_batch(row, value)
+            case EvaluationStart():
+                self._apply_evaluation_start(value.evaluation_id, value.versions)
+            case EvaluationResult():
+                core.evaluations.recover_result(value)
 
     def _apply_group(self, issued: GroupRecord) -> None:
         core = self.core
@@ -414,7 +414,7 @@ class Recovery:
         named: set[str] = set()  # sequences of later batches
         for other in self.reader.rows_of(entries.BATCH):
             if other.number >= row.number and numbered(other)[0] == policy:
-                batch = self._decode(other, partial(entries.from_json, entries.BatchRecord))
+                batch = self._decode(other)
                 named.update(entry.sequence_id for entry in (batch.entries if batch is not None else ()))
         self.core.experience.lose_batch(policy, named)
         if (policy, training_step) in self.version_rows or self.newest_batch.get(policy, 0) > training_step:
@@ -451,12 +451,12 @@ class Recovery:
         """Apply the newest usable state, and count the records after that, so that a kill loses no counts."""
         core, since = self.core, 0
         for row in self.reader.last_rows(entries.STATE):
-            state = self._decode(row, state_from_json)
+            state = self._decode(row)
             if state is None:
                 continue
             since = row.number
             core.counters.clear()
-            core.counters.update(state.counters)
+            core.counters.update({name: int(value) for name, value in state.counters.items()})
             core.timeline.restore(state.timeline)
             # A stopped run continues after a restart; a finished run stays finished.
             core.control.phase = state.phase if state.phase is not RunState.STOPPED else RunState.STARTING

@@ -6,6 +6,7 @@ before each question those bytes that are new. Changes no file. Independent of t
 
 from __future__ import annotations
 
+import heapq
 import os
 import sqlite3
 from collections import Counter
@@ -22,13 +23,13 @@ from services.common.telemetry.logs import LogEvent
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import SetAside
 from services.orchestrator.journal.segments import (
-    COLLECTED,
     Damage,
     DamageReason,
     Place,
     Row,
     Unpacker,
     checksum_of,
+    collected_in,
     scan,
     segment_path,
     sizes_in,
@@ -150,7 +151,7 @@ class JournalReader:
     def load_line(self, row: Row) -> bytes | None:
         """The same as the written JSON line."""
         line, reason = self._read(row)
-        is_gone = reason is DamageReason.LOST and any(self.rows_of(COLLECTED, f"{row.kind}/{row.segment}"))
+        is_gone = reason is DamageReason.LOST and (row.kind, row.segment) in collected_in(self._directory)
         if line is None and not is_gone:
             self._note_unreadable(row, reason)
         return line
@@ -194,19 +195,16 @@ class JournalReader:
 
     def gaps(self) -> list[tuple[int, int]]:
         """First and last number of every missing run that retention did not delete."""
-        deleted: list[tuple[int, int]] = []
-        for row in self.rows_of(COLLECTED):
-            record = self.load(row)
-            deleted += [] if record is None else map(tuple, record["numbers"])
+        deleted = sorted(run for runs in collected_in(self._directory).values() for run in runs)
+        last = self.last_number()
+        kept = self._db.execute("SELECT number, number FROM records ORDER BY number")
         gaps: list[tuple[int, int]] = []
         before = 0
-        for (number,) in self._db.execute("SELECT number FROM records ORDER BY number"):
-            if number > before + 1:
-                gaps.append((before + 1, number - 1))
-            before = number
-        if self.last_number() > before:
-            gaps.append((before + 1, self.last_number()))
-        return list(_without(gaps, sorted(deleted)))
+        for first, end in heapq.merge(kept, deleted, [(last + 1, last + 1)]):
+            if first > before + 1:
+                gaps.append((before + 1, first - 1))
+            before = max(before, end)
+        return gaps
 
     def close(self) -> None:
         for _, fd in self._open_files.values():
@@ -262,21 +260,6 @@ def _span_of(row: Row, reason: DamageReason) -> Damage:
         kind=row.kind, segment=row.segment, offset=row.offset, num_bytes=row.length, reason=reason, num_records=1,
         number=row.number, key=row.key,
     )  # fmt: skip
-
-
-def _without(gaps: Iterable[tuple[int, int]], present: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The parts of ``gaps`` that no run of ``present`` covers; both in order."""
-    at = 0
-    for begin, end in gaps:
-        while at < len(present) and present[at][0] <= end:
-            if present[at][0] > begin:
-                yield begin, present[at][0] - 1
-            begin = max(begin, present[at][1] + 1)
-            if present[at][1] > end:
-                break
-            at += 1
-        if begin <= end:
-            yield begin, end
 
 
 # --- records that are set aside --------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def batch(step: int, *names: str, replayed: bool = False, indices: int = SIZE) -
 
 def version(number: int, digest: str = "") -> Line:
     made = WeightVersion(policy="model0", number=number, digest=digest or f"d{number}")
-    return records.VERSION, f"model0/{number}", records.version_to_json(made, 0, {})
+    return records.VERSION, f"model0/{number}", records.to_json(records.VersionRecord(version=made))
 
 
 def state(**counters: float) -> Line:
@@ -128,7 +128,9 @@ def test_a_good_journal_has_no_violation(audited: Callable[..., Findings]) -> No
 
 def test_a_version_that_is_offered_again_from_another_address_is_no_violation(audited: Callable[..., Findings]) -> None:
     again = dataclasses.replace(WeightVersion(policy="model0", number=2, digest="d2"), sources=("127.0.0.1:9",))
-    assert audited([*good(), (records.VERSION, "model0/2", records.version_to_json(again, 0, {}))]).clean
+    assert audited(
+        [*good(), (records.VERSION, "model0/2", records.to_json(records.VersionRecord(version=again)))]
+    ).clean
 
 
 def test_a_sequence_that_is_replayed_by_design_is_no_violation(audited: Callable[..., Findings]) -> None:
