@@ -30,10 +30,10 @@ import orjson
 from services.common.config.data import EvaluationConfig
 from services.common.config.recipe import Recipe
 from services.common.config.training import UntilConfig
-from services.common.errors import derived_seed, finite
+from services.common.errors import derived_seed
 from services.common.records import Purpose, Sampling, TaskGroupOrder, Trajectory
 from services.common.telemetry.metrics import RolloutKey
-from services.orchestrator.buffer.assembly import MOST_ROLES, OTHER_ROLES
+from services.orchestrator.buffer.assembly import RewardMeans
 from services.orchestrator.buffer.buffer import RewardRules, filled_rows
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal import entries
@@ -234,7 +234,7 @@ class EvaluationPass:
     newest: dict[str, int] = field(default_factory=dict)
     finished_at: float = 0.0  # of the newest trajectory, in seconds since the epoch
     group_ids: set[str] = field(default_factory=set)
-    roles: dict[str, tuple[float, int]] = field(default_factory=dict)  # "policy/role/attempt" -> rewards, sequences
+    roles: RewardMeans = field(default_factory=RewardMeans)  # by "policy/role/attempt"
 
     @property
     def num_trajectories(self) -> int:
@@ -292,11 +292,7 @@ class EvaluationPass:
         self.num_opaque += any(RolloutKey.REWARD_OPAQUE.value in some for some in metrics)
         self.finished_at = max(self.finished_at, outcome.finished_at)
         for sequence in outcome.sequences:
-            role = f"{sequence.policy}/{sequence.role}/{sequence.attempt}"
-            if role not in self.roles and len(self.roles) >= MOST_ROLES:
-                role = OTHER_ROLES
-            total, count = self.roles.get(role, (0.0, 0))
-            self.roles[role] = (finite(total + sequence.reward), count + 1)
+            self.roles.add(f"{sequence.policy}/{sequence.role}/{sequence.attempt}", sequence.reward)
             for segment in sequence.segments:
                 if segment.is_policy:
                     policy, version = sequence.policy, segment.weight_version
@@ -320,7 +316,7 @@ class EvaluationPass:
             datasets=compared(base.datasets, scores) if base is not None else scores,
             compared_with=base.name if base is not None else "",
             difference=overall_difference(base.datasets, scores) if base is not None else None,
-            roles={role: total / count for role, (total, count) in sorted(self.roles.items())},
+            roles=self.roles.means(),
             elapsed_s=max(0.0, self.finished_at - started_at),
         )
 

@@ -164,7 +164,7 @@ class OverlongPenaltyConfig(Section):
     """A sequence in which the policy wrote this many tokens or more pays all of `factor`."""
     buffer_tokens: int = Field(ge=1)
     """The penalty grows from 0 over this many tokens below `max_tokens` (DAPO: 4096 below 20,480)."""
-    factor: float = Field(default=1.0, gt=0)
+    factor: float = Field(default=1.0, gt=0, le=1e6)
     """The largest penalty, taken off the reward."""
 
     @model_validator(mode="after")

@@ -15,15 +15,11 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
-from services.common import errors as finite_numbers
 from services.common import records as fates
-from services.common.errors import (
-    BatchLostError,
-    CorruptDataError,
-    finite,
-)
+from services.common.errors import BatchLostError, CorruptDataError
 from services.common.records import MinibatchTotals, RankBatch, StepFact, TokenSequence, TrainingSequence, Trajectory
 from services.common.telemetry.metrics import ROLE_REWARD, StepKey, source_key
 from services.orchestrator.buffer.buffer import AdvantageGroup, Member, is_timeout, mask_sequence
@@ -49,12 +45,28 @@ _COUNTED = (
 
 
 @dataclass(slots=True)
+class RewardMeans:
+    """Mean rewards by role; names beyond ``MOST_ROLES`` share one."""
+
+    _sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, role: str, reward: float) -> None:
+        if role not in self._sums and len(self._sums) >= MOST_ROLES:
+            role = OTHER_ROLES
+        total, count = self._sums.get(role, (0.0, 0))
+        self._sums[role] = (total + reward, count + 1)
+
+    def means(self) -> dict[str, float]:
+        return {role: total / count for role, (total, count) in sorted(self._sums.items())}
+
+
+@dataclass(slots=True)
 class StepStatistics:
     """Statistics of a policy since its previous batch was assembled."""
 
     counts: Counter[StepKey | StepFact] = field(default_factory=Counter)
     reward_sum: float = 0.0
-    roles: dict[str, tuple[float, int]] = field(default_factory=dict)  # "role/attempt" -> rewards, sequences
+    roles: RewardMeans = field(default_factory=RewardMeans)  # by "role/attempt"
     num_shaped: int = 0  # sequences with a judged length
     num_overlong: int = 0
     penalty_sum: float = 0.0
@@ -69,14 +81,10 @@ class StepStatistics:
             self.counts[StepFact.TIMEOUTS] += is_timeout(outcome)
             return
         self.counts[StepKey.ROLLOUTS_FINISHED] += 1
-        self.reward_sum = finite(self.reward_sum + outcome.reward)
+        self.reward_sum += outcome.reward
         for sequence in outcome.sequences:
             if sequence.policy == policy:
-                role = f"{sequence.role}/{sequence.attempt}"
-                if role not in self.roles and len(self.roles) >= MOST_ROLES:
-                    role = OTHER_ROLES
-                total, count = self.roles.get(role, (0.0, 0))
-                self.roles[role] = (finite(total + sequence.reward), count + 1)
+                self.roles.add(f"{sequence.role}/{sequence.attempt}", sequence.reward)
 
     def summary(self) -> dict[str, float]:
         """Statistics as metrics; without ``rollout_reward_mean`` when no trajectory arrived."""
@@ -85,7 +93,7 @@ class StepStatistics:
             values[StepKey.TRAINED_REWARD_MEAN.value] = self.trained_sum / self.num_transformed
         if finished := self.counts[StepKey.ROLLOUTS_FINISHED]:
             values[StepKey.ROLLOUT_REWARD_MEAN.value] = self.reward_sum / finished
-        values |= {f"{ROLE_REWARD}{role}": total / count for role, (total, count) in self.roles.items()}
+        values |= {f"{ROLE_REWARD}{role}": mean for role, mean in self.roles.means().items()}
         if self.num_shaped:
             values[StepKey.OVERLONG_SHARE.value] = self.num_overlong / self.num_shaped
             values[StepKey.OVERLONG_PENALTY_MEAN.value] = self.penalty_sum / self.num_shaped
@@ -117,7 +125,7 @@ def of_batch(groups: Iterable[AdvantageGroup], entries: Mapping[str, BatchEntry]
     for source, rows in by_source.items():
         staleness = [entry.staleness for entry, _ in rows]
         found = {
-            StepKey.BATCH_REWARD_MEAN: finite_numbers.mean(entry.reward or 0.0 for entry, _ in rows),
+            StepKey.BATCH_REWARD_MEAN: fmean(entry.reward or 0.0 for entry, _ in rows),
             StepKey.RESPONSE_TOKENS_MEAN: sum(tokens for _, tokens in rows) / len(rows),
             StepKey.STALENESS_MEAN: sum(staleness) / len(staleness),
             StepKey.STALENESS_MAX: float(max(staleness)),
@@ -252,7 +260,7 @@ def _statistics(entries: list[BatchEntry], sequences: list[TokenSequence], train
         else {}
     )
     return {
-        StepKey.BATCH_REWARD_MEAN.value: finite_numbers.mean(s.reward for s in sequences),
+        StepKey.BATCH_REWARD_MEAN.value: fmean(s.reward for s in sequences),
         StepKey.STALENESS_MEAN.value: sum(fresh) / len(fresh),
         StepKey.STALENESS_MAX.value: float(max(fresh)),
         StepKey.RESPONSE_TOKENS_MEAN.value: trained / count,

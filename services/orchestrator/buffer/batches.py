@@ -32,7 +32,6 @@ from services.common.errors import (
     DeadlineError,
     InfrastructureError,
     InvalidRequestError,
-    finite,
 )
 from services.common.records import StepFact, Trajectory
 from services.common.telemetry.metrics import StepKey
@@ -52,15 +51,14 @@ from services.orchestrator.buffer.buffer import (
     Member,
     ReplayStore,
     RewardRules,
-    member_fates,
     resample_group,
     shape_group,
     sizes_by_source,
     without_masked,
 )
-from services.orchestrator.groups import Outcome, TaskGroup
+from services.orchestrator.groups import Outcome, TaskGroup, split_sequence_id
 from services.orchestrator.journal import entries
-from services.orchestrator.journal.entries import BatchRecord, GroupVerdict
+from services.orchestrator.journal.entries import BatchRecord, GroupVerdict, MemberFate
 from services.orchestrator.journal.journal import Journal
 
 log = structlog.get_logger()
@@ -77,7 +75,6 @@ class ExperiencePipeline:
         *,
         admit: Literal["all", "any"] = "all",
         deterministic: bool = False,
-        exhausted_after: int = 100,
         on_closed: Callable[[str, fates.ClosedReason], None] = lambda group_id, reason: None,
         on_judged: Callable[[str, list[GroupVerdict]], None] = lambda group_id, verdicts: None,
         rules: RewardRules | None = None,
@@ -97,7 +94,7 @@ class ExperiencePipeline:
         self.issuable: Callable[[str], bool] = lambda policy: self.admission.accounts[policy].has_room()
         """Whether another task group for a policy may be issued now."""
         weights = {name: source.weight for name, source in sources.items()} or {"": 1.0}
-        self.mixtures = {policy: Mixture(weights, exhausted_after) for policy in policies}
+        self.mixtures = {policy: Mixture(weights) for policy in policies}
         self.buffers = {
             name: ExperienceBuffer(
                 batch.fresh_size, LateRule.of(batch), "issued" if deterministic else batch.order, self.mixtures[name],
@@ -247,36 +244,40 @@ class ExperiencePipeline:
         elif self.mixtures[policy].dropped(source, num_slots) and self.mixtures[policy].is_mixed:
             log.warning(
                 "source.exhausted", policy=policy, source=source, task_groups=self.mixtures[policy].exhausted[source],
-                effect="batches no longer wait for it (data.exhausted_after)",
+                effect="batches no longer wait for it",
             )  # fmt: skip
 
     def _take_in(self, group: AdvantageGroup, seed: int) -> GroupVerdict:
+        """Put a complete advantage group into its buffer, or drop the group. ``seed``: of its task group."""
         scaled = self._sources.get(group.source)
         if scaled is not None and scaled.advantage_scale != 1.0:
             group = replace(group, advantage_scale=scaled.advantage_scale)
-        outcome, kept, num_expired = self._judge(group, seed)
-        return GroupVerdict(
-            policy=group.policy,
-            role=group.role,
-            attempt=group.attempt,
-            num_sequences=group.size,
-            num_kept=kept.size if kept else 0,
-            mean=kept.mean if kept else group.mean,
-            std=kept.std if kept else group.std,
-            outcome=outcome,
-            members=member_fates(group, kept, outcome, self._policies[group.policy].resample, seed),
-            num_expired=num_expired,
-        )
+        policy, whole = group.policy, group
+        config, since = self._policies[policy], self._since_batch[policy]
+        fate_of: dict[str, fates.GroupFate] = {}  # of members with another one than the group
 
-    def _judge(self, group: AdvantageGroup, seed: int) -> tuple[fates.GroupFate, AdvantageGroup | None, int]:
-        """Put a complete advantage group into its buffer, or drop the group. Returns the fate, the buffered part, and
-        the number of members that are too old. ``seed``: of its task group."""
-        policy = group.policy
-        config = self._policies[policy]
+        def leave_out(kept: Iterable[Member], fate: fates.GroupFate) -> int:
+            left = {m.sequence_id for m in group.members} - {m.sequence_id for m in kept}
+            fate_of.update(dict.fromkeys(left, fate))
+            return len(left)
+
+        def verdict(outcome: fates.GroupFate, kept: AdvantageGroup | None = None, num_expired: int = 0) -> GroupVerdict:
+            return GroupVerdict(
+                policy=policy, role=whole.role, attempt=whole.attempt, num_sequences=whole.size,
+                num_kept=kept.size if kept else 0, mean=(kept or whole).mean, std=(kept or whole).std,
+                outcome=outcome, num_expired=num_expired,
+                members=tuple(
+                    MemberFate(
+                        index=split_sequence_id(m.sequence_id)[1], position=split_sequence_id(m.sequence_id)[2],
+                        num_tokens=m.sequence.num_trained_tokens, fate=fate_of.get(m.sequence_id, outcome),
+                    )
+                    for m in whole.members
+                ),
+            )  # fmt: skip
+
         judged, num_clipped = self._rules.transformed(group)  # a clip can make rewards equal, and never unequal
         self._count(policy, StepFact.REWARDS_CLIPPED, num_clipped)
-        since = self._since_batch[policy]
-        since.trained_sum = finite(since.trained_sum + judged.mean * judged.num_compared)
+        since.trained_sum += judged.mean * judged.num_compared
         since.num_transformed += judged.num_compared
         if config.dynamic_sampling and judged.rewards_equal:  # they carry no gradient
             for statistics in self._statistics(policy, group.source):
@@ -284,15 +285,15 @@ class ExperiencePipeline:
             self.num_filtered[policy] += group.size
             self.num_filtered_in_a_row[policy] += group.size
             self._drop(group, fates.RunCount.SEQUENCES_EQUAL_REWARDS)
-            return fates.GroupFate.EQUAL_REWARDS, None, 0
+            return verdict(fates.GroupFate.EQUAL_REWARDS)
         if config.resample is not None:
             kept = resample_group(group, config.resample, seed)
-            left_out = group.size - (kept.size if kept else 0)
+            left_out = leave_out(kept.members if kept else (), fates.GroupFate.RESAMPLED_AWAY)
             self.admission.returned(policy, left_out)
             self._counters[fates.RunCount.SEQUENCES_RESAMPLED_AWAY.value] += left_out
             if kept is None:
                 since.counts[StepKey.GROUPS_EQUAL_DROPPED] += 1
-                return fates.GroupFate.RESAMPLED_AWAY, None, 0
+                return verdict(fates.GroupFate.RESAMPLED_AWAY)
             group = kept
         if config.overlong_penalty is not None:
             group, penalties = shape_group(group, config.overlong_penalty)
@@ -300,24 +301,25 @@ class ExperiencePipeline:
             since.num_overlong += sum(penalty > 0 for penalty in penalties)
             since.penalty_sum += sum(penalties)
         trained = without_masked(self._rules.transformed(group)[0])
-        num_masked = group.size - (trained.size if trained else 0)
+        num_masked = leave_out(trained.members if trained else (), fates.GroupFate.TRUNCATED)
         self.admission.returned(policy, num_masked)
         self._count(policy, StepFact.TRUNCATED_MASKED, num_masked)
         if trained is None:
-            return fates.GroupFate.TRUNCATED, None, 0
+            return verdict(fates.GroupFate.TRUNCATED)
         group = trained
         if self._is_surplus(group):
             self._drop(group, fates.RunCount.SEQUENCES_SURPLUS)
-            return fates.GroupFate.SURPLUS, None, 0
+            return verdict(fates.GroupFate.SURPLUS)
         kept, old = self.buffers[policy].add(group)
         self._expire(policy, old)
         if kept is None:
-            return fates.GroupFate.EXPIRED, None, len(old)
+            return verdict(fates.GroupFate.EXPIRED, num_expired=len(old))
+        leave_out(kept.members, fates.GroupFate.EXPIRED)
         self._buffered[group.task_group_id] += 1
         self.num_kept[policy] += kept.size
         self._counters[fates.RunCount.SEQUENCES_KEPT.value] += kept.size
         self.num_filtered_in_a_row[policy] = 0
-        return fates.GroupFate.KEPT, kept, len(old)
+        return verdict(fates.GroupFate.KEPT, kept, len(old))
 
     def _is_surplus(self, group: AdvantageGroup) -> bool:
         """Whether no batch has room for the group. The verdict keeps the answer: a recovery does not know which

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache, partial
+from statistics import fmean
 from types import UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from services.common import errors, records
+from services.common import records
 from services.common.errors import CorruptDataError
 from services.common.records import (
     Interval,
@@ -90,7 +91,7 @@ def score(
     pass, with any reward. Where every sample failed there is no estimate."""
     num_samples = len(rewards[0])
     played = sum(failed) < num_samples * len(rewards)
-    means = tuple(errors.mean(item) for item in rewards)
+    means = tuple(map(fmean, rewards))
     passed = [
         sum(reward >= pass_reward for reward in item[: num_samples - num_failed])
         for item, num_failed in zip(rewards, failed, strict=True)
@@ -128,11 +129,10 @@ def estimate(items: Sequence[float]) -> Estimate:
     0.75
     """
     count = len(items)
-    listed, exponent = errors.scaled(items) if max(map(abs, items)) > 1.0 else (items, 0)
-    mean = math.fsum(listed) / count
-    error = math.sqrt(math.fsum((item - mean) ** 2 for item in listed) / (count - 1) / count) if count > 1 else 0.0
-    if exponent or min(items) < 0.0 or max(items) > 1.0:
-        return Estimate(*(errors.unscaled(v, exponent) for v in (mean, mean - _Z * error, mean + _Z * error)))
+    mean = fmean(items)
+    error = math.sqrt(math.fsum((item - mean) ** 2 for item in items) / (count - 1) / count) if count > 1 else 0.0
+    if min(items) < 0.0 or max(items) > 1.0:
+        return Estimate(mean, mean - _Z * error, mean + _Z * error)
     variance = error**2  # 0 for an error that is too small for its square
     observations = max(float(count), mean * (1.0 - mean) / variance) if variance else float(count)
     spread = _Z**2 / observations
@@ -153,7 +153,7 @@ def overall_pass_at(scores: Sequence[DatasetScore], k: int) -> float | None:
 
 def _overall(found: Sequence[Estimate | None]) -> float | None:
     values = [estimate.value for estimate in found if estimate is not None]
-    return errors.mean(values) if found and len(values) == len(found) else None
+    return fmean(values) if found and len(values) == len(found) else None
 
 
 def difference(base: DatasetScore, other: DatasetScore) -> Estimate | None:
@@ -165,7 +165,7 @@ def difference(base: DatasetScore, other: DatasetScore) -> Estimate | None:
 
 
 def _differences(base: DatasetScore, other: DatasetScore) -> list[float]:
-    return [errors.finite(b - a) for a, b in zip(base.item_rewards, other.item_rewards, strict=True)]
+    return [b - a for a, b in zip(base.item_rewards, other.item_rewards, strict=True)]
 
 
 def compared(base: Sequence[DatasetScore], scores: Sequence[DatasetScore]) -> tuple[DatasetScore, ...]:
@@ -190,24 +190,16 @@ def mean_difference(datasets: Sequence[Sequence[float]]) -> Estimate | None:
     """
     if not datasets or any(len(items) < 2 for items in datasets):
         return None
-    flat, exponent = errors.scaled([item for items in datasets for item in items])
-    if exponent:
-        rest = iter(flat)
-        found = mean_difference([[next(rest) for _ in items] for items in datasets])
-        assert found is not None
-        return Estimate(*(errors.unscaled(value, exponent) for value in (found.value, found.low, found.high)))
-    means = [math.fsum(items) / len(items) for items in datasets]
+    means = list(map(fmean, datasets))
     variances = [  # of the means
         math.fsum((item - mean) ** 2 for item in items) / (len(items) - 1) / len(items)
         for items, mean in zip(datasets, means, strict=True)
     ]
-    value, variance = math.fsum(means) / len(means), math.fsum(variances)
+    value, variance = fmean(means), math.fsum(variances)
     if not variance:
         return Estimate(value, value, value)
-    # Of shares where squares would be too large or too small for a float.
-    unit = 1.0 if 1e-150 < variance < 1e150 else variance
-    freedom = (variance / unit) ** 2 / math.fsum(
-        (v / unit) ** 2 / (len(items) - 1) for v, items in zip(variances, datasets, strict=True)
+    freedom = 1.0 / math.fsum(
+        (v / variance) ** 2 / (len(items) - 1) for v, items in zip(variances, datasets, strict=True)
     )
     half = t_quantile(freedom) * math.sqrt(variance) / len(means)
     return Estimate(value, value - half, value + half)

@@ -15,10 +15,9 @@ from services.orchestrator.buffer.buffer import (
     ExperienceBuffer,
     Expired,
     LateRule,
-    advantage_groups,
     mask_sequence,
 )
-from tests.unit.orchestrator.builders import complete_group, group, sequence, trajectory
+from tests.unit.orchestrator.builders import advantage_groups, complete_group, group, sequence, trajectory
 
 
 def made(name: str, version: int, size: int = 2) -> AdvantageGroup:
@@ -77,11 +76,6 @@ def test_groups_of_a_recorded_batch_are_taken_by_name() -> None:
     assert names(buffer.take_named({"b/0/0", "b/1/0", "gone/0/0"})) == ["b"]
     assert names(buffer.take()) == ["a"]
     assert names(buffer.take()) == ["c"]
-
-
-def test_a_batch_that_is_not_there_cannot_be_taken() -> None:
-    with pytest.raises(ValueError, match="0 of 2"):
-        held(batch_size=2, max_staleness=1).take()
 
 
 @given(

@@ -7,9 +7,9 @@ import pytest
 
 from services.common.config.training import BatchConfig
 from services.orchestrator.buffer.batches import ExperiencePipeline
-from services.orchestrator.buffer.buffer import advantage_groups, statistics
+from services.orchestrator.buffer.buffer import statistics
 from services.orchestrator.groups import TaskGroup, sequence_id, split_sequence_id
-from tests.unit.orchestrator.builders import complete_group, failure, group, sequence, trajectory
+from tests.unit.orchestrator.builders import advantage_groups, complete_group, failure, group, sequence, trajectory
 
 
 def test_first_record_of_a_slot_wins() -> None:

@@ -47,7 +47,6 @@ class Ring:
     steps: int
     group: int = 4
     slots: int = 64
-    exhausted_after: int = 50
     experience: ExperiencePipeline = field(init=False)
     records: list[BatchRecord] = field(default_factory=list)
     issued: list[tuple[str, int]] = field(default_factory=list)  # source and number in its stream
@@ -60,13 +59,8 @@ class Ring:
         self.begin()
 
     def begin(self) -> None:
-        self.experience = ExperiencePipeline(
-            {POLICY: self.config},
-            self.steps,
-            Counter(),
-            sources=sources(**self.weights),
-            exhausted_after=self.exhausted_after,
-        )
+        self.experience = ExperiencePipeline({POLICY: self.config}, self.steps, Counter(), sources=sources(**self.weights))
+        self.experience.mixtures[POLICY]._exhausted_after = 50
         self.experience.advanced(POLICY, 0)
         self._playing = []
 

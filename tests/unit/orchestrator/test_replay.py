@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from services.common.config.training import BatchConfig, ReplayConfig
 from services.common.records import RankBatch
 from services.orchestrator.buffer.assembly import Batch
-from services.orchestrator.buffer.buffer import AdvantageGroup, ReplayStore, advantage_groups
+from services.orchestrator.buffer.buffer import AdvantageGroup, ReplayStore
 from services.orchestrator.journal.journal import collect
-from tests.unit.orchestrator.builders import complete_group
+from tests.unit.orchestrator.builders import advantage_groups, complete_group
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
 
@@ -48,7 +48,7 @@ def test_nothing_is_drawn_twice_in_a_batch_or_beyond_its_bound_and_the_store_sta
         drawn = store.draw(step + 1, wanted)
         assert len(names(drawn)) == len(set(names(drawn))) and set(names(drawn)) <= set(trained)
         assert all(step - (group.min_version or 0) <= max_staleness for group in drawn)
-        assert store.num_sequences == sum(group.size for group in store.groups) <= capacity
+        assert sum(group.size for group in store.groups) <= capacity
         have = sum(group.size for group in drawn)
         assert have >= wanted or len(drawn) == len(store.groups)
         assert sum(group.size for group in drawn[:-1]) < max(wanted, 1), "no group more than was wanted"

@@ -14,13 +14,12 @@ from services.common.config.training import BatchConfig, ResampleConfig
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.buffer.buffer import (
     AdvantageGroup,
-    advantage_groups,
     quotas,
     resample_group,
     resample_on_correct,
 )
 from services.orchestrator.groups import TaskGroup, split_sequence_id
-from tests.unit.orchestrator.builders import order, sequence, trajectory
+from tests.unit.orchestrator.builders import advantage_groups, order, sequence, trajectory
 
 
 @given(negative=st.integers(1, 64), positive=st.integers(1, 64), keep=st.integers(2, 64))

@@ -15,13 +15,12 @@ from services.common.config.training import BatchConfig, OverlongPenaltyConfig, 
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.buffer.buffer import (
     AdvantageGroup,
-    advantage_groups,
     overlong_penalty,
     shape_group,
     statistics,
 )
 from services.orchestrator.groups import TaskGroup
-from tests.unit.orchestrator.builders import order, sequence, trajectory
+from tests.unit.orchestrator.builders import advantage_groups, order, sequence, trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
 
