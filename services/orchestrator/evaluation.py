@@ -23,7 +23,6 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import orjson
 
@@ -324,59 +323,31 @@ class EvaluationPass:
 class Evaluations:
     def __init__(
         self,
-        config: EvaluationConfig,
-        sources: Mapping[str, TaskSource],
-        names: GroupNames,
-        *,
-        timeout_s: float,
-        seed: int,
-        on_result: Callable[[EvaluationResult], None],
-        compositions: Sequence[tuple[str, ...]] = ((),),
-        samples: Mapping[str, int] = MappingProxyType({}),
-        rules: RewardRules | None = None,
-        started_at: float = 0.0,
-    ) -> None:
-        """``compositions``: policies that are evaluated together, each in a pass of its own. ``samples``: those per task
-        of datasets that do not take the number of all. ``started_at``: when the run began."""
-        self._config = config
-        self._rules = rules or RewardRules()
-        self._sources = dict(sources)
-        self._samples = dict.fromkeys(sources, config.samples_per_task) | dict(samples)
-        self._rows = [(name, row) for name, source in self._sources.items() for row in range(len(source))]
-        self._names = names
-        self._timeout_s = timeout_s
-        self._seed = seed
-        self._on_result = on_result
-        self._started_at = started_at
-        self._compositions = tuple(compositions)
-        self._digests = {name: _digest(source, range(len(source))) for name, source in self._sources.items()}
-        self._passes: dict[str, EvaluationPass] = {}  # unfinished ones, in order
-        self.results: dict[str, EvaluationResult] = {}
-
-    @classmethod
-    def of(
-        cls,
         recipe: Recipe,
         sources: Mapping[str, TaskSource],
         names: GroupNames,
         rules: RewardRules,
         on_result: Callable[[EvaluationResult], None],
         started_at: float,
-    ) -> Evaluations:
-        """The evaluations of a recipe."""
+    ) -> None:
+        """``started_at``: when the run began."""
+        config = self._config = recipe.evaluation
+        self._rules = rules
+        self._sources = dict(sources)
         sections = recipe.data.evaluation.items()
-        return cls(
-            recipe.evaluation,
-            sources,
-            names,
-            timeout_s=recipe.rollout.timeout_s,
-            seed=recipe.run.seed,
-            on_result=on_result,
-            rules=rules,
-            compositions=recipe.evaluation_compositions(),
-            samples={name: data.samples_per_task for name, data in sections if data.samples_per_task},
-            started_at=started_at,
-        )
+        self._samples = {name: data.samples_per_task or config.samples_per_task for name, data in sections}
+        self._rows = [(name, row) for name, source in self._sources.items() for row in range(len(source))]
+        self._names = names
+        self._timeout_s = recipe.rollout.timeout_s
+        self._seed = recipe.run.seed
+        self._on_result = on_result
+        self._started_at = started_at
+        self._compositions = (
+            recipe.evaluation_compositions()
+        )  # policies that are evaluated together, each in its own pass
+        self._digests = {name: _digest(source, range(len(source))) for name, source in self._sources.items()}
+        self._passes: dict[str, EvaluationPass] = {}  # unfinished ones, in order
+        self.results: dict[str, EvaluationResult] = {}
 
     @property
     def possible(self) -> bool:
@@ -405,19 +376,18 @@ class Evaluations:
         ]
 
     def _samples_of(self, evaluation_id: str) -> tuple[int, ...]:
-        """Samples by row; 0 for a row that the evaluation of a training step leaves out."""
+        """Samples by row; 0 for a row that the evaluation of a training step leaves out: it plays the next ones of a fixed
+        random order."""
         step, most = step_of(evaluation_id), self._config.during_tasks
-        if not step or most is None:
-            return tuple(self._samples[dataset] for dataset, _ in self._rows)
-        chosen = {name: set(self._chosen(name, step, most)) for name in self._sources}
-        return tuple(self._samples[dataset] if place in chosen[dataset] else 0 for dataset, place in self._rows)
-
-    def _chosen(self, dataset: str, step: int, most: int) -> list[int]:
-        """Rows that the evaluation of a training step plays: the next ones of a fixed random order."""
-        order = list(range(len(self._sources[dataset])))
-        random.Random(derived_seed(self._seed, "evaluation order", dataset)).shuffle(order)
-        begin = (step // max(1, self._config.every) - 1) * most
-        return [order[(begin + i) % len(order)] for i in range(min(most, len(order)))]
+        chosen = set(self._rows)
+        if step and most is not None:
+            chosen = set()
+            begin = (step // max(1, self._config.every) - 1) * most
+            for name, source in self._sources.items():
+                order = list(range(len(source)))
+                random.Random(derived_seed(self._seed, "evaluation order", name)).shuffle(order)
+                chosen |= {(name, order[(begin + i) % len(order)]) for i in range(min(most, len(order)))}
+        return tuple(self._samples[row[0]] if row in chosen else 0 for row in self._rows)
 
     def begin(self, evaluation_id: str, versions: Mapping[str, int]) -> None:
         """Queue the passes of an evaluation, except those already queued or finished."""

@@ -99,8 +99,8 @@ class OrchestratorCore:
             clock=clock,
         )
         self._make_experience(vocab_sizes)
-        self.training_orders = TrainingOrders.of(recipe, training_sources, self.names)
-        self.evaluations = Evaluations.of(
+        self.training_orders = TrainingOrders(recipe, training_sources, self.names)
+        self.evaluations = Evaluations(
             recipe, evaluation_sources, self.names, self.rewards, self._evaluated, started_at
         )
         self.threshold = Threshold.of(recipe, self.evaluations.results)

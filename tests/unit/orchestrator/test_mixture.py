@@ -59,7 +59,9 @@ class Ring:
         self.begin()
 
     def begin(self) -> None:
-        self.experience = ExperiencePipeline({POLICY: self.config}, self.steps, Counter(), sources=sources(**self.weights))
+        self.experience = ExperiencePipeline(
+            {POLICY: self.config}, self.steps, Counter(), sources=sources(**self.weights)
+        )
         self.experience.mixtures[POLICY]._exhausted_after = 50
         self.experience.advanced(POLICY, 0)
         self._playing = []
