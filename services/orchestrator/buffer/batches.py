@@ -192,7 +192,6 @@ class ExperiencePipeline:
             self.mixtures[policy].ended(group.order.source, len(group.order.indices))
         for policy, count in self._sequences_per_policy(group.trajectories).items():
             self.admission.finished(policy, count)
-            self.admission.returned(policy, count)
 
     def resolved(self, group: TaskGroup, outcome: Outcome) -> list[GroupVerdict]:
         """Handle the outcome of a slot of a training group (the group holds the outcome). The last slot judges the
@@ -284,12 +283,11 @@ class ExperiencePipeline:
                 statistics.counts[StepKey.GROUPS_EQUAL_DROPPED] += 1
             self.num_filtered[policy] += group.size
             self.num_filtered_in_a_row[policy] += group.size
-            self._drop(group, fates.RunCount.SEQUENCES_EQUAL_REWARDS)
+            self._counters[fates.RunCount.SEQUENCES_EQUAL_REWARDS.value] += group.size
             return verdict(fates.GroupFate.EQUAL_REWARDS)
         if config.resample is not None:
             kept = resample_group(group, config.resample, seed)
             left_out = leave_out(kept.members if kept else (), fates.GroupFate.RESAMPLED_AWAY)
-            self.admission.returned(policy, left_out)
             self._counters[fates.RunCount.SEQUENCES_RESAMPLED_AWAY.value] += left_out
             if kept is None:
                 since.counts[StepKey.GROUPS_EQUAL_DROPPED] += 1
@@ -302,15 +300,15 @@ class ExperiencePipeline:
             since.penalty_sum += sum(penalties)
         trained = without_masked(self._rules.transformed(group)[0])
         num_masked = leave_out(trained.members if trained else (), fates.GroupFate.TRUNCATED)
-        self.admission.returned(policy, num_masked)
         self._count(policy, StepFact.TRUNCATED_MASKED, num_masked)
         if trained is None:
             return verdict(fates.GroupFate.TRUNCATED)
         group = trained
         if self._is_surplus(group):
-            self._drop(group, fates.RunCount.SEQUENCES_SURPLUS)
+            self._counters[fates.RunCount.SEQUENCES_SURPLUS.value] += group.size
             return verdict(fates.GroupFate.SURPLUS)
         kept, old = self.buffers[policy].add(group)
+        self._recount(policy)
         self._expire(policy, old)
         if kept is None:
             return verdict(fates.GroupFate.EXPIRED, num_expired=len(old))
@@ -327,22 +325,17 @@ class ExperiencePipeline:
         before = self.surplus_before.get(group.task_group_id)
         if before is not None:
             return (group.policy, group.role, group.attempt) in before
-        return self.admission.is_surplus(group.policy, group.size)
+        return self.admission.is_surplus(group.policy)
 
     def _expire(self, policy: str, members: list[Member]) -> None:
         """Count members that are too old to be trained."""
         self._count(policy, StepFact.SEQUENCES_EXPIRED, len(members))
         self._count(policy, StepFact.TOKENS_EXPIRED, sum(member.sequence.num_trained_tokens for member in members))
-        self.admission.returned(policy, len(members))
 
     def _count(self, policy: str, fact: StepFact, number: int) -> None:
         """Add to the statistics of the policy's step and to the counters of the run."""
         self._since_batch[policy].counts[fact] += number
         self._counters[fact.value] += number
-
-    def _drop(self, group: AdvantageGroup, counter: fates.RunCount) -> None:
-        self.admission.returned(group.policy, group.size)
-        self._counters[counter.value] += group.size
 
     def buffered_groups(self) -> set[str]:
         """Task groups with sequences that wait for a batch, or may be in another one."""
@@ -355,7 +348,8 @@ class ExperiencePipeline:
         statistics = self._since_batch[policy].summary() | self.mixtures[policy].facts(sizes_by_source(groups))
         statistics |= of_sources({source: self._of_sources[policy, source] for source in self._sources})
         self._begin_statistics(policy)
-        self._given_to_trainer(policy, training_step, sum(group.size for group in groups))
+        self._in_training[policy, training_step] = sum(group.size for group in groups)
+        self._recount(policy)
         if self.replay[policy].enabled:
             self._fresh[policy, training_step] = groups
         return groups, statistics
@@ -365,9 +359,11 @@ class ExperiencePipeline:
         for source in self._sources:
             self._of_sources[policy, source] = StepStatistics()
 
-    def _given_to_trainer(self, policy: str, training_step: int, num_sequences: int) -> None:
-        self._in_training[policy, training_step] = num_sequences
-        self.admission.taken(policy, num_sequences)
+    def _recount(self, policy: str) -> None:
+        """Note the sequences that wait for a batch, and those that the trainer holds, after a change."""
+        account = self.admission.accounts[policy]
+        account.buffered = self.buffers[policy].num_sequences
+        account.in_training = sum(number for (name, _), number in self._in_training.items() if name == policy)
 
     def draw_replayed(self, policy: str, training_step: int, num_fresh: int) -> list[AdvantageGroup]:
         """Trained groups that fill up a batch with this many fresh sequences, as far as young enough groups exist."""
@@ -399,9 +395,8 @@ class ExperiencePipeline:
         fresh = [entry for entry in record.entries if not entry.replayed]
         groups = self.buffers[policy].take_named({entry.sequence_id for entry in fresh})
         self._begin_statistics(policy)
-        missing = len(fresh) - sum(group.size for group in groups)  # of task groups closed long ago
-        self.admission.accounts[policy].accepted += missing
-        self._given_to_trainer(policy, record.training_step, len(fresh))
+        self._in_training[policy, record.training_step] = len(fresh)
+        self._recount(policy)
         self.batch_recorded(groups)
 
     def note_lost(self, num_sequences: int) -> None:
@@ -412,17 +407,21 @@ class ExperiencePipeline:
         """Handle the lost record of a batch: drop the waiting groups that no later batch names, as they may have been
         in the lost batch and must not be trained twice."""
         self._begin_statistics(policy)
-        for group in self.buffers[policy].take_named(named, named=False):
-            self._drop(group, fates.RunCount.SEQUENCES_SET_ASIDE)
+        groups = self.buffers[policy].take_named(named, named=False)
+        self._recount(policy)
+        for group in groups:
+            self._counters[fates.RunCount.SEQUENCES_SET_ASIDE.value] += group.size
             self._left_buffer(group, fates.ClosedReason.SET_ASIDE)
 
     def advanced(self, policy: str, version: int) -> None:
         """Handle a published version: its batch is trained, and groups that are too old leave."""
         self.admission.advanced(policy, version)
         for key in [k for k in self._in_training if k[0] == policy and k[1] <= version]:
-            self.admission.trained(policy, self._in_training.pop(key))
+            del self._in_training[key]
         self.replay[policy].trained(self._fresh.pop((policy, version), []), version)
-        for group, old in self.buffers[policy].advance(version):
+        expired = self.buffers[policy].advance(version)
+        self._recount(policy)
+        for group, old in expired:
             self._expire(policy, old)
             if len(old) == group.size:
                 self._left_buffer(group, fates.ClosedReason.EXPIRED)

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,37 +68,6 @@ def test_what_is_too_old_leaves_eagerly_wherever_it_stands() -> None:
     assert names(buffer.take()) == ["c"]
 
 
-def test_groups_of_a_recorded_batch_are_taken_by_name() -> None:
-    buffer = held(batch_size=2, max_staleness=9)
-    for name in "abc":
-        buffer.add(made(name, 0))
-    assert names(buffer.take_named({"b/0/0", "b/1/0", "gone/0/0"})) == ["b"]
-    assert names(buffer.take()) == ["a"]
-    assert names(buffer.take()) == ["c"]
-
-
-@given(
-    versions=st.lists(st.integers(0, 5), max_size=40),
-    batch_size=st.integers(1, 8),
-    max_staleness=st.integers(0, 3),
-)
-def test_nothing_is_lost_or_taken_twice(versions: list[int], batch_size: int, max_staleness: int) -> None:
-    buffer = held(batch_size, max_staleness)
-    left: list[str] = []
-    for arrival, version in enumerate(versions):
-        if buffer.add(made(str(arrival), version, size=1 + arrival % 3))[0] is None:
-            left.append(str(arrival))
-        if arrival % 5 == 4:
-            left += names([group for group, _ in buffer.advance(arrival // 5)])
-        if buffer.ready and arrival % 2:
-            taken = buffer.take()
-            assert all((group.min_version or 0) >= buffer.version - max_staleness for group in taken)
-            left += names(taken)
-    while buffer.ready:
-        left += names(buffer.take())
-    assert len(left) == len(set(left)) == len(versions) - len(buffer)
-
-
 def test_drop_takes_the_members_that_are_too_old_and_leaves_their_siblings_and_the_statistics_of_all() -> None:
     buffer = held(batch_size=2, max_staleness=1)
     buffer.add(spread("g", (0, 1, 2), (1,), (2,)))
@@ -112,15 +80,6 @@ def test_drop_takes_the_members_that_are_too_old_and_leaves_their_siblings_and_t
     assert [m.sequence_id for m in kept.members] == ["g/2/0"]
     assert (kept.mean, kept.std, kept.num_compared) == (1.0, 1.0, 3)
     assert young.num_compared == young.size == 2
-
-
-@pytest.mark.parametrize("late", ["keep", "wait"])
-def test_late_experience_is_kept_whole_at_any_age(late: Any) -> None:
-    buffer = held(batch_size=2, max_staleness=1, late=late)
-    before = spread("g", (0, 1), (0,))
-    buffer.add(before)
-    assert buffer.advance(90) == []
-    assert buffer.take() == [before]
 
 
 def test_mask_leaves_young_tokens_and_siblings() -> None:

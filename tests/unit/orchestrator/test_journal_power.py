@@ -8,9 +8,6 @@ import os
 import random
 import shutil
 import stat
-import subprocess
-import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -21,7 +18,6 @@ from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import Files
 from tests.unit.orchestrator.power import Disk, Operation, RecordingFiles
-from tests.waiting import WAIT_S
 
 KINDS = ("things", "others", "rare")
 
@@ -150,47 +146,6 @@ async def test_a_process_that_is_killed_after_any_write_leaves_no_record_without
         with closing(JournalReader(copy)) as reader:
             assert not reader.gaps() and not reader.damage()
     assert len(found) == 24
-
-
-CHILD = """
-import asyncio, sys
-from pathlib import Path
-from services.orchestrator.journal.journal import Journal
-
-async def main():
-    journal = Journal(Path(sys.argv[1]))
-    journal.start()
-    n = int(sys.argv[2])
-    while True:
-        await asyncio.gather(*(journal.append("things", str(m), {"n": m}) for m in range(n, n + 20)))
-        n += 20
-        print(n, flush=True)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.slow
-def test_what_a_killed_process_acknowledged_is_there(tmp_path: Path) -> None:
-    acknowledged = 0
-    draw = random.Random(2)
-    for _ in range(3):
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path), str(acknowledged + 1000)], stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-        )  # fmt: skip
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(draw.uniform(0.0, 0.3))
-        child.kill()
-        told = [int(line) for line in child.stdout.read().split()]
-        child.wait(WAIT_S)
-        child.stdout.close()
-        before, acknowledged = acknowledged, max([acknowledged, *told])
-        found = kept(tmp_path)
-        assert found == sorted(set(found)), "each once, in order"
-        if told:
-            assert set(range(before + 1000, acknowledged)) <= set(found)
 
 
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP, errno.EIO])

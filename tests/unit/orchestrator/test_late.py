@@ -17,7 +17,7 @@ from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal import entries as records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.members import CancelGroup, Held, Replica
-from tests.unit.orchestrator.builders import sequence, trajectory
+from tests.unit.orchestrator.builders import trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
 
@@ -226,28 +226,6 @@ async def finish_again(world: World, order: TaskGroupOrder) -> list[RecordOutcom
     return await world.send(trajectory(order.task_group_id, 3, spanning(1.0, 0), reward=1.0))
 
 
-async def test_what_another_policy_can_still_train_is_played_on_after_the_last_batch_of_one(
-    worlds: Callable[..., World],
-) -> None:
-    world = worlds(policies=("a", "b"), max_staleness=1, run={"steps": 1}, size=4)
-    replica = world.join()
-    for policy in ("a", "b"):
-        await world.publish(0, policy=policy)
-    world.train()
-    (first,) = await world.orders(replica)
-    for i in first.indices[:3]:
-        pair = [sequence(float(i % 2), policy=policy) for policy in ("a", "b")]
-        await world.send(trajectory(first.task_group_id, i, *pair, reward=float(i % 2)))
-    slow = await world.orders(replica)  # while the buffer lacks a batch, one that waits for a sibling holds no place
-    await world.send(
-        trajectory(first.task_group_id, 3, sequence(1.0, policy="a"), sequence(1.0, policy="b"), reward=1.0)
-    )
-    await world.trainer_api.pull_batch("a", 1, WAIT_S)
-    assert slow and set(world.core.groups) == {order.task_group_id for order in slow}, "b may train it"
-    await world.trainer_api.pull_batch("b", 1, WAIT_S)
-    assert world.core.groups == {}
-
-
 async def test_wait_trains_a_due_group_first_and_waits_for_it_no_longer_than_its_share(
     worlds: Callable[..., World],
 ) -> None:
@@ -310,27 +288,6 @@ async def test_on_which_version_open_slots_began_survives_a_restart_and_a_lost_r
     group = world.core.groups[orders[0].task_group_id]
     assert group.born == {"model0": 1}
     assert world.core.experience.unfinished
-
-
-async def test_drop_cancels_nothing_that_another_policy_can_still_train(worlds: Callable[..., World]) -> None:
-    world = worlds(policies=("a", "b"), late="drop", max_staleness=1, run={"steps": 9})
-    replica = world.join()
-    for policy in ("a", "b"):
-        await world.publish(0, policy=policy)
-    world.train()
-    slow, *others = await world.orders(replica)
-    for order in others:
-        await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, WAIT_S)
-    await world.publish(1, policy="a")
-    experience = world.core.experience
-    assert [group.id for group in experience.due("a")] == [slow.task_group_id]
-    assert not experience.is_due_everywhere(experience.due("a")[0]), "b is still at version 0"
-    with pytest.raises(DeadlineError):
-        await world.trainer_api.pull_batch("a", 2, 0.1)
-    assert world.core.counters["slots_cancelled"] == 0
-    world.lose_trainer("b")
-    assert experience.is_due_everywhere(experience.due("a")[0]), "nobody trains b"
 
 
 async def test_sampled_tokens_that_reached_no_record_can_be_counted(worlds: Callable[..., World]) -> None:

@@ -15,7 +15,6 @@ from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
 from services.orchestrator.groups import TaskGroup
 from tests.unit.orchestrator.builders import order
 from tests.unit.orchestrator.test_late import straggling
-from tests.unit.orchestrator.test_until import result
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
 
@@ -62,19 +61,6 @@ async def test_a_pause_within_a_wait_for_due_groups_does_not_poll(
     world.core.resume()
     batch = await asyncio.wait_for(pull, WAIT_S)
     assert batch.record.training_step == 2
-
-
-async def test_training_that_ends_within_a_wait_for_due_groups_does_not_poll(
-    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    until = {"evaluation": "greedy", "at_least": 0.9, "in_a_row": 1}
-    world, pull = await waiting(worlds, run={"steps": 9, "until": until}, evaluation={"every": 1})
-    world.core.evaluations.recover_result(result("step-1/greedy", 1.0))
-    assert world.core.reached_threshold
-    world.clock.now += 5.0  # the wait is over, and no batch begins any more
-    assert await asked_again(world.core.batches["model0"], monkeypatch) <= 1, "nothing changed since"
-    assert not pull.done()
-    pull.cancel()
 
 
 @pytest.mark.parametrize(("other", "due"), [("drop", True), ("mask", False), ("keep", False), ("wait", False)])

@@ -191,12 +191,6 @@ def test_statistics_of_a_batch_tell_each_source() -> None:
     assert row[StepKey.STALENESS_MAX] == max(row[source_key(s, StepKey.STALENESS_MAX)] for s in ("fast", "slow"))
 
 
-def test_one_dataset_has_no_statistics_of_sources() -> None:
-    mixture = Mixture()
-    mixture.taken({"": 4})
-    assert mixture.facts({"": 4}) == {} and not mixture.is_mixed
-
-
 @given(
     weights=st.lists(st.floats(0.05, 20), min_size=1, max_size=5),
     sizes=st.lists(st.integers(1, 6), min_size=40, max_size=40),

@@ -85,13 +85,6 @@ def test_filters_judge_rewards_as_they_came() -> None:
     assert (found["groups_equal_dropped"], found["overlong_share"], found["overlong_penalty_mean"]) == (1.0, 1.0, 0.5)
 
 
-def test_without_the_setting_nobody_pays_and_nothing_is_said() -> None:
-    experience = take_in(BatchConfig(size=2), task_group("mixed", (1.0, 10_000), (0.0, 1)))
-    groups, found = experience.take_batch("model0", 1)
-    assert rewards(groups[0]) == [1.0, 0.0]
-    assert not any(name.startswith("overlong") for name in found)
-
-
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     penalty = {"max_tokens": 4, "buffer_tokens": 4, "factor": 0.5}

@@ -106,18 +106,3 @@ async def test_each_source_goes_on_in_its_own_curriculum_and_share_after_a_resta
     for source, count in {"a": 2, "b": 4}.items():
         tasks = [order.task.task_id for order in (*first, *second) if order.source == source]
         assert len(set(tasks)) == count, "no task of a pass comes twice"
-
-
-async def test_sequences_of_a_source_carry_its_advantage_scale_to_the_trainer_also_after_a_restart(
-    worlds: Callable[..., World],
-) -> None:
-    world = worlds(train=MIXTURE, size=12, max_staleness=0)
-    await world.publish(0)
-    world.train()
-    for order in await world.orders(world.join()):
-        await world.play(order)
-    for _ in range(2):
-        batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
-        scales = sorted(item.advantage_scale for item in batch.share(0, 1).sequences)
-        assert scales == [0.5] * 8 + [1.0] * 4
-        await world.crash()
