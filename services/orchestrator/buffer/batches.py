@@ -444,7 +444,7 @@ class ExperiencePipeline:
 
 
 KEPT_IN_MEMORY = 2  # the newest batches, for the ranks that ask a little later
-WAIT_SHARE = 0.25  # of the time that the training step before took, where the recipe does not say
+WAIT_SHARE = 0.25  # of the time that the training step before took
 
 
 class LateGroups:
@@ -466,7 +466,6 @@ class LateGroups:
     ) -> None:
         self._policy = policy
         self._late = config.late_rule
-        self._wait_share = config.late_wait_share or WAIT_SHARE
         self._experience = experience
         self.cancel: Callable[[list[TaskGroup]], None] = lambda groups: None
         """Ends the open slots of groups; the calls repeat until the groups are finished."""
@@ -479,14 +478,18 @@ class LateGroups:
     def settled(self) -> bool:
         """Whether unfinished groups allow the batch to be assembled now."""
         if self._late == "drop":
-            return self._all_cancelled()
+            # A group that another policy can still train continues; its members of this policy become too old.
+            due = [g for g in self._experience.due(self._policy) if self._experience.is_due_everywhere(g)]
+            if due:
+                self.cancel(due)
+            return not due
         return self._late != "wait" or self._all_here()
 
     def left_s(self) -> float | None:
         """Remaining seconds of the present wait; None without one."""
         if self._began is None or self.step_s is None:
             return None
-        return max(0.0, self._began + self._wait_share * self.step_s - self._clock())
+        return max(0.0, self._began + WAIT_SHARE * self.step_s - self._clock())
 
     def taken(self) -> float:
         """Record that the batch was assembled; returns the seconds of its wait for these groups."""
@@ -498,13 +501,6 @@ class LateGroups:
         self.num_waited_for = 0
         return waited_s
 
-    def _all_cancelled(self) -> bool:
-        # A group that another policy can still train continues; its members of this policy become too old.
-        due = [g for g in self._experience.due(self._policy) if self._experience.is_due_everywhere(g)]
-        if due:
-            self.cancel(due)
-        return not due
-
     def _all_here(self) -> bool:
         due = [g for g in self._experience.due(self._policy) if g.id not in self._waited]
         self.num_waited_for = len(due)
@@ -512,8 +508,7 @@ class LateGroups:
             return True
         if self._began is None:
             self._began = self._clock()
-        left_s = self.left_s()
-        return left_s is not None and left_s <= 0.0
+        return self.left_s() == 0.0
 
 
 class Batches:

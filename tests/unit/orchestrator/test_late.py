@@ -229,10 +229,10 @@ async def finish_again(world: World, order: TaskGroupOrder) -> list[RecordOutcom
 async def test_wait_trains_a_due_group_first_and_waits_for_it_no_longer_than_its_share(
     worlds: Callable[..., World],
 ) -> None:
-    world = worlds(run={"steps": 9}, late="wait", late_wait_share=0.5, max_staleness=1)
+    world = worlds(run={"steps": 9}, late="wait", max_staleness=1)
     _, slow = await straggling(world)
     batches = world.core.batches["model0"]
-    batches.late.step_s = 10.0  # taken by step 1
+    batches.late.step_s = 20.0  # taken by step 1
     pull = asyncio.ensure_future(world.trainer_api.pull_batch("model0", 2, 30.0))
     await world.settle()
     assert not pull.done() and batches.late.num_waited_for == 1
@@ -247,10 +247,10 @@ async def test_wait_trains_a_due_group_first_and_waits_for_it_no_longer_than_its
 
 
 async def test_wait_is_over_after_its_share_and_happens_once(worlds: Callable[..., World]) -> None:
-    world = worlds(run={"steps": 9}, late="wait", late_wait_share=0.5, max_staleness=1)
+    world = worlds(run={"steps": 9}, late="wait", max_staleness=1)
     replica, slow = await straggling(world)
     late = world.core.batches["model0"].late
-    late.step_s = 10.0
+    late.step_s = 20.0
     with pytest.raises(DeadlineError, match="batch of step 2"):
         await world.trainer_api.pull_batch("model0", 2, 0.05)
     world.clock.now += 5.0
@@ -262,7 +262,7 @@ async def test_wait_is_over_after_its_share_and_happens_once(worlds: Callable[..
     for order in await world.orders(replica):
         for index in order.indices:
             await finish(world, order, index, 2)
-    late.step_s = 10.0
+    late.step_s = 20.0
     batch = await world.trainer_api.pull_batch("model0", 3, WAIT_S)
     assert batch.record.statistics[StepFact.LATE_WAIT_S] == 0.0, "it has waited for that group"
 
@@ -323,13 +323,11 @@ async def test_sampled_tokens_that_reached_no_record_can_be_counted(worlds: Call
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"late": "keep", "late_wait_share": 0.5}, "late_wait_share belongs to late: wait, and late is keep"),
         ({"late": "wait", "order": "fifo"}, "late: wait trains due groups first: set order: deadline, not fifo"),
         ({"late": "drop", "max_token_age": 9}, "max_token_age is 9, and late: drop"),
         ({"late": "mask", "max_token_age": 9}, "max_token_age is 9, and late: mask"),
         ({"max_token_age": 1, "max_staleness": 2}, r"max_token_age \(1\) is below max_staleness \(2\)"),
         ({"max_token_age": 4, "replay": {"ratio": 0.5}}, r"below replay.max_staleness \(8\): lower"),
-        ({"late_wait_share": 1.5, "late": "wait"}, "less than or equal to 1"),
         ({"late": "later"}, "'keep', 'mask', 'wait' or 'drop'"),
     ],
 )

@@ -23,10 +23,10 @@ LateName = Literal["keep", "mask", "wait", "drop"]
 
 async def waiting(worlds: Callable[..., World], **settings: Any) -> tuple[World, asyncio.Task[Batch]]:
     """A batch that is there and waits for due groups, for 5 s at most."""
-    world = worlds(late="wait", late_wait_share=0.5, max_staleness=1, **settings)
+    world = worlds(late="wait", max_staleness=1, **settings)
     await straggling(world)
     batches = world.core.batches["model0"]
-    batches.late.step_s = 10.0
+    batches.late.step_s = 20.0
     pull = asyncio.ensure_future(world.trainer_api.pull_batch("model0", 2, 30.0))
     await world.settle()
     assert batches.late.left_s() == 5.0
