@@ -340,7 +340,13 @@ class Recovery:
                     read_what_is_left(self.reader, policy, step)  # one without a trajectory is set aside and made again
                 self._apply_batch(row, value)
             case EvaluationStart():
-                self._apply_evaluation_start(value.evaluation_id, value.versions)
+                if unknown := value.versions.keys() - core.ledgers.keys():
+                    raise UnknownPolicyError(f"no policy {', '.join(sorted(unknown))} in this run")
+                if step_of(
+                    value.evaluation_id
+                ):  # one of them runs at a time: earlier ones without a result were forgotten
+                    core.evaluations.skip(lambda p: True)
+                core.evaluations.begin(value.evaluation_id, value.versions)
             case EvaluationResult():
                 core.evaluations.recover_result(value)
 
@@ -360,13 +366,6 @@ class Recovery:
             core.experience.issued(group)
         else:
             core.evaluations.issued_before(group)
-
-    def _apply_evaluation_start(self, evaluation_id: str, versions: Mapping[str, int]) -> None:
-        if unknown := versions.keys() - self.core.ledgers.keys():
-            raise UnknownPolicyError(f"no policy {', '.join(sorted(unknown))} in this run")
-        if step_of(evaluation_id):  # one of them runs at a time: earlier ones without a result were forgotten
-            self.core.evaluations.skip(lambda p: True)
-        self.core.evaluations.begin(evaluation_id, versions)
 
     def _apply_version(self, row: Row, version: WeightVersion, metrics: Mapping[str, float]) -> None:
         core, ledger = self.core, self.core.ledgers[version.policy]

@@ -11,12 +11,12 @@ first minibatch. Pure: every rank, and every repetition, gets the same answer.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any
 
 from services.common import records as fates
 from services.common.errors import BatchLostError, CorruptDataError
@@ -25,9 +25,8 @@ from services.common.telemetry.metrics import ROLE_REWARD, StepKey, source_key
 from services.orchestrator.buffer.buffer import AdvantageGroup, Member, is_timeout, mask_sequence
 from services.orchestrator.groups import GroupBy, Outcome, group_key, split_sequence_id
 from services.orchestrator.journal import entries as records
-from services.orchestrator.journal import entries as rollouts
 from services.orchestrator.journal.entries import BatchEntry, BatchRecord
-from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.reader import UNREADABLE, JournalReader
 
 # Sequences: to put together, check or cut a batch of more takes many milliseconds, and is done in a thread, because orders
 # and records would wait meanwhile.
@@ -360,26 +359,17 @@ def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[Batch
         raise BatchLostError(f"the batch of step {training_step} of {policy} is not in the journal")
     record = records.from_json(records.BatchRecord, found)
     places = [split_sequence_id(entry.sequence_id) for entry in record.entries]
-    keys = [rollouts.trajectory_key(group, index) for group, index, _ in places]
-    readable = ((key, _trajectory(value)) for key, value in reader.find(records.TRAJECTORY, keys).items())
-    trajectories = {key: trajectory for key, trajectory in readable if trajectory is not None}
-    sequences = {
-        entry.sequence_id: _as_trained(trajectories[key].sequences[position], entry)
-        for entry, key, (_, _, position) in zip(record.entries, keys, places, strict=True)
-        if key in trajectories
-    }
+    keys = [records.trajectory_key(group, index) for group, index, _ in places]
+    trajectories: dict[str, Trajectory] = {}
+    for slot, value in reader.find(records.TRAJECTORY, keys).items():
+        with contextlib.suppress(*UNREADABLE):  # a record that is no trajectory
+            trajectories[slot] = records.from_json(Trajectory, value)
+    sequences: dict[str, TokenSequence] = {}
+    for entry, key, (_, _, position) in zip(record.entries, keys, places, strict=True):
+        if key in trajectories:
+            sequence = trajectories[key].sequences[position]
+            if entry.trained_from:
+                sequence = mask_sequence(sequence, entry.trained_from)
+            trained = entry.reward is None or entry.reward == sequence.reward
+            sequences[entry.sequence_id] = sequence if trained else replace(sequence, reward=entry.reward)
     return record, sequences
-
-
-def _trajectory(record: dict[str, Any]) -> Trajectory | None:
-    """None for a record that is no trajectory."""
-    try:
-        return rollouts.from_json(Trajectory, record)
-    except (CorruptDataError, KeyError, TypeError, ValueError, AttributeError):
-        return None
-
-
-def _as_trained(sequence: TokenSequence, entry: BatchEntry) -> TokenSequence:
-    if entry.trained_from:
-        sequence = mask_sequence(sequence, entry.trained_from)
-    return sequence if entry.reward is None else replace(sequence, reward=entry.reward)

@@ -431,20 +431,16 @@ def trajectory_key(task_group_id: str, index: int) -> str:
 
 def plain_trajectory(record: Json) -> Json:
     """A trajectory's line with its token ids and log-probabilities as lists, for readers other than Rollmill."""
-    return {**record, "sequences": [_plain_sequence(s) for s in record["sequences"]]}
 
-
-def _plain_sequence(sequence: Json) -> Json:
-    segments = [
-        {
+    def plain(segment: Json) -> Json:
+        return {
             **segment,
             "token_ids": unpack_tokens(segment["token_ids"], segment["num_tokens"]).tolist(),
             "logprobs": unpack_floats(segment["logprobs"]),  # float32: orjson writes the shortest decimals
             "teacher_logprobs": unpack_floats(segment["teacher_logprobs"]),
         }
-        for segment in sequence["segments"]
-    ]
-    return {**sequence, "segments": segments}
+
+    return {**record, "sequences": [{**s, "segments": list(map(plain, s["segments"]))} for s in record["sequences"]]}
 
 
 _TOKEN = np.dtype("<i4")

@@ -264,11 +264,12 @@ def _span_of(row: Row, reason: DamageReason) -> Damage:
 
 # --- records that are set aside --------------------------------------------------------------------------------------
 
-_Identity = int | tuple[str, int, int]  # the record's number, else its kind, segment and offset
+_Identity = int | tuple[str, int, int]
 
 
-def _identity(number: int, kind: str, segment: int, offset: int) -> _Identity:
-    return number or (kind, segment, offset)
+def _identity(of: Row | SetAside) -> _Identity:
+    """The record's number, else its kind, segment and offset."""
+    return of.number or (of.kind, of.segment, of.offset)
 
 
 class Quarantine:
@@ -291,13 +292,13 @@ class Quarantine:
             try:
                 if (record := reader.load(row)) is not None:
                     noted = entries.from_json(SetAside, record)
-                    found._known[_identity(noted.number, noted.kind, noted.segment, noted.offset)] = noted
+                    found._known[_identity(noted)] = noted
             except (KeyError, TypeError, ValueError):
                 log.warning("journal.unreadable", kind=row.kind, segment=row.segment, offset=row.offset)
         return found
 
     def __contains__(self, row: Row) -> bool:
-        return _identity(row.number, row.kind, row.segment, row.offset) in self._known
+        return _identity(row) in self._known
 
     def __iter__(self) -> Iterator[SetAside]:
         return iter(self._known.values())
@@ -307,14 +308,13 @@ class Quarantine:
 
     def add(self, row: Row, reason: SetAsideReason, detail: str = "") -> None:
         """Set a record aside; a repetition has no effect."""
-        identity = _identity(row.number, row.kind, row.segment, row.offset)
-        if identity in self._known:
+        if row in self:
             return
         noted = SetAside(
             kind=row.kind, key=row.key, number=row.number, segment=row.segment, offset=row.offset, reason=reason,
             detail=detail,
         )  # fmt: skip
-        self._known[identity] = self._new[identity] = noted
+        self._known[_identity(row)] = self._new[_identity(row)] = noted
 
     def add_span(self, span: Damage) -> Row:
         """Set an unreadable span aside; returns its row, as far as the span names one."""
@@ -324,7 +324,7 @@ class Quarantine:
 
     def is_new(self, row: Row) -> bool:
         """Whether this process set the record aside."""
-        return _identity(row.number, row.kind, row.segment, row.offset) in self._new
+        return _identity(row) in self._new
 
     def take_new(self) -> list[SetAside]:
         """The records set aside since the last call, which are logged; the caller journals them."""

@@ -74,22 +74,19 @@ def sizes_in(directory: Path) -> dict[Place, int]:
     found: dict[Place, int] = {}
     with os.scandir(directory) as entries:
         for entry in entries:
-            if match := _NAME.match(entry.name):
-                size = _size_of(entry)
-                if size is not None:
-                    found[match[1], int(match[2])] = size
+            if not (match := _NAME.match(entry.name)):
+                continue
+            size = 0
+            try:
+                status = entry.stat()
+                size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+            except FileNotFoundError:
+                if not entry.is_symlink():
+                    continue  # deleted meanwhile
+            except OSError:  # a loop of links, or a disk with a read error
+                pass
+            found[match[1], int(match[2])] = size
     return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0])))
-
-
-def _size_of(entry: os.DirEntry[str]) -> int | None:
-    """Bytes of a segment file; None for one that was deleted meanwhile."""
-    try:
-        status = entry.stat()
-    except FileNotFoundError:
-        return 0 if entry.is_symlink() else None
-    except OSError:  # a loop of links, or a disk with a read error
-        return 0
-    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def first_free(segments: Collection[int]) -> int:

@@ -315,7 +315,7 @@ def _from_hugging_face(config: DatasetConfig) -> ListRows:
     elif Path(config.path, "dataset_info.json").is_file() or Path(config.path, "state.json").is_file():
         load = functools.partial(datasets.load_from_disk, config.path)
     elif Path(config.path, "dataset_dict.json").is_file():
-        load = functools.partial(_from_saved_dict, config.path, config.split)
+        load = lambda: datasets.load_from_disk(config.path)[config.split]  # noqa: E731
     try:
         rows = load()
     except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -324,12 +324,6 @@ def _from_hugging_face(config: DatasetConfig) -> ListRows:
     if config.limit is not None:
         rows = rows.select(range(min(config.limit, len(rows))))
     return ListRows(rows, f"dataset {config.path}")
-
-
-def _from_saved_dict(path: str, split: str) -> Any:
-    import datasets
-
-    return datasets.load_from_disk(path)[split]
 
 
 # --- Checks dataset rows against the built-in workflows and rewards of a recipe at the start of the run.
