@@ -584,7 +584,9 @@ class Evaluators:
             if current.evaluators:
                 chosen = replica.replica_id in current.evaluators
             else:
-                chosen = bool(current.pinned) or self._within_share(replica, num_slots)
+                share = self._config.share or 1.0  # of a pass that began in a process with a share
+                most = max(num_slots, share * replica.num_slots)
+                chosen = bool(current.pinned) or replica.num_evaluating + num_slots <= most
             return chosen and self._holds(replica, current, required)
 
         return self._pool.freest(num_slots, serves)
@@ -658,7 +660,3 @@ class Evaluators:
     def _holds(self, replica: Replica, current: EvaluationPass, versions: Mapping[str, int]) -> bool:
         held = replica.held
         return all(policy in held for policy in current.wanted) and self._may_play(held, versions, current.policies)
-
-    def _within_share(self, replica: Replica, num_slots: int) -> bool:
-        share = self._config.share or 1.0  # of a pass that began in a process with a share
-        return replica.num_evaluating + num_slots <= max(num_slots, share * replica.num_slots)

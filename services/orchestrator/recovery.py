@@ -43,7 +43,7 @@ from services.common.telemetry.logs import LogEvent
 from services.orchestrator.buffer.assembly import read_fresh_groups, read_what_is_left
 from services.orchestrator.buffer.buffer import AdvantageGroup
 from services.orchestrator.evaluation import step_of
-from services.orchestrator.groups import GroupBy, Outcome, RunState, TaskGroup, split_sequence_id
+from services.orchestrator.groups import Outcome, RunState, TaskGroup, split_sequence_id
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import (
     Assignment,
@@ -472,20 +472,18 @@ class Recovery:
         core = self.core
         for name, batches in core.batches.items():
             batch, store = core.recipe.policies[name].batch, core.experience.replay[name]
-            if store.enabled:
-                # Step s trained samples of version s - 1 or older.
-                first = max(1, store.version - batch.replay.max_staleness + 1)
-                steps = range(first, batches.newest_step + 1)
-                core.experience.refill_replay(
-                    name, first, (self._fresh_groups(name, step, batch.group_by) for step in steps)
-                )
-
-    def _fresh_groups(self, policy: str, training_step: int, group_by: GroupBy) -> list[AdvantageGroup]:
-        try:
-            return read_fresh_groups(self.reader, policy, training_step, group_by)
-        except CorruptDataError as error:  # replay is optional: unreadable groups are not drawn again
-            log.warning("replay.lost", policy=policy, step=training_step, error=error.message)
-            return []
+            if not store.enabled:
+                continue
+            # Step s trained samples of version s - 1 or older.
+            first = max(1, store.version - batch.replay.max_staleness + 1)
+            found: list[list[AdvantageGroup]] = []
+            for step in range(first, batches.newest_step + 1):
+                try:
+                    found.append(read_fresh_groups(self.reader, name, step, batch.group_by))
+                except CorruptDataError as error:  # replay is optional: unreadable groups are not drawn again
+                    log.warning("replay.lost", policy=name, step=step, error=error.message)
+                    found.append([])
+            core.experience.refill_replay(name, first, found)
 
     def _give_back(self) -> None:
         """Leave open slots with their replica, as if its stream had just broken."""

@@ -34,8 +34,7 @@ def test_a_run_finishes_though_its_processes_are_killed_and_told_to_end_and_its_
     run = start_run("survives", "run.steps=20", "policies.model0.batch.late=drop")
     run.wait_for(lambda: run.steps() >= 1, "the first training step")
     killed = [(process, signal.SIGKILL) for process in ("trainer-model0", "orchestrator", "inference-a")]
-    told = [(process, signal.SIGTERM) for process in ("envgateway", "trainer-model0", "orchestrator")]
-    for process, how in killed + told:
+    for process, how in [*killed, ("envgateway", signal.SIGTERM)]:
         steps = run.steps()
         run.kill(process, how)
         run.wait_for(lambda before=steps: run.steps() >= before + 2, f"steps after {process} got {how.name}")
@@ -44,7 +43,7 @@ def test_a_run_finishes_though_its_processes_are_killed_and_told_to_end_and_its_
     assert f"interrupted; go on with it: rollmill run --resume {run.directory}" in " ".join(run.output.split())
     done = run.steps()
     result = resumed(run, rollmill)
-    assert run.steps() == 20 > done >= 13
+    assert run.steps() == 20 > done >= 9
     assert result["max_staleness"] <= 1
     assert_each_slot_has_one_record(run)
 

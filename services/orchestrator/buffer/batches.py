@@ -149,9 +149,7 @@ class ExperiencePipeline:
 
     def _may_come(self, policy: str, source: str) -> bool:
         """Whether a group of the source may come before a batch of the policy is taken."""
-        if self.mixtures[policy].is_running(source):
-            return True
-        return self.issuable(policy)
+        return self.mixtures[policy].is_running(source) or self.issuable(policy)
 
     def issued(self, group: TaskGroup) -> None:
         """Count an issued training group; ``group.born`` has the start versions of its slots."""
@@ -226,25 +224,21 @@ class ExperiencePipeline:
             if found.policy in self._policies
         ]
         for policy in policies:
-            self._note_use(
-                policy, source, [verdict.outcome for verdict in verdicts if verdict.policy == policy], num_slots
-            )
+            # Whether the task group has anything that the policy can train, now or if it were in time.
+            mixture = self.mixtures[policy]
+            if not {verdict.outcome for verdict in verdicts if verdict.policy == policy} <= _NOTHING_LEARNT:
+                mixture.kept(source)
+            elif mixture.dropped(source, num_slots) and mixture.is_mixed:
+                log.warning(
+                    "source.exhausted", policy=policy, source=source, task_groups=mixture.exhausted[source],
+                    effect="batches no longer wait for it",
+                )  # fmt: skip
         if verdicts:
             self._on_judged(group.id, verdicts)
         if not self._buffered[group.id]:
             del self._buffered[group.id]
             self._on_closed(group.id, fates.ClosedReason.NOTHING_TO_TRAIN)
         return verdicts
-
-    def _note_use(self, policy: str, source: str, outcomes: list[fates.GroupFate], num_slots: int) -> None:
-        """Note whether a complete task group has anything that its policy can train, now or if it were in time."""
-        if not set(outcomes) <= _NOTHING_LEARNT:
-            self.mixtures[policy].kept(source)
-        elif self.mixtures[policy].dropped(source, num_slots) and self.mixtures[policy].is_mixed:
-            log.warning(
-                "source.exhausted", policy=policy, source=source, task_groups=self.mixtures[policy].exhausted[source],
-                effect="batches no longer wait for it",
-            )  # fmt: skip
 
     def _take_in(self, group: AdvantageGroup, seed: int) -> GroupVerdict:
         """Put a complete advantage group into its buffer, or drop the group. ``seed``: of its task group."""
@@ -304,7 +298,13 @@ class ExperiencePipeline:
         if trained is None:
             return verdict(fates.GroupFate.TRUNCATED)
         group = trained
-        if self._is_surplus(group):
+        # The verdict keeps whether a batch had room: a recovery does not know which trainers were absent, nor the
+        # outstanding slots of closed task groups.
+        before = self.surplus_before.get(group.task_group_id)
+        is_surplus = (
+            self.admission.is_surplus(policy) if before is None else (policy, whole.role, whole.attempt) in before
+        )
+        if is_surplus:
             self._counters[fates.RunCount.SEQUENCES_SURPLUS.value] += group.size
             return verdict(fates.GroupFate.SURPLUS)
         kept, old = self.buffers[policy].add(group)
@@ -318,14 +318,6 @@ class ExperiencePipeline:
         self._counters[fates.RunCount.SEQUENCES_KEPT.value] += kept.size
         self.num_filtered_in_a_row[policy] = 0
         return verdict(fates.GroupFate.KEPT, kept, len(old))
-
-    def _is_surplus(self, group: AdvantageGroup) -> bool:
-        """Whether no batch has room for the group. The verdict keeps the answer: a recovery does not know which
-        trainers were absent, nor the outstanding slots of closed task groups."""
-        before = self.surplus_before.get(group.task_group_id)
-        if before is not None:
-            return (group.policy, group.role, group.attempt) in before
-        return self.admission.is_surplus(group.policy)
 
     def _expire(self, policy: str, members: list[Member]) -> None:
         """Count members that are too old to be trained."""
@@ -483,7 +475,15 @@ class LateGroups:
             if due:
                 self.cancel(due)
             return not due
-        return self._late != "wait" or self._all_here()
+        if self._late != "wait":
+            return True
+        due = [g for g in self._experience.due(self._policy) if g.id not in self._waited]
+        self.num_waited_for = len(due)
+        if not due or self.step_s is None:
+            return True
+        if self._began is None:
+            self._began = self._clock()
+        return self.left_s() == 0.0
 
     def left_s(self) -> float | None:
         """Remaining seconds of the present wait; None without one."""
@@ -500,15 +500,6 @@ class LateGroups:
         self._began = None
         self.num_waited_for = 0
         return waited_s
-
-    def _all_here(self) -> bool:
-        due = [g for g in self._experience.due(self._policy) if g.id not in self._waited]
-        self.num_waited_for = len(due)
-        if not due or self.step_s is None:
-            return True
-        if self._began is None:
-            self._began = self._clock()
-        return self.left_s() == 0.0
 
 
 class Batches:

@@ -328,7 +328,9 @@ class ReplayStore:
     def trained(self, groups: Iterable[AdvantageGroup], version: int) -> None:
         """Store groups whose first training step made ``version``."""
         self.version = max(self.version, version)
-        self.groups = [group for group in (*self.groups, *groups) if self._young(group)]
+        least = self.version - self._config.max_staleness
+        # A group without trained tokens has no use in a replay.
+        self.groups = [g for g in (*self.groups, *groups) if g.min_version is not None and g.min_version >= least]
         left = sum(group.size for group in self.groups)
         while left > self._config.capacity:
             left -= self.groups.pop(0).size
@@ -345,11 +347,6 @@ class ReplayStore:
             drawn.append(group)
             count += group.size
         return drawn
-
-    def _young(self, group: AdvantageGroup) -> bool:
-        """A group without trained tokens has no use in a replay."""
-        oldest = group.min_version
-        return oldest is not None and self.version - oldest <= self._config.max_staleness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

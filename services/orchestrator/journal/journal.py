@@ -226,7 +226,9 @@ class Journal:
                 self._block(f"{free} bytes free in {self.directory}")
             else:
                 try:
-                    self._commit(batch, payloads)
+                    self._segments.append(
+                        [(entry.kind, entry.key, payload) for entry, payload in zip(batch, payloads, strict=True)]
+                    )
                     break
                 except OSError as error:
                     if not machine.says_full(error):
@@ -234,17 +236,12 @@ class Journal:
                     self._block(str(error))
             if self._closing.wait(RETRY_S):
                 time.sleep(RETRY_S)  # closing: keep trying until the closer's deadline ends the process
-        if self.blocked:
-            log.info("journal.resumed", directory=str(self.directory))
-            self.blocked = ""
-
-    def _commit(self, batch: list[_Entry], payloads: list[bytes]) -> None:
-        self._segments.append(
-            [(entry.kind, entry.key, payload) for entry, payload in zip(batch, payloads, strict=True)]
-        )
         self._waiting_since = self._committed_at = time.monotonic()
         self.num_records += len(batch)
         self.num_commits += 1
+        if self.blocked:
+            log.info("journal.resumed", directory=str(self.directory))
+            self.blocked = ""
 
     def _block(self, reason: str) -> None:
         if not self.blocked:

@@ -55,37 +55,6 @@ async def test_wrong_calls_get_structured_errors(orchestrators: Make, peers: Pee
             await report_once(pool, pool_pb2.StreamReportsRequest(replica_id="x", incarnation="1"), WAIT_S)
 
 
-async def test_each_report_of_a_stream_is_answered_and_a_refused_one_ends_the_stream(
-    orchestrators: Make, peers: Peers
-) -> None:
-    orchestrator = orchestrators(**QUIET)
-    replica, _ = await orchestrator.start_with(peers)
-    who = {"replica_id": replica.replica_id, "incarnation": replica.incarnation}
-    faulty = [
-        (LeaseLostError, "join again", {"replica_id": "x"}),
-        (LeaseLostError, "join again", {"incarnation": "another"}),
-        (InvalidRequestError, "num_generated_tokens", {"num_generated_tokens": -1}),
-        (InvalidRequestError, "nobody", {"held_versions": [pool_pb2.HeldVersion(policy="nobody")]}),
-        (LeaseLostError, "join again", None),  # an empty message
-    ]
-    async with asyncio.timeout(WAIT_S), channel(orchestrator.address) as connection:
-        pool = pool_pb2_grpc.PoolServiceStub(connection)
-        await orchestrator.until(lambda now: len(now.replicas) == 1)
-        for error, text, change in faulty:
-            stream = pool.StreamReports()
-            for tokens in (5, 6):
-                report = pool_pb2.StreamReportsRequest(**who, num_generated_tokens=tokens)
-                await stream.write(report)
-                response = await stream.read()
-                assert (response.lease.seconds, response.next_report.seconds) == (2, 2)
-            report = pool_pb2.StreamReportsRequest(**({} if change is None else who | change))
-            await stream.write(report)
-            with pytest.raises(error, match=text), translated_errors("orchestrator"):
-                await stream.read()
-        progress = await orchestrator.progress()
-    assert [found.replica_id for found in progress.replicas] == ["a"], "the faulty reports changed nothing"
-
-
 async def test_pause_resume_and_stop(orchestrators: Make, peers: Peers) -> None:
     orchestrator = orchestrators(run__steps=1000, **QUIET)
     await orchestrator.start()

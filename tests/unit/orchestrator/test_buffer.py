@@ -82,28 +82,6 @@ def test_drop_takes_the_members_that_are_too_old_and_leaves_their_siblings_and_t
     assert young.num_compared == young.size == 2
 
 
-def test_mask_leaves_young_tokens_and_siblings() -> None:
-    buffer = held(batch_size=2, max_staleness=1, late="mask")
-    buffer.add(spread("g", (0, 1, 2), (0,), (2, 3)))
-    assert left_names(buffer.advance(2)) == ["g/1/0"], "all of it would be masked"
-    [taken] = buffer.take()
-    first, second = taken.members
-    assert (taken.num_compared, taken.mean) == (3, 1.0)
-    assert (first.trained_from, first.num_masked_tokens) == (1, 2)
-    assert [s.weight_version for s in first.sequence.segments if s.is_policy] == [1, 2]
-    assert first.sequence.num_tokens == 7, "what is masked is still read"
-    assert (second.trained_from, second.num_masked_tokens) == (0, 0)
-
-
-def test_no_token_beyond_max_token_age_is_trained_and_what_has_no_other_leaves() -> None:
-    buffer = held(batch_size=1, max_staleness=1, late="keep", max_token_age=3)
-    buffer.add(spread("g", (0, 2), (0,), (4,)))
-    assert left_names(buffer.advance(4)) == ["g/1/0"]
-    [taken] = buffer.take()
-    assert [m.num_masked_tokens for m in taken.members] == [2, 0]
-    assert taken.min_version == 2
-
-
 @given(
     versions=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=5),
     version=st.integers(0, 9),

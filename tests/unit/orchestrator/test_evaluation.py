@@ -176,31 +176,6 @@ async def test_a_run_that_only_evaluates_takes_the_replicas_checkpoint_for_its_v
     assert world.core.evaluations.results["start/greedy"].mean_reward == 1.0
 
 
-async def test_a_replica_that_was_told_of_a_newer_version_is_pinned_to_that_one(worlds: Callable[..., World]) -> None:
-    world = worlds(run={"steps": 9}, evaluation={"every": 1, "at_start": False}, max_staleness=2)
-    async with living(world):
-        await world.publish(0)
-        first, second = world.join("first", slots=16), world.join("second", slots=16)
-        training, _ = split(await world.orders(first) + await world.orders(second))
-        await train_one_step(world, training[:2], 1, 0)
-        await world.settle()  # the evaluation of version 1 waits: both replicas heard of version 1 and hold 0
-        await world.publish(2)  # before a replica reports version 1
-        await world.settle()
-        told = {
-            replica.replica_id: max(
-                c.version.number for c in await world.commands(replica) if isinstance(c, AnnounceVersion)
-            )
-            for replica in (first, second)
-        }
-        assert sorted(told.values()) == [1, 2], "the one that the evaluation waits for is told of nothing further"
-        awaited, other = (first, second) if told["first"] == 1 else (second, first)
-        report(world, other, 1)  # on its way to 2: the replica would leave version 1 in the middle of the evaluation
-        assert split(await world.orders(other))[1] == []
-        report(world, awaited, 1)
-        _, evaluation = split(await world.orders(awaited))
-        assert [dict(order.required_versions) for order in evaluation] == [{"model0": 1}] * 3
-
-
 async def test_no_more_trajectories_of_evaluations_are_played_at_once_than_is_allowed(
     worlds: Callable[..., World],
 ) -> None:

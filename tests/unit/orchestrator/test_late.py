@@ -373,23 +373,3 @@ async def test_on_policy_training_trains_no_token_of_an_older_version(worlds: Ca
                 await finish(world, group.order, index, version, number)
         left = await world.orders(replica)
     assert num_late or world.core.counters["slots_cancelled"], "some outlived their step"
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"max_staleness": 0}, "no sequence with a token of an older version is trained"),
-        ({"max_staleness": 0, "late": "wait"}, "on-policy"),
-        ({"max_staleness": 0, "replay": {"ratio": 0.5}}, "is trained, but replayed ones (batch.replay)"),
-        ({"max_staleness": 0, "late": "mask"}, "no token of an older version is trained"),
-        (
-            {"max_staleness": 2},
-            "at most 2 versions old (max_staleness), but for slow rollouts: these are trained with their true age",
-        ),
-        ({"max_staleness": 2, "max_token_age": 5}, "without tokens older than 5 versions"),
-        ({"max_staleness": 3, "late": "drop"}, "these are trained not at all (late: drop)"),
-        ({"max_staleness": 3, "late": "mask"}, "trained without their older tokens"),
-    ],
-)
-def test_a_sentence_says_what_staleness_and_late_together_allow(settings: dict[str, Any], words: str) -> None:
-    assert words in BatchConfig(**settings).lateness

@@ -11,12 +11,11 @@ import pytest
 
 from services.common.config.training import BatchConfig
 from services.orchestrator.buffer.assembly import Batch
-from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
+from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.groups import TaskGroup
 from tests.unit.orchestrator.builders import order
 from tests.unit.orchestrator.test_late import straggling
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 LateName = Literal["keep", "mask", "wait", "drop"]
 
@@ -31,36 +30,6 @@ async def waiting(worlds: Callable[..., World], **settings: Any) -> tuple[World,
     await world.settle()
     assert batches.late.left_s() == 5.0
     return world, pull
-
-
-async def asked_again(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Number of checks of a waiting call after one notice."""
-    asked: list[int] = []
-    can_serve = batches._can_serve
-
-    def counted(number: int) -> bool:
-        asked.append(number)
-        return can_serve(number)
-
-    monkeypatch.setattr(batches, "_can_serve", counted)
-    batches.notify()
-    for _ in range(50):
-        await asyncio.sleep(0)
-    return len(asked)
-
-
-async def test_a_pause_within_a_wait_for_due_groups_does_not_poll(
-    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world, pull = await waiting(worlds, run={"steps": 9})
-    world.core.pause()
-    await world.settle()
-    world.clock.now += 5.0  # the wait is over, and the pause is not
-    assert await asked_again(world.core.batches["model0"], monkeypatch) <= 1, "nothing changed since"
-    assert not pull.done()
-    world.core.resume()
-    batch = await asyncio.wait_for(pull, WAIT_S)
-    assert batch.record.training_step == 2
 
 
 @pytest.mark.parametrize(("other", "due"), [("drop", True), ("mask", False), ("keep", False), ("wait", False)])

@@ -119,20 +119,6 @@ def rewards(group: AdvantageGroup) -> list[float]:
     return [member.sequence.reward for member in group.members]
 
 
-# --- defect 6: the clip ----------------------------------------------------------------------------------------------
-
-
-async def test_the_clip_moves_mean_and_deviation_of_its_group(worlds: Worlds) -> None:
-    """[0, 100] at a clip of 20 is [0, 20], with the advantages of two different rewards."""
-    world = worlds(size=5, algorithm={"reward_clip": 20.0})
-    found, batch = await trained(world, *map(scored, [0.0, 100.0, 0.0, 100.0]))
-    assert list(found.values()) == pytest.approx(expected([0.0, 20.0, 0.0, 20.0]))
-    assert [round(a, 3) for a in found.values()] == [-0.866, 0.866, -0.866, 0.866]
-    statistics = batch.record.statistics
-    assert statistics["rewards_clipped"] == world.core.counters["rewards_clipped"] == 2
-    assert statistics["trained_reward_mean"] != statistics["rollout_reward_mean"], "both are told"
-
-
 async def test_bias_and_scale_come_before_the_clip_and_after_a_restart_too(worlds: Worlds) -> None:
     world = worlds(size=5, algorithm={"reward_bias": -0.5, "reward_scale": 10.0, "reward_clip": 8.0})
     found, batch = await trained(world, *map(scored, [0.0, 1.0, 9.0, 1.0]))

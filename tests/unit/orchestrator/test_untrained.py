@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from services.cli.inspect.fate import read_fates
 from services.common.errors import ConfigError
 from services.orchestrator.groups import RunState
 from services.orchestrator.members import Held, Replica
@@ -69,18 +68,6 @@ async def test_its_versions_its_steps_and_its_trainer_hold_nothing_up(worlds: Ca
         await asyncio.wait_for(run, WAIT_S)
     assert world.core.control.phase is RunState.FINISHED
     assert summary(world.core)["steps"] == {"a": world.steps}
-
-
-async def test_fates_are_of_the_trained_policy_and_add_up(worlds: Callable[..., World]) -> None:
-    world = worlds(policies=AB, untrained=("b",))
-    replica = await begin(world)
-    for order in await world.orders(replica):
-        await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)
-    await world.publish(1, policy="a")
-    found = read_fates(world.run_dir)
-    assert found.policies == ["a"]
-    assert all(check.holds for check in found.checks), found.checks
 
 
 def test_a_run_with_steps_needs_a_policy_that_is_trained(worlds: Callable[..., World]) -> None:

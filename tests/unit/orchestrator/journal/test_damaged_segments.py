@@ -50,7 +50,7 @@ def intact(directory: Path, kind: str) -> list[str]:
 
 
 async def test_a_flipped_bit_costs_one_record_wherever_it_is(tmp_path: Path) -> None:
-    await write(tmp_path, 0, 24)
+    await write(tmp_path, 0, 10)
     path = segment_path(tmp_path, "things", 1)
     data, before = path.read_bytes(), intact(tmp_path, "things")
     for at in range(len(data)):
@@ -59,7 +59,7 @@ async def test_a_flipped_bit_costs_one_record_wherever_it_is(tmp_path: Path) -> 
 
 
 async def test_a_segment_cut_anywhere_keeps_the_records_before_the_cut(tmp_path: Path) -> None:
-    await write(tmp_path, 0, 24)
+    await write(tmp_path, 0, 10)
     path = segment_path(tmp_path, "things", 1)
     data, before = path.read_bytes(), intact(tmp_path, "things")
     ends = [row.offset + row.length for row in scan(tmp_path, "things", 1) if not isinstance(row, Damage)]
@@ -70,7 +70,7 @@ async def test_a_segment_cut_anywhere_keeps_the_records_before_the_cut(tmp_path:
 
 async def test_bytes_taken_out_of_the_middle_cost_the_records_that_had_them(tmp_path: Path) -> None:
     """Also the next record's header, which a scan by the length in the previous header would skip."""
-    await write(tmp_path, 0, 24)
+    await write(tmp_path, 0, 10)
     path = segment_path(tmp_path, "things", 1)
     data, before = path.read_bytes(), intact(tmp_path, "things")
     rows = [row for row in scan(tmp_path, "things", 1) if not isinstance(row, Damage)]
