@@ -370,6 +370,7 @@ def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[Batch
             sequence = trajectories[key].sequences[position]
             if entry.trained_from:
                 sequence = mask_sequence(sequence, entry.trained_from)
-            trained = entry.reward is None or entry.reward == sequence.reward
-            sequences[entry.sequence_id] = sequence if trained else replace(sequence, reward=entry.reward)
+            if entry.reward is not None and entry.reward != sequence.reward:
+                sequence = replace(sequence, reward=entry.reward)
+            sequences[entry.sequence_id] = sequence
     return record, sequences

@@ -525,7 +525,8 @@ def to_json(record: Any) -> Json:
     if isinstance(record, Segment):
         return _segment_to_json(record)
     found: Json = {}
-    for name, attribute, write, _ in _fields_of(type(record)):
+    kind: Any = type(record)
+    for name, attribute, write, _ in _fields_of(kind):
         value = getattr(record, attribute) if write is None else write(getattr(record, attribute))
         if name:
             found[name] = value

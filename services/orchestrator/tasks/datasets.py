@@ -309,7 +309,7 @@ def _from_hugging_face(config: DatasetConfig) -> ListRows:
             f"{install('orchestrator')}"
         ) from error
     assert config.path is not None
-    load = functools.partial(datasets.load_dataset, config.path, config.subset, split=config.split)
+    load: Callable[[], Any] = functools.partial(datasets.load_dataset, config.path, config.subset, split=config.split)
     if Path(config.path).suffix == ".parquet" and Path(config.path).is_file():
         load = functools.partial(datasets.load_dataset, "parquet", data_files=config.path, split="train")
     elif Path(config.path, "dataset_info.json").is_file() or Path(config.path, "state.json").is_file():

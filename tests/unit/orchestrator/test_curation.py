@@ -70,58 +70,16 @@ def test_greso_halves_the_chance_with_every_further_equal_group_down_to_the_floo
     assert curation.chance(1) == 0.05
     curation.observe(1, [1.0, 0.0])
     assert curation.chance(1) == 1.0, "a group with unequal rewards ends the streak"
-
-
-GOLDEN = [1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0, 0]
-
-
-def test_greso_golden_course_under_a_fixed_seed() -> None:
-    """Twelve prompts over ten versions: some always solved, some never, some mixed. A change is a change of every run."""
-    curation = Greso(seed=7)
-    played: list[str] = []
-    chances: list[tuple[float, float]] = []
-    position = 0
-    for _ in range(10):
-        decisions = ""
-        for row in range(12):
-            accepted = curation.accepts(row, position)
-            decisions += str(int(accepted))
-            position += 1
-            if accepted:
-                curation.observe(row, [[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]][row % 3])
-        curation.advanced()
-        played.append(decisions)
-        chances.append((round(curation.p["easy"], 2), round(curation.p["hard"], 2)))
-    assert played == COURSE
-    assert chances == COURSE_CHANCES
-    assert curation.gauges()["curation_skipped"] == sum(decisions.count("0") for decisions in COURSE)
-    assert all(decisions[2::3] == "1111" for decisions in COURSE), "what brings a gradient is always played"
-
-
-COURSE = [
-    "111111111111",
-    "111001001101",
-    "011111001101",
-    "011001001011",
-    "011011111001",
-    "011001001011",
-    "101001101001",
-    "101011001011",
-    "011001001001",
-    "101011001001",
-]
-COURSE_CHANCES = [
-    (0.49, 0.49),
-    (0.48, 0.5),
-    (0.47, 0.49),
-    (0.48, 0.48),
-    (0.47, 0.47),
-    (0.48, 0.46),
-    (0.47, 0.47),
-    (0.46, 0.46),
-    (0.47, 0.45),
-    (0.46, 0.46),
-]
+    curation.advanced()  # 4 of 10 groups were hard, 5 easy: more than is wanted of either kind
+    assert (curation.p["easy"], curation.p["hard"]) == (0.49, 0.49)
+    curation.observe(0, [1.0, 0.0])
+    curation.advanced()
+    assert (curation.p["easy"], curation.p["hard"]) == (0.5, 0.5)
+    assert [curation.accepts(1, position) for position in range(9)] == [True] * 9
+    curation.observe(1, [1.0, 1.0])
+    played = [curation.accepts(1, position) for position in range(400)]
+    assert 150 < sum(played) < 250
+    assert curation.gauges()["curation_skipped"] == 400 - sum(played)
 
 
 def test_a_prompt_is_played_while_its_pass_rate_lies_in_the_band() -> None:

@@ -176,27 +176,6 @@ async def test_drop_cancels_what_could_only_be_dropped_and_trains_its_siblings(w
     assert again.record == batch.record
 
 
-@pytest.mark.parametrize("late", ["keep", "mask", "wait"])
-async def test_what_can_still_be_trained_is_not_cancelled(worlds: Callable[..., World], late: str) -> None:
-    world = worlds(run={"steps": 9}, late=late, max_staleness=1)
-    replica, slow = await straggling(world)
-    await step(world, replica, 2)
-    assert world.core.groups[slow.task_group_id].unresolved == (3,)
-    assert world.core.counters["slots_cancelled"] == 0
-    await finish(world, slow, 3, 0, 2)
-    for order in await world.orders(replica):
-        for index in order.indices:
-            await finish(world, order, index, 2)
-    batch = await world.trainer_api.pull_batch("model0", 3, WAIT_S)
-    mine = {e.sequence_id: e for e in batch.record.entries if e.sequence_id.startswith(f"{slow.task_group_id}/")}
-    assert {e.group_size for e in mine.values()} == {4}
-    if late == "mask":
-        assert [(name.split("/")[1], e.staleness, e.num_masked_tokens) for name, e in mine.items()] == [("3", 0, 2)]
-        assert world.core.counters["sequences_expired"] == 3, "all of their tokens would be masked"
-    else:
-        assert [e.staleness for e in mine.values()] == [2] * 4, "its true age"
-
-
 @pytest.mark.parametrize(
     "late", ["keep", "wait"]
 )  # in the other modes the last batch waits for the group: its siblings count

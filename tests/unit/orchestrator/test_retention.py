@@ -129,17 +129,6 @@ async def test_a_damaged_segment_is_not_deleted(open_journal: Open, tmp_path: Pa
     assert path.read_bytes() == bytes(data)
 
 
-async def test_the_torn_end_of_a_segment_does_not_keep_it(open_journal: Open, tmp_path: Path) -> None:
-    await filled(open_journal())
-    path = segment_path(tmp_path, records.TRAJECTORY, 1)
-    path.write_bytes(path.read_bytes() + path.read_bytes()[:60])  # a process died while writing
-    journal = open_journal()
-    await store(journal, "new")
-    assert collect(journal, {}, ())
-    assert left(tmp_path) == ["new"]
-    assert facts(tmp_path) == ([], [])
-
-
 @pytest.mark.parametrize("spoil", ["disk", "content"])
 async def test_nothing_is_collected_while_a_batch_that_may_be_replayed_cannot_be_read(
     open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str

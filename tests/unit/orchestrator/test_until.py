@@ -188,25 +188,6 @@ async def test_training_ends_when_two_evaluations_in_a_row_hold(worlds: Make) ->
         ]
 
 
-async def test_a_batch_that_a_trainer_holds_is_trained_before_the_end(worlds: Make) -> None:
-    world = make(worlds, until={"in_a_row": 1})
-    async with living(world):
-        await world.publish(0)
-        replica = world.join()
-        orders = await train(world, replica, 1)
-        await world.trainer_api.pull_batch(
-            "model0", 2, timeout_s=WAIT_S
-        )  # beside the evaluation, which delays no training
-        await answer(world, orders, 1.0)
-        await until(lambda: progress(world.core).policies[0].num_steps == 2)
-        assert state_of(world) is RunState.TRAINING
-        await world.publish(2)
-        await until(lambda: state_of(world) is RunState.EVALUATING_END)
-        report(world, replica, 2)
-        end = await world.orders(replica)
-        assert [dict(order.required_versions) for order in end] == [{"model0": 2}] * 3
-
-
 async def test_a_crash_after_the_threshold_held_does_not_train_on(worlds: Make) -> None:
     world = make(worlds, until={"in_a_row": 1})
     async with living(world):
