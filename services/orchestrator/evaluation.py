@@ -168,9 +168,8 @@ class Threshold:
         )
 
     def _value(self, result: EvaluationResult) -> float | None:
-        if self._config.pass_at is None:
-            return entries.overall(self._chosen(result))
-        return entries.overall_pass_at(self._chosen(result), self._config.pass_at)
+        chosen, k = self._chosen(result), self._config.pass_at
+        return entries.overall(chosen) if k is None else entries.overall_pass_at(chosen, k)
 
     def _chosen(self, result: EvaluationResult) -> list[DatasetScore]:
         return [found for found in result.datasets if self._config.dataset in (None, found.name)]

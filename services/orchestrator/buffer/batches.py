@@ -602,17 +602,13 @@ class Batches:
 
     def _is_granted(self, training_step: int) -> bool:
         """Whether the batch can be served, and the trainer may compute on it now."""
-        can_serve = self._can_serve(training_step)
+        if self._closed:
+            raise InfrastructureError(f"the orchestrator is stopping: ask again for step {training_step}")
+        assembled = self.newest_step >= training_step  # by another rank's call
+        can_serve = assembled or (self._may_take(training_step) and self.late.settled())
         if not can_serve and self._assembly.locked():
             return False  # it is recorded for an earlier call, whose end wakes this one
         return can_serve if self._may_compute is None else self._may_compute(can_serve)
-
-    def _can_serve(self, training_step: int) -> bool:
-        if self._closed:
-            raise InfrastructureError(f"the orchestrator is stopping: ask again for step {training_step}")
-        if self.newest_step >= training_step:
-            return True  # another rank's call assembled the batch
-        return self._may_take(training_step) and self.late.settled()
 
     def _may_take(self, training_step: int) -> bool:
         """Whether only groups that are due may hold the batch back."""
