@@ -417,7 +417,8 @@ class Recovery:
                 named.update(entry.sequence_id for entry in (batch.entries if batch is not None else ()))
         self.core.experience.lose_batch(policy, named)
         if (policy, training_step) in self.version_rows or self.newest_batch.get(policy, 0) > training_step:
-            self.core.batches[policy].lose(training_step)
+            batches = self.core.batches[policy]
+            batches.newest_step = max(batches.newest_step, training_step)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -440,7 +441,8 @@ class Recovery:
         for name in self.lost_groups:
             core.close_group(name, ClosedReason.SET_ASIDE)
         for batches in core.batches.values():
-            batches.forget_statistics()
+            # Of batches with a published version the rows of metrics are written.
+            batches.statistics = {s: found for s, found in batches.statistics.items() if s > batches.newest_version}
         self._refill_replay()
         self._give_back()
         for noted in core.aside.take_new():

@@ -99,20 +99,6 @@ class StepStatistics:
         return values
 
 
-_OF_ROLLOUTS = (
-    StepKey.ROLLOUTS_FINISHED, StepKey.FAILURES, StepKey.ROLLOUT_REWARD_MEAN, StepKey.GROUPS_EQUAL_DROPPED
-)  # fmt: skip
-
-
-def of_sources(statistics: Mapping[str, StepStatistics]) -> dict[str, float]:
-    """The metrics of each source's rollouts; they have the names of those of all rollouts."""
-    values: dict[str, float] = {}
-    for source, found in statistics.items():
-        summary = found.summary()
-        values |= {source_key(source, key): summary[key] for key in _OF_ROLLOUTS if key in summary}
-    return values
-
-
 def of_batch(groups: Iterable[AdvantageGroup], entries: Mapping[str, BatchEntry]) -> dict[str, float]:
     """The metrics of each source's fresh sequences in a batch; ``entries`` by sequence id. Empty for one dataset."""
     by_source: dict[str, list[tuple[BatchEntry, int]]] = {}

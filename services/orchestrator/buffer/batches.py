@@ -34,14 +34,13 @@ from services.common.errors import (
     InvalidRequestError,
 )
 from services.common.records import StepFact, Trajectory
-from services.common.telemetry.metrics import StepKey
+from services.common.telemetry.metrics import StepKey, source_key
 from services.orchestrator.admission import Account, Admission, Mixture
 from services.orchestrator.buffer.assembly import (
     MOST_AT_ONCE,
     Batch,
     StepStatistics,
     assemble,
-    of_sources,
     read_what_is_left,
 )
 from services.orchestrator.buffer.buffer import (
@@ -63,6 +62,9 @@ from services.orchestrator.journal.journal import Journal
 
 log = structlog.get_logger()
 
+_OF_ROLLOUTS = (
+    StepKey.ROLLOUTS_FINISHED, StepKey.FAILURES, StepKey.ROLLOUT_REWARD_MEAN, StepKey.GROUPS_EQUAL_DROPPED
+)  # fmt: skip
 _NOTHING_LEARNT = {fates.GroupFate.EQUAL_REWARDS, fates.GroupFate.RESAMPLED_AWAY, fates.GroupFate.TRUNCATED}
 
 
@@ -338,7 +340,9 @@ class ExperiencePipeline:
         """Groups for the next batch, and the statistics since the previous batch."""
         groups = self.buffers[policy].take()
         statistics = self._since_batch[policy].summary() | self.mixtures[policy].facts(sizes_by_source(groups))
-        statistics |= of_sources({source: self._of_sources[policy, source] for source in self._sources})
+        for source in self._sources:  # the rollouts of each, under the names of those of all rollouts
+            summary = self._of_sources[policy, source].summary()
+            statistics |= {source_key(source, key): summary[key] for key in _OF_ROLLOUTS if key in summary}
         self._begin_statistics(policy)
         self._in_training[policy, training_step] = sum(group.size for group in groups)
         self._recount(policy)
@@ -540,14 +544,6 @@ class Batches:
         """Note a batch that an earlier process recorded."""
         self._note(record)
         self._experience.mixtures[self.policy].recover(record.statistics)
-
-    def lose(self, training_step: int) -> None:
-        """Note the trained batch of a step whose record is lost."""
-        self.newest_step = max(self.newest_step, training_step)
-
-    def forget_statistics(self) -> None:
-        """Of batches with a published version: their rows of metrics are written."""
-        self.statistics = {step: found for step, found in self.statistics.items() if step > self.newest_version}
 
     def published(self, version: int) -> None:
         """Note a durable version of a training step."""
