@@ -148,44 +148,6 @@ class Admission:
         outrun = self._admit == "any" or policy in self.absent
         return outrun and account.buffered + account.in_training >= account.quota
 
-    def issued(self, num_slots: int, policies: Iterable[str]) -> None:
-        """Count a new training group of these policies."""
-        for policy in policies:
-            self.accounts[policy].running_slots += num_slots
-            self.accounts[policy].group_slots += num_slots
-
-    def ended(self, num_slots: int, policies: Iterable[str]) -> None:
-        """Return the slots of a complete or cancelled training group."""
-        for policy in policies:
-            self.accounts[policy].group_slots -= num_slots
-            assert self.accounts[policy].group_slots >= 0
-
-    def given_up(self, num_slots: int, policies: Iterable[str]) -> None:
-        """Return the slots of failed or cancelled rollouts."""
-        for policy in policies:
-            self.accounts[policy].running_slots -= num_slots
-            assert self.accounts[policy].running_slots >= 0
-
-    def resolved(self, num_sequences: Mapping[str, int], policies: Iterable[str]) -> None:
-        """Count a trajectory of these policies, with its number of sequences per policy."""
-        for policy in policies:
-            account, count = self.accounts[policy], num_sequences.get(policy, 0)
-            account.running_slots -= 1
-            assert account.running_slots >= 0
-            account.unfinished += count
-            account.num_trajectories += 1
-            account.num_sequences += count
-
-    def finished(self, policy: str, num_sequences: int) -> None:
-        """Count the end of the last running slot of these sequences' group."""
-        account = self.accounts[policy]
-        account.unfinished -= num_sequences
-        assert account.unfinished >= 0
-
-    def advanced(self, policy: str, version: int) -> None:
-        """Note a published version."""
-        self.accounts[policy].version = version
-
 
 class Mixture:
     """Shares of the sources of tasks among the sequences that one policy trains."""

@@ -156,8 +156,10 @@ class ExperiencePipeline:
     def issued(self, group: TaskGroup) -> None:
         """Count an issued training group; ``group.born`` has the start versions of its slots."""
         self.unfinished[group.id] = group
-        self.admission.issued(len(group.unresolved), self.policies_of(group))
         for policy in self.policies_of(group):
+            account = self.admission.accounts[policy]
+            account.running_slots += len(group.unresolved)
+            account.group_slots += len(group.order.indices)
             self.mixtures[policy].issued(group.order.source, len(group.order.indices))
 
     def reissued(self, group: TaskGroup, born: Mapping[str, int]) -> None:
@@ -185,23 +187,33 @@ class ExperiencePipeline:
 
     def cancelled(self, group: TaskGroup) -> None:
         """Cancel a running training group."""
-        self.unfinished.pop(group.id, None)
-        self.admission.given_up(len(group.unresolved), self.policies_of(group))
-        self.admission.ended(len(group.order.indices), self.policies_of(group))
         for policy in self.policies_of(group):
-            self.mixtures[policy].ended(group.order.source, len(group.order.indices))
-        for policy, count in self._sequences_per_policy(group.trajectories).items():
-            self.admission.finished(policy, count)
+            self.admission.accounts[policy].running_slots -= len(group.unresolved)
+        self._end(group, is_complete=False)
+
+    def _end(self, group: TaskGroup, is_complete: bool) -> None:
+        """Return the slots of a complete or cancelled training group."""
+        self.unfinished.pop(group.id, None)
+        num_slots, found_of = len(group.order.indices), self._sequences_per_policy(group.trajectories)
+        for policy in self.policies_of(group):
+            account, count = self.admission.accounts[policy], found_of.get(policy, 0)
+            account.group_slots -= num_slots
+            account.unfinished -= count
+            assert account.group_slots >= 0 and account.unfinished >= 0 and account.running_slots >= 0
+            self.mixtures[policy].ended(group.order.source, num_slots, count if is_complete else None)
 
     def resolved(self, group: TaskGroup, outcome: Outcome) -> list[GroupVerdict]:
         """Handle the outcome of a slot of a training group (the group holds the outcome). The last slot judges the
         advantage groups."""
-        policies = self.policies_of(group)
-        if isinstance(outcome, Trajectory):
-            self.admission.resolved(self._sequences_per_policy([outcome]), policies)
-        else:
-            self.admission.given_up(1, policies)
-        for policy in policies:
+        found_of = self._sequences_per_policy([outcome]) if isinstance(outcome, Trajectory) else None
+        for policy in self.policies_of(group):
+            account = self.admission.accounts[policy]
+            account.running_slots -= 1
+            if found_of is not None:
+                count = found_of.get(policy, 0)
+                account.unfinished += count
+                account.num_trajectories += 1
+                account.num_sequences += count
             for statistics in self._statistics(policy, group.order.source):
                 statistics.note(policy, outcome)
         return self._completed(group) if group.complete else []
@@ -212,25 +224,19 @@ class ExperiencePipeline:
         return [self._since_batch[policy], *([] if own is None else [own])]
 
     def _completed(self, group: TaskGroup) -> list[GroupVerdict]:
-        self.unfinished.pop(group.id, None)
-        policies, source, num_slots = self.policies_of(group), group.order.source, len(group.order.indices)
-        self.admission.ended(num_slots, policies)
-        found_of = self._sequences_per_policy(group.trajectories)
-        for policy in policies:
-            self.mixtures[policy].ended(source, num_slots, found_of.get(policy, 0))
-        for policy, count in found_of.items():
-            self.admission.finished(policy, count)
+        self._end(group, is_complete=True)
+        source = group.order.source
         verdicts = [
             self._take_in(found, group.order.seed)
             for found in self._rules.groups(group)
             if found.policy in self._policies
         ]
-        for policy in policies:
+        for policy in self.policies_of(group):
             # Whether the task group has anything that the policy can train, now or if it were in time.
             mixture = self.mixtures[policy]
             if not {verdict.outcome for verdict in verdicts if verdict.policy == policy} <= _NOTHING_LEARNT:
                 mixture.kept(source)
-            elif mixture.dropped(source, num_slots) and mixture.is_mixed:
+            elif mixture.dropped(source, len(group.order.indices)) and mixture.is_mixed:
                 log.warning(
                     "source.exhausted", policy=policy, source=source, task_groups=mixture.exhausted[source],
                     effect="batches no longer wait for it",
@@ -411,7 +417,7 @@ class ExperiencePipeline:
 
     def advanced(self, policy: str, version: int) -> None:
         """Handle a published version: its batch is trained, and groups that are too old leave."""
-        self.admission.advanced(policy, version)
+        self.admission.accounts[policy].version = version
         for key in [k for k in self._in_training if k[0] == policy and k[1] <= version]:
             del self._in_training[key]
         self.replay[policy].trained(self._fresh.pop((policy, version), []), version)
