@@ -85,54 +85,39 @@ def recovered(build: Callable[[Quarantine], OrchestratorCore], reader: JournalRe
     Raises:
         ConfigError: recovery set aside as many unusable records as allowed, and found another.
     """
-    aside = Quarantine.of(reader)
+    aside, num_rows = Quarantine.of(reader), reader.last_number()
     for _ in range(MOST_TRIES):
         core = build(aside)
-        try:
-            recover(core, reader)
+        if not num_rows:
             return core
+        core.pool.resumed = True
+        recovery = Recovery(core, reader)
+        try:
+            recovery.look()
+            for row in recovery.rows_that_matter():
+                recovery.apply(row)
+            recovery.complete()
         except UnusableRecordError as error:
             log.warning("run.recovers_again", without=str(error))
             core.withdraw()
-            _refuse(reader, error, aside)
+            aside.add(error.row, SetAsideReason.REFUSED, error.detail)
+            if error.row.kind in OUTCOMES:
+                # An outcome takes its task group along: a failed computation of statistics does not tell the one at fault.
+                for row in reader.rows_of(entries.GROUP, error.row.key.rpartition("/")[0]):
+                    aside.add(row, SetAsideReason.REFUSED, f"one of its outcomes cannot be applied: {error.detail}")
+            continue
+        log.info(
+            LogEvent.RUN_RECOVERED,
+            records=num_rows,
+            task_groups=len(core.groups),
+            state=core.control.state.value,
+            set_aside=len(core.aside),
+        )
+        return core
     run_dir = core.journal.directory.parent
     raise ConfigError(
         f"{MOST_TRIES} records of the journal in {run_dir} cannot be applied, one after another: look at them with "
         f"`rollmill journal {run_dir} list --content`, and begin another run from `rollmill export {run_dir}`"
-    )
-
-
-def _refuse(reader: JournalReader, error: UnusableRecordError, aside: Quarantine) -> None:
-    """Set an unusable record aside. An outcome takes its task group along: a failed computation of statistics does not
-    tell the outcome at fault."""
-    aside.add(error.row, SetAsideReason.REFUSED, error.detail)
-    if error.row.kind in OUTCOMES:
-        name = error.row.key.rpartition("/")[0]
-        for row in reader.rows_of(entries.GROUP, name):
-            aside.add(row, SetAsideReason.REFUSED, f"one of its outcomes cannot be applied: {error.detail}")
-
-
-def recover(core: OrchestratorCore, reader: JournalReader) -> None:
-    """Apply all records of the journal to an empty orchestrator, whose journal is not started yet.
-
-    Raises:
-        UnusableRecordError: the orchestrator is void; ``recovered`` tries again without the record.
-    """
-    num_rows = reader.last_number()
-    if not num_rows:
-        return
-    core.pool.resumed = True
-    recovery = Recovery(core, reader)
-    recovery.look()
-    for row in recovery.rows_that_matter():
-        recovery.apply(row)
-    recovery.complete()
-    log.info(
-        LogEvent.RUN_RECOVERED,
-        records=num_rows,
-        task_groups=len(core.groups),
-        state=core.control.state.value,
-        set_aside=len(core.aside),
     )
 
 
