@@ -167,7 +167,7 @@ def _check_versions(journal: _Journal, found: Findings) -> None:
     batch_at = {row.key: row.number for row in (*journal.rows[entries.BATCH], *journal.void)}
     void = {row.key for row in journal.void if row.kind == entries.VERSION}
     for row, record in journal.load(entries.VERSION):
-        version, _, _ = entries.version_from_json(record)
+        version = entries.from_json(entries.VersionRecord, record).version
         known = digests.setdefault((version.policy, version.number), version.digest)
         if known != version.digest:
             found.add(Rule.TWICE, f"version {row.key} has the digests {known} and {version.digest}")
@@ -184,7 +184,7 @@ def _check_versions(journal: _Journal, found: Findings) -> None:
 def _check_groups(journal: _Journal, finished: bool, found: Findings) -> None:
     """Check that every issued training group is closed, has an open slot during the run, or waits in a buffer."""
     resolved = Counter(row.key.rpartition("/")[0] for kind in _SLOTS for row in journal.rows[kind])
-    closed = {row.key: entries.closed_reason(record) for row, record in journal.load(entries.CLOSED)}
+    closed = {row.key: record["reason"] for row, record in journal.load(entries.CLOSED)}
     void = {row.key.rpartition("/")[0] if row.kind in _SLOTS else row.key for row in journal.void}
     trained = {
         split_sequence_id(entry.sequence_id)[0]
@@ -202,7 +202,7 @@ def _check_groups(journal: _Journal, finished: bool, found: Findings) -> None:
     for row, record in journal.load(entries.GROUP):
         if record["evaluation"] or row.key in void:
             continue
-        complete = resolved[row.key] >= record["num_slots"]
+        complete = resolved[row.key] >= len(record["indices"])
         if row.key in closed:
             if closed[row.key] == fates.ClosedReason.TRAINED.value and row.key not in trained and not journal.void:
                 found.add(Rule.OPEN, f"task group {row.key} is closed as trained and in no batch")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from services.common.records import (
 from services.orchestrator.journal import entries as records
 from services.orchestrator.journal import entries as rollouts
 from services.orchestrator.journal.entries import BatchEntry, BatchRecord, GroupRecord, GroupVerdict, MemberFate
-from services.orchestrator.journal.segments import Files, Packer, SegmentWriter, write_header
+from services.orchestrator.journal.segments import Packer, segment_path, write_header
 
 POLICY = "model0"
 RUN_ID = "benchmark"
@@ -66,7 +67,7 @@ class FastWriter:
         self._packer = Packer()
         self._waiting: dict[str, list[bytes]] = {}
         self._sizes: dict[str, int] = {}
-        self._writers: dict[str, SegmentWriter] = {}
+        self._segments: Counter[str] = Counter()  # the open one of each kind, from 0
         self._time = time.time() - 86_400.0
 
     def line(self, kind: str, key: str, line: bytes) -> None:
@@ -85,15 +86,12 @@ class FastWriter:
     def close(self) -> None:
         for kind in list(self._waiting):
             self._flush(kind)
-        for writer in self._writers.values():
-            writer.close()
 
     def _flush(self, kind: str) -> None:
-        writer = self._writers.get(kind)
-        if writer is None:
-            writer = self._writers[kind] = SegmentWriter(self._directory, kind, 1, SEGMENT_BYTES, Files())
-        writer.roll_if_full()
-        writer.append(b"".join(self._waiting.pop(kind, [])))
+        path = segment_path(self._directory, kind, self._segments[kind] + 1)
+        with path.open("ab") as file:
+            file.write(b"".join(self._waiting.pop(kind, [])))
+            self._segments[kind] += file.tell() >= SEGMENT_BYTES
         self._sizes[kind] = 0
 
 
@@ -167,7 +165,7 @@ class _Run:
 
     def _publish(self, number: int) -> None:
         version = WeightVersion(policy=POLICY, number=number, digest=f"{number:032x}")
-        record = records.version_to_json(version, number - number % 10, {"loss": 0.5} if number else {})
+        record = records.to_json(records.VersionRecord(version=version, metrics={"loss": 0.5} if number else {}))
         self._writer.record(records.VERSION, f"{POLICY}/{number}", record)
 
 

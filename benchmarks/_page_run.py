@@ -202,7 +202,9 @@ class RunWriter:
     def _publish(self, number: int) -> None:
         version = WeightVersion(policy=POLICY, number=number, digest=f"{number:032x}")
         self._journal.record(
-            records.VERSION, f"{POLICY}/{number}", records.version_to_json(version, 0, {"loss": 0.5} if number else {})
+            records.VERSION,
+            f"{POLICY}/{number}",
+            records.to_json(records.VersionRecord(version=version, metrics={"loss": 0.5} if number else {})),
         )
 
     def _step_row(self, num_sequences: int) -> None:

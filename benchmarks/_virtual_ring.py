@@ -40,7 +40,7 @@ from services.common.text.chat import Chat, load_tokenizer
 from services.inference.workflows.tools import ToolUse, ToolUseSettings
 from services.orchestrator.buffer.assembly import Batch, assemble
 from services.orchestrator.buffer.batches import ExperiencePipeline, LateGroups
-from services.orchestrator.buffer.buffer import AdvantageGroup, advantage_groups
+from services.orchestrator.buffer.buffer import AdvantageGroup, RewardRules
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.tasks.orders import sampling_of
 from services.trainer.app import build_step
@@ -180,7 +180,7 @@ def _played(player: VirtualPlayer, groups: Seq[TaskGroup]) -> list[AdvantageGrou
     by_id = {group.id: group for group in groups}
     for trajectory in player.play([slot for group in groups for slot in slots_of(group)]):
         by_id[trajectory.task_group_id].resolve(trajectory)
-    return [found for group in groups for found in advantage_groups(group)]
+    return [found for group in groups for found in RewardRules().groups(group)]
 
 
 def _ages(batch: RankBatch) -> tuple[int, int]:

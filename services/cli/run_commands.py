@@ -389,7 +389,7 @@ def list_(
     """List records: number, kind, key, time of writing, position.
 
     Kinds: runs, task_groups, assignments, trajectories, failures, verdicts, closed_groups, observations, batches, versions,
-    evaluation_starts, evaluations, states, set_aside, collected.
+    evaluation_starts, evaluations, states, set_aside.
     """
     from services.cli.inspect.journal import list_records, list_set_aside, show_records, show_set_aside
 

@@ -42,6 +42,34 @@ def read_object(file: Path) -> dict[str, Any]:
     return tree
 
 
+def file_of(model: str, name: str) -> Path | None:
+    """A file of a model, in its directory or in the hub's cache; None where neither has it."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    if not model or model.startswith(("/", ".", "~")):
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:  # a machine that only submits runs may not have the package
+        return None
+    try:
+        cached = try_to_load_from_cache(model, name)
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def config_of(model: str) -> Mapping[str, Any]:
+    """The model's ``config.json``; empty where there is none, or none that can be read."""
+    file = file_of(model, "config.json")
+    try:
+        return {} if file is None else read_object(file)
+    except ConfigError:
+        return {}
+
+
 def weight_files(directory: Path) -> dict[str, Path]:
     """The file of each tensor by an index, or by the header of a single file.
 

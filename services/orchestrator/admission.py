@@ -65,9 +65,9 @@ class Account:
     counts_unfinished: bool = False  # always: accepted sequences that wait for a running sibling
     exact: bool = False  # issue only groups that the next batch may need
     version: int = -1
-    accepted: int = 0  # and not yet trained
-    unfinished: int = 0  # of these, those that wait for a running sibling
-    in_training: int = 0  # of these, those in a batch that the trainer holds
+    unfinished: int = 0  # sequences that wait for a running sibling
+    buffered: int = 0  # sequences that a batch can be made of
+    in_training: int = 0  # sequences in a batch that the trainer holds
     running_slots: int = 0  # slots of issued training groups that are not resolved yet
     group_slots: int = 0  # all slots of issued training groups that are not complete
     num_trajectories: int = 0  # resolved ones, to learn how many sequences one brings
@@ -83,9 +83,9 @@ class Account:
         return self.running_slots * (self.num_sequences / self.num_trajectories if self.num_trajectories else 1.0)
 
     @property
-    def buffered(self) -> int:
-        """Sequences that a batch can be made of."""
-        return self.accepted - self.unfinished - self.in_training
+    def accepted(self) -> int:
+        """Sequences that are finished and not yet trained."""
+        return self.unfinished + self.buffered + self.in_training
 
     @property
     def counted(self) -> float:
@@ -140,67 +140,13 @@ class Admission:
         ]
         return bool(rooms) and (all(rooms) if self._admit == "all" else any(rooms))
 
-    def is_surplus(self, policy: str, num_sequences: int) -> bool:
-        """Whether the policy cannot use these sequences, which are already accepted."""
+    def is_surplus(self, policy: str) -> bool:
+        """Whether the policy cannot use another complete group."""
         account = self.accounts[policy]
         if account.steps_left == 0:
             return True
         outrun = self._admit == "any" or policy in self.absent
-        return outrun and account.accepted - account.unfinished - num_sequences >= account.quota
-
-    def issued(self, num_slots: int, policies: Iterable[str]) -> None:
-        """Count a new training group of these policies."""
-        for policy in policies:
-            self.accounts[policy].running_slots += num_slots
-            self.accounts[policy].group_slots += num_slots
-
-    def ended(self, num_slots: int, policies: Iterable[str]) -> None:
-        """Return the slots of a complete or cancelled training group."""
-        for policy in policies:
-            self.accounts[policy].group_slots -= num_slots
-            assert self.accounts[policy].group_slots >= 0
-
-    def given_up(self, num_slots: int, policies: Iterable[str]) -> None:
-        """Return the slots of failed or cancelled rollouts."""
-        for policy in policies:
-            self.accounts[policy].running_slots -= num_slots
-            assert self.accounts[policy].running_slots >= 0
-
-    def resolved(self, num_sequences: Mapping[str, int], policies: Iterable[str]) -> None:
-        """Count a trajectory of these policies, with its number of sequences per policy."""
-        for policy in policies:
-            account, count = self.accounts[policy], num_sequences.get(policy, 0)
-            account.running_slots -= 1
-            assert account.running_slots >= 0
-            account.accepted += count
-            account.unfinished += count
-            account.num_trajectories += 1
-            account.num_sequences += count
-
-    def finished(self, policy: str, num_sequences: int) -> None:
-        """Count the end of the last running slot of these sequences' group."""
-        account = self.accounts[policy]
-        account.unfinished -= num_sequences
-        assert account.unfinished >= 0
-
-    def taken(self, policy: str, num_sequences: int) -> None:
-        """Count sequences that the trainer received."""
-        self.accounts[policy].in_training += num_sequences
-
-    def trained(self, policy: str, num_sequences: int) -> None:
-        """Count sequences whose training step has a published version."""
-        self.accounts[policy].in_training -= num_sequences
-        self.returned(policy, num_sequences)
-
-    def returned(self, policy: str, num_sequences: int) -> None:
-        """Return sequences that are trained, filtered or expired."""
-        account = self.accounts[policy]
-        account.accepted -= num_sequences
-        assert account.accepted >= 0
-
-    def advanced(self, policy: str, version: int) -> None:
-        """Note a published version."""
-        self.accounts[policy].version = version
+        return outrun and account.buffered + account.in_training >= account.quota
 
 
 class Mixture:

@@ -146,7 +146,9 @@ class Dispatcher:
             born = self._born(replica, group.order.policies)
             if group.is_training:
                 self._experience.reissued(group, born)
-            record = entries.assignment_to_json(name, replica.replica_id, replica.incarnation, born)
+            record = entries.Assignment(
+                task_group_id=name, replica_id=replica.replica_id, incarnation=replica.incarnation, born=born
+            )
             self._journal.submit(entries.ASSIGNMENT, name, record, self._issue_durable, name)
         return wait
 

@@ -23,17 +23,16 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import orjson
 
 from services.common.config.data import EvaluationConfig
 from services.common.config.recipe import Recipe
 from services.common.config.training import UntilConfig
-from services.common.errors import derived_seed, finite
+from services.common.errors import derived_seed
 from services.common.records import Purpose, Sampling, TaskGroupOrder, Trajectory
 from services.common.telemetry.metrics import RolloutKey
-from services.orchestrator.buffer.assembly import MOST_ROLES, OTHER_ROLES
+from services.orchestrator.buffer.assembly import RewardMeans
 from services.orchestrator.buffer.buffer import RewardRules, filled_rows
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal import entries
@@ -169,9 +168,8 @@ class Threshold:
         )
 
     def _value(self, result: EvaluationResult) -> float | None:
-        if self._config.pass_at is None:
-            return entries.overall(self._chosen(result))
-        return entries.overall_pass_at(self._chosen(result), self._config.pass_at)
+        chosen, k = self._chosen(result), self._config.pass_at
+        return entries.overall(chosen) if k is None else entries.overall_pass_at(chosen, k)
 
     def _chosen(self, result: EvaluationResult) -> list[DatasetScore]:
         return [found for found in result.datasets if self._config.dataset in (None, found.name)]
@@ -234,7 +232,7 @@ class EvaluationPass:
     newest: dict[str, int] = field(default_factory=dict)
     finished_at: float = 0.0  # of the newest trajectory, in seconds since the epoch
     group_ids: set[str] = field(default_factory=set)
-    roles: dict[str, tuple[float, int]] = field(default_factory=dict)  # "policy/role/attempt" -> rewards, sequences
+    roles: RewardMeans = field(default_factory=RewardMeans)  # by "policy/role/attempt"
 
     @property
     def num_trajectories(self) -> int:
@@ -292,11 +290,7 @@ class EvaluationPass:
         self.num_opaque += any(RolloutKey.REWARD_OPAQUE.value in some for some in metrics)
         self.finished_at = max(self.finished_at, outcome.finished_at)
         for sequence in outcome.sequences:
-            role = f"{sequence.policy}/{sequence.role}/{sequence.attempt}"
-            if role not in self.roles and len(self.roles) >= MOST_ROLES:
-                role = OTHER_ROLES
-            total, count = self.roles.get(role, (0.0, 0))
-            self.roles[role] = (finite(total + sequence.reward), count + 1)
+            self.roles.add(f"{sequence.policy}/{sequence.role}/{sequence.attempt}", sequence.reward)
             for segment in sequence.segments:
                 if segment.is_policy:
                     policy, version = sequence.policy, segment.weight_version
@@ -320,7 +314,7 @@ class EvaluationPass:
             datasets=compared(base.datasets, scores) if base is not None else scores,
             compared_with=base.name if base is not None else "",
             difference=overall_difference(base.datasets, scores) if base is not None else None,
-            roles={role: total / count for role, (total, count) in sorted(self.roles.items())},
+            roles=self.roles.means(),
             elapsed_s=max(0.0, self.finished_at - started_at),
         )
 
@@ -328,59 +322,31 @@ class EvaluationPass:
 class Evaluations:
     def __init__(
         self,
-        config: EvaluationConfig,
-        sources: Mapping[str, TaskSource],
-        names: GroupNames,
-        *,
-        timeout_s: float,
-        seed: int,
-        on_result: Callable[[EvaluationResult], None],
-        compositions: Sequence[tuple[str, ...]] = ((),),
-        samples: Mapping[str, int] = MappingProxyType({}),
-        rules: RewardRules | None = None,
-        started_at: float = 0.0,
-    ) -> None:
-        """``compositions``: policies that are evaluated together, each in a pass of its own. ``samples``: those per task
-        of datasets that do not take the number of all. ``started_at``: when the run began."""
-        self._config = config
-        self._rules = rules or RewardRules()
-        self._sources = dict(sources)
-        self._samples = dict.fromkeys(sources, config.samples_per_task) | dict(samples)
-        self._rows = [(name, row) for name, source in self._sources.items() for row in range(len(source))]
-        self._names = names
-        self._timeout_s = timeout_s
-        self._seed = seed
-        self._on_result = on_result
-        self._started_at = started_at
-        self._compositions = tuple(compositions)
-        self._digests = {name: _digest(source, range(len(source))) for name, source in self._sources.items()}
-        self._passes: dict[str, EvaluationPass] = {}  # unfinished ones, in order
-        self.results: dict[str, EvaluationResult] = {}
-
-    @classmethod
-    def of(
-        cls,
         recipe: Recipe,
         sources: Mapping[str, TaskSource],
         names: GroupNames,
         rules: RewardRules,
         on_result: Callable[[EvaluationResult], None],
         started_at: float,
-    ) -> Evaluations:
-        """The evaluations of a recipe."""
+    ) -> None:
+        """``started_at``: when the run began."""
+        config = self._config = recipe.evaluation
+        self._rules = rules
+        self._sources = dict(sources)
         sections = recipe.data.evaluation.items()
-        return cls(
-            recipe.evaluation,
-            sources,
-            names,
-            timeout_s=recipe.rollout.timeout_s,
-            seed=recipe.run.seed,
-            on_result=on_result,
-            rules=rules,
-            compositions=recipe.evaluation_compositions(),
-            samples={name: data.samples_per_task for name, data in sections if data.samples_per_task},
-            started_at=started_at,
-        )
+        self._samples = {name: data.samples_per_task or config.samples_per_task for name, data in sections}
+        self._rows = [(name, row) for name, source in self._sources.items() for row in range(len(source))]
+        self._names = names
+        self._timeout_s = recipe.rollout.timeout_s
+        self._seed = recipe.run.seed
+        self._on_result = on_result
+        self._started_at = started_at
+        self._compositions = (
+            recipe.evaluation_compositions()
+        )  # policies that are evaluated together, each in its own pass
+        self._digests = {name: _digest(source, range(len(source))) for name, source in self._sources.items()}
+        self._passes: dict[str, EvaluationPass] = {}  # unfinished ones, in order
+        self.results: dict[str, EvaluationResult] = {}
 
     @property
     def possible(self) -> bool:
@@ -409,19 +375,18 @@ class Evaluations:
         ]
 
     def _samples_of(self, evaluation_id: str) -> tuple[int, ...]:
-        """Samples by row; 0 for a row that the evaluation of a training step leaves out."""
+        """Samples by row; 0 for a row that the evaluation of a training step leaves out: it plays the next ones of a fixed
+        random order."""
         step, most = step_of(evaluation_id), self._config.during_tasks
-        if not step or most is None:
-            return tuple(self._samples[dataset] for dataset, _ in self._rows)
-        chosen = {name: set(self._chosen(name, step, most)) for name in self._sources}
-        return tuple(self._samples[dataset] if place in chosen[dataset] else 0 for dataset, place in self._rows)
-
-    def _chosen(self, dataset: str, step: int, most: int) -> list[int]:
-        """Rows that the evaluation of a training step plays: the next ones of a fixed random order."""
-        order = list(range(len(self._sources[dataset])))
-        random.Random(derived_seed(self._seed, "evaluation order", dataset)).shuffle(order)
-        begin = (step // max(1, self._config.every) - 1) * most
-        return [order[(begin + i) % len(order)] for i in range(min(most, len(order)))]
+        chosen = set(self._rows)
+        if step and most is not None:
+            chosen = set()
+            begin = (step // max(1, self._config.every) - 1) * most
+            for name, source in self._sources.items():
+                order = list(range(len(source)))
+                random.Random(derived_seed(self._seed, "evaluation order", name)).shuffle(order)
+                chosen |= {(name, order[(begin + i) % len(order)]) for i in range(min(most, len(order)))}
+        return tuple(self._samples[row[0]] if row in chosen else 0 for row in self._rows)
 
     def begin(self, evaluation_id: str, versions: Mapping[str, int]) -> None:
         """Queue the passes of an evaluation, except those already queued or finished."""
@@ -618,7 +583,9 @@ class Evaluators:
             if current.evaluators:
                 chosen = replica.replica_id in current.evaluators
             else:
-                chosen = bool(current.pinned) or self._within_share(replica, num_slots)
+                share = self._config.share or 1.0  # of a pass that began in a process with a share
+                most = max(num_slots, share * replica.num_slots)
+                chosen = bool(current.pinned) or replica.num_evaluating + num_slots <= most
             return chosen and self._holds(replica, current, required)
 
         return self._pool.freest(num_slots, serves)
@@ -692,7 +659,3 @@ class Evaluators:
     def _holds(self, replica: Replica, current: EvaluationPass, versions: Mapping[str, int]) -> bool:
         held = replica.held
         return all(policy in held for policy in current.wanted) and self._may_play(held, versions, current.policies)
-
-    def _within_share(self, replica: Replica, num_slots: int) -> bool:
-        share = self._config.share or 1.0  # of a pass that began in a process with a share
-        return replica.num_evaluating + num_slots <= max(num_slots, share * replica.num_slots)

@@ -190,26 +190,23 @@ class Ingest:
         """
         group = self._groups.get(record.task_group_id)
         slot = (record.task_group_id, record.index)
-        if sender is not None and (refusal := self._refusal_of(record.task_group_id, sender)) is not None:
+        refusal = None if sender is None else self._refusal_of(record.task_group_id, sender)
+        if sender is not None and refusal is not None:
             self.refusals.refused(sender[0], *slot, refusal)
-            self._drop(record, RecordOutcome.REFUSED)
-            answer(Answer(RecordOutcome.REFUSED, refusal))
+            outcome = RecordOutcome.REFUSED
         elif group is None or not group.has_slot(record.index):
             issued = group is None and self._was_issued(record.task_group_id)
             outcome = RecordOutcome.DUPLICATE if issued else RecordOutcome.UNKNOWN
-            self._drop(record, outcome)
-            answer(Answer(outcome))
-        elif record.index in group.outcomes:
-            self._drop(record, RecordOutcome.DUPLICATE)
-            answer(Answer(RecordOutcome.DUPLICATE))
-        elif slot in self._pending:
-            self._drop(record, RecordOutcome.DUPLICATE)
+        elif record.index in group.outcomes or slot in self._pending:
+            outcome = RecordOutcome.DUPLICATE
+        else:
+            self._take(group, record, answer, sender, fault)
+            return
+        self._drop(record, outcome)
+        if outcome is RecordOutcome.DUPLICATE and slot in self._pending:
             self._pending[slot].append(answer)
         else:
-            fault = fault or self._fault(group, record)
-            self._store(group, self._bounded(record, fault, sender), answer, fault)
-            if sender is not None and fault is None:
-                self.refusals.taken(sender[0])
+            answer(Answer(outcome, refusal))
 
     def _refusal_of(self, task_group_id: str, sender: Incarnation) -> Refusal | None:
         """Reason to refuse a sender's records of this task group; None for an accepted sender."""
@@ -226,57 +223,53 @@ class Ingest:
             return None
         return Refusal(reason=RefusalReason.NOT_THE_OWNER, detail=f"{named} was never given task group {task_group_id}")
 
-    def _fault(self, group: TaskGroup, record: Outcome) -> Refusal | None:
-        """The bound of its slot that a record violates; None for a valid record."""
-        if not isinstance(record, Trajectory):
-            return None
-        try:
-            self._bounds.check(record, group.order, lambda policy: self._ledgers[policy].newest_number)
-        except RecordRefusedError as error:
-            return error.refusal
-        return None
-
-    def _bounded(self, record: Outcome, fault: Refusal | None, sender: Incarnation | None) -> Outcome:
-        """The record to store: for a record with a fault, a failure of its slot."""
+    def _take(
+        self,
+        group: TaskGroup,
+        record: Outcome,
+        answer: Callable[[Answer], None],
+        sender: Incarnation | None,
+        fault: Refusal | None,
+    ) -> None:
+        """Store the record of an open slot; of one with a fault, a failure."""
+        slot, replica_id = (record.task_group_id, record.index), sender[0] if sender else record.replica_id
+        if fault is None and isinstance(record, Trajectory):
+            try:
+                self._bounds.check(record, group.order, lambda policy: self._ledgers[policy].newest_number)
+            except RecordRefusedError as error:
+                fault = error.refusal
         if fault is not None:
-            replica_id = record.replica_id if sender is None else sender[0]
-            self.refusals.refused(replica_id, record.task_group_id, record.index, fault)
+            self.refusals.refused(replica_id, *slot, fault)
             self._drop(record, RecordOutcome.INVALID)
-            return RolloutFailure(
+            record = RolloutFailure(
                 task_group_id=record.task_group_id,
                 index=record.index,
                 reason=INVALID_RECORD,
                 detail=f"{fault.reason.value}: {fault.detail}",
                 replica_id=record.replica_id,
             )
+        elif sender is not None:
+            self.refusals.taken(replica_id)
+            if isinstance(record, RolloutFailure) and record.reason in (TOO_OLD, fates.VERSION_GONE, INVALID_RECORD):
+                record = replace(record, reason=f"{OF_A_REPLICA}{record.reason}")
         if isinstance(record, Trajectory):
-            return record
-        if sender is not None and record.reason in (fates.TOO_OLD, fates.VERSION_GONE, INVALID_RECORD):
-            record = replace(record, reason=f"{OF_A_REPLICA}{record.reason}")
-        return bounded_failure(record)
+            kind = entries.TRAJECTORY
+            self.failures_in_a_row = 0
+            self._counters[fates.RunCount.TOKENS_RECORDED.value] += sum(s.num_trained_tokens for s in record.sequences)
+        else:
+            kind, record = entries.FAILURE, bounded_failure(record)
+            cancelled = record.reason == TOO_OLD  # no failure
+            self._counters[fates.StepFact.SLOTS_CANCELLED.value if cancelled else self.counter_of(record.reason)] += 1
+            if not cancelled and record.reason != fates.VERSION_GONE:  # which tells nothing about other rollouts
+                self.failures_in_a_row += 1
+                self.last_failure = f"{record.reason}: {record.detail}"
+        self._pending[slot] = []
+        self._journal.submit(kind, entries.trajectory_key(*slot), record, self._stored, group, record, answer, fault)
 
     def fail(self, group: TaskGroup, index: int, reason: str, detail: str) -> None:
         """Resolve a slot that no replica will run."""
         failure = RolloutFailure(task_group_id=group.id, index=index, reason=reason, detail=detail)
         self.submit(failure, lambda answer: None)
-
-    def _store(
-        self, group: TaskGroup, record: Outcome, answer: Callable[[Answer], None], fault: Refusal | None
-    ) -> None:
-        kind, slot = entries.FAILURE, (record.task_group_id, record.index)
-        self._pending[slot] = []
-        if isinstance(record, Trajectory):
-            kind = entries.TRAJECTORY
-            self.failures_in_a_row = 0
-            self._counters[fates.RunCount.TOKENS_RECORDED.value] += sum(s.num_trained_tokens for s in record.sequences)
-        elif record.reason == fates.TOO_OLD:  # no failure: the slot was cancelled
-            self._counters[fates.StepFact.SLOTS_CANCELLED.value] += 1
-        else:
-            self._counters[self.counter_of(record.reason)] += 1
-            if record.reason != fates.VERSION_GONE:  # which tells nothing about other rollouts
-                self.failures_in_a_row += 1
-                self.last_failure = f"{record.reason}: {record.detail}"
-        self._journal.submit(kind, entries.trajectory_key(*slot), record, self._stored, group, record, answer, fault)
 
     def _stored(
         self, group: TaskGroup, record: Outcome, answer: Callable[[Answer], None], fault: Refusal | None
@@ -435,16 +428,12 @@ def check_times(trajectory: Trajectory) -> None:
 
 def _times_fit(started_at: float, finished_at: float) -> bool:
     ordered = not started_at or not finished_at or finished_at >= started_at - CLOCK_STEP_S
-    return _is_instant(started_at) and _is_instant(finished_at) and ordered
-
-
-def _is_instant(seconds: float) -> bool:
-    return math.isfinite(seconds) and 0 <= seconds < LAST_INSTANT
+    return 0 <= started_at < LAST_INSTANT and 0 <= finished_at < LAST_INSTANT and ordered  # not of NaN
 
 
 def _fault_of_timing(timing: RolloutTiming) -> str:
     """The error in the actions of a rollout and their times; empty for valid ones."""
-    if not (_is_instant(timing.accepted_at) and _is_instant(timing.sent_at)):
+    if not (0 <= timing.accepted_at < LAST_INSTANT and 0 <= timing.sent_at < LAST_INSTANT):
         return f"the order came at {timing.accepted_at:g}, and the record was sent at {timing.sent_at:g}"
     if not (0 <= timing.num_sends <= MOST_COUNT and 0 <= timing.num_retries <= MOST_COUNT):
         return f"the record was sent {timing.num_sends} times and retried {timing.num_retries} times"
@@ -604,7 +593,11 @@ def _check_sequence(sequence: TokenSequence, bounds: PolicyBounds, order: TaskGr
         )
     check_metrics(sequence.metrics, "a sequence")
     num_tokens = _check_lengths(sequence, bounds, order)
-    _check_arrays(sequence, bounds.vocab_size)
+    _check_ids(sequence, bounds.vocab_size)
+    own = [segment.logprobs for segment in sequence.segments if len(segment.logprobs)]
+    _check_logprobs(own, RefusalReason.LOGPROB, f"a log-probability of {name}")
+    teacher = [segment.teacher_logprobs for segment in sequence.segments if len(segment.teacher_logprobs)]
+    _check_logprobs(teacher, RefusalReason.TEACHER, f"a log-probability of the teacher of {name}")
     required = order.required_versions.get(name)
     for segment in sequence.segments:
         version, temperature = segment.weight_version, segment.temperature
@@ -656,15 +649,6 @@ def _check_lengths(sequence: TokenSequence, bounds: PolicyBounds, order: TaskGro
             f"{MOST_SEGMENTS} are taken",
         )
     return num_tokens
-
-
-def _check_arrays(sequence: TokenSequence, vocab_size: int | None) -> None:
-    """Check token ids and log-probabilities of all segments of a sequence at once."""
-    _check_ids(sequence, vocab_size)
-    own = [segment.logprobs for segment in sequence.segments if len(segment.logprobs)]
-    _check_logprobs(own, RefusalReason.LOGPROB, f"a log-probability of {sequence.policy}")
-    teacher = [segment.teacher_logprobs for segment in sequence.segments if len(segment.teacher_logprobs)]
-    _check_logprobs(teacher, RefusalReason.TEACHER, f"a log-probability of the teacher of {sequence.policy}")
 
 
 def _check_ids(sequence: TokenSequence, vocab_size: int | None) -> None:

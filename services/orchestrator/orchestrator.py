@@ -99,8 +99,8 @@ class OrchestratorCore:
             clock=clock,
         )
         self._make_experience(vocab_sizes)
-        self.training_orders = TrainingOrders.of(recipe, training_sources, self.names)
-        self.evaluations = Evaluations.of(
+        self.training_orders = TrainingOrders(recipe, training_sources, self.names)
+        self.evaluations = Evaluations(
             recipe, evaluation_sources, self.names, self.rewards, self._evaluated, started_at
         )
         self.threshold = Threshold.of(recipe, self.evaluations.results)
@@ -209,8 +209,8 @@ class OrchestratorCore:
             return
         row, rewards = orders.row_of(group), self.rewards.outcome_rewards(group.outcomes.values())
         orders.observe(source, row, rewards)
-        record = {"task_group_id": group.id, "source": source, "row": row, "rewards": rewards}
-        self.journal.submit(entries.OBSERVATION, group.id, record)
+        observed = entries.Observation(task_group_id=group.id, source=source, row=row, rewards=tuple(rewards))
+        self.journal.submit(entries.OBSERVATION, group.id, observed)
 
     def apply_resolved(self, group: TaskGroup, outcome: Outcome) -> None:
         """Apply a resolved slot, live or during recovery. The last slot of a training group brings verdicts."""
@@ -255,8 +255,7 @@ class OrchestratorCore:
 
     def close_group(self, task_group_id: str, reason: fates.ClosedReason) -> None:
         """Journal the end of a task group."""
-        record = {"task_group_id": task_group_id, "reason": reason.value}
-        self.journal.submit(entries.CLOSED, task_group_id, record)
+        self.journal.submit(entries.CLOSED, task_group_id, entries.Closed(task_group_id=task_group_id, reason=reason))
 
     def skip_evaluations(self) -> None:
         """After training: skip evaluations of steps that would play the versions of the last evaluation, which comes next."""
@@ -307,7 +306,7 @@ class OrchestratorCore:
 
     def adopt_version(self, version: WeightVersion) -> None:
         """Record version 0 of a policy without a trainer as the newest."""
-        self.journal.submit(entries.VERSION, f"{version.policy}/0", entries.version_to_json(version, 0, {}))
+        self.journal.submit(entries.VERSION, f"{version.policy}/0", entries.VersionRecord(version=version))
         self.apply_version(version, {})
         self._changed.set()
 
@@ -417,10 +416,7 @@ class OrchestratorCore:
         if any(ledger.newest is None for ledger in self.ledgers.values()):
             raise StateError("no weight version is published yet that could be evaluated")
         versions = {policy: ledger.newest_number for policy, ledger in self.ledgers.items()}
-        started = {
-            "evaluation_id": evaluation_id,
-            "versions": [{"policy": policy, "number": number} for policy, number in versions.items()],
-        }
+        started = entries.EvaluationStart(evaluation_id=evaluation_id, versions=versions)
         await self.journal.append(entries.EVALUATION_START, evaluation_id, started)
         self.evaluations.begin(evaluation_id, versions)
         log.info("evaluation.started", evaluation=evaluation_id, versions=versions)
@@ -461,13 +457,13 @@ class OrchestratorCore:
 
     def write_state(self) -> None:
         """Journal values that no other record holds."""
-        state = {
-            "phase": self.control.phase.value,
+        state = entries.StateRecord(
+            phase=self.control.phase,
             # Another process has other code or settings, and tries again after a pause of the run's own.
-            "paused": self.control.paused and PAUSED_ITSELF.isdisjoint(self.dispatcher.holds),
-            "counters": entries.pairs(self.counters),
-            "timeline": entries.pairs(self.timeline.totals()),
-        }
+            paused=self.control.paused and PAUSED_ITSELF.isdisjoint(self.dispatcher.holds),
+            counters=dict(self.counters),
+            timeline=self.timeline.totals(),
+        )
         self.journal.submit(entries.STATE, "", state)
 
     @property

@@ -32,6 +32,7 @@ from services.common.errors import ConfigError, CorruptDataError, RollmillError,
 from services.common.records import (
     ClosedReason,
     GroupFate,
+    RolloutFailure,
     RunCount,
     SetAsideReason,
     StepFact,
@@ -42,17 +43,20 @@ from services.common.telemetry.logs import LogEvent
 from services.orchestrator.buffer.assembly import read_fresh_groups, read_what_is_left
 from services.orchestrator.buffer.buffer import AdvantageGroup
 from services.orchestrator.evaluation import step_of
-from services.orchestrator.groups import GroupBy, Outcome, RunState, TaskGroup, split_sequence_id
+from services.orchestrator.groups import Outcome, RunState, TaskGroup, split_sequence_id
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import (
-    PARSERS,
+    Assignment,
     BatchRecord,
+    EvaluationResult,
+    EvaluationStart,
     GroupRecord,
+    Observation,
+    VersionRecord,
     settled_batch_from_json,
-    state_from_json,
 )
 from services.orchestrator.journal.reader import UNREADABLE, JournalReader, Quarantine, decode, numbered, open_groups
-from services.orchestrator.journal.segments import COLLECTED, DamageReason, Row
+from services.orchestrator.journal.segments import DamageReason, Row
 from services.orchestrator.orchestrator import OrchestratorCore
 
 log = structlog.get_logger()
@@ -81,54 +85,39 @@ def recovered(build: Callable[[Quarantine], OrchestratorCore], reader: JournalRe
     Raises:
         ConfigError: recovery set aside as many unusable records as allowed, and found another.
     """
-    aside = Quarantine.of(reader)
+    aside, num_rows = Quarantine.of(reader), reader.last_number()
     for _ in range(MOST_TRIES):
         core = build(aside)
-        try:
-            recover(core, reader)
+        if not num_rows:
             return core
+        core.pool.resumed = True
+        recovery = Recovery(core, reader)
+        try:
+            recovery.look()
+            for row in recovery.rows_that_matter():
+                recovery.apply(row)
+            recovery.complete()
         except UnusableRecordError as error:
             log.warning("run.recovers_again", without=str(error))
             core.withdraw()
-            _refuse(reader, error, aside)
+            aside.add(error.row, SetAsideReason.REFUSED, error.detail)
+            if error.row.kind in OUTCOMES:
+                # An outcome takes its task group along: a failed computation of statistics does not tell the one at fault.
+                for row in reader.rows_of(entries.GROUP, error.row.key.rpartition("/")[0]):
+                    aside.add(row, SetAsideReason.REFUSED, f"one of its outcomes cannot be applied: {error.detail}")
+            continue
+        log.info(
+            LogEvent.RUN_RECOVERED,
+            records=num_rows,
+            task_groups=len(core.groups),
+            state=core.control.state.value,
+            set_aside=len(core.aside),
+        )
+        return core
     run_dir = core.journal.directory.parent
     raise ConfigError(
         f"{MOST_TRIES} records of the journal in {run_dir} cannot be applied, one after another: look at them with "
         f"`rollmill journal {run_dir} list --content`, and begin another run from `rollmill export {run_dir}`"
-    )
-
-
-def _refuse(reader: JournalReader, error: UnusableRecordError, aside: Quarantine) -> None:
-    """Set an unusable record aside. An outcome takes its task group along: a failed computation of statistics does not
-    tell the outcome at fault."""
-    aside.add(error.row, SetAsideReason.REFUSED, error.detail)
-    if error.row.kind in OUTCOMES:
-        name = error.row.key.rpartition("/")[0]
-        for row in reader.rows_of(entries.GROUP, name):
-            aside.add(row, SetAsideReason.REFUSED, f"one of its outcomes cannot be applied: {error.detail}")
-
-
-def recover(core: OrchestratorCore, reader: JournalReader) -> None:
-    """Apply all records of the journal to an empty orchestrator, whose journal is not started yet.
-
-    Raises:
-        UnusableRecordError: the orchestrator is void; ``recovered`` tries again without the record.
-    """
-    num_rows = reader.last_number()
-    if not num_rows:
-        return
-    core.pool.resumed = True
-    recovery = Recovery(core, reader)
-    recovery.look()
-    for row in recovery.rows_that_matter():
-        recovery.apply(row)
-    recovery.complete()
-    log.info(
-        LogEvent.RUN_RECOVERED,
-        records=num_rows,
-        task_groups=len(core.groups),
-        state=core.control.state.value,
-        set_aside=len(core.aside),
     )
 
 
@@ -177,13 +166,9 @@ class Recovery:
         """Find the live task groups, and the names and positions after which the run goes on."""
         core, reader = self.core, self.reader
         self._look_at_damage()
-        evaluated = {
-            row.key
-            for row in reader.rows_of(entries.EVALUATION)
-            if self._decode(row, partial(entries.from_json, entries.EvaluationResult)) is not None
-        }
+        evaluated = {row.key for row in reader.rows_of(entries.EVALUATION) if self._decode(row) is not None}
         for row in open_groups(reader):
-            group = self._decode(row, partial(entries.from_json, entries.GroupRecord))
+            group = self._decode(row)
             if group is None:
                 self.lost_groups.add(row.key)
             elif group.evaluation in evaluated:
@@ -201,7 +186,7 @@ class Recovery:
             policy, step = numbered(row)
             self.newest_batch[policy] = max(self.newest_batch.get(policy, 0), step or 0)
         for row in reader.find_rows(entries.VERDICT, self.groups):
-            verdicts = self._decode(row, partial(entries.from_json, entries.Verdicts))
+            verdicts = self._decode(row)
             if verdicts is not None:  # the last record counts: its slots may have been played again
                 self.judged.add(row.key)
                 self.surplus[row.key] = {
@@ -232,15 +217,15 @@ class Recovery:
         published = self.version_rows.get((policy, step), math.inf) if step is not None else math.inf
         return row.number < self.first_live and published < self.first_live
 
-    def _decode(self, row: Row, parse: Callable[[dict[str, Any]], Any]) -> Any:
-        return decode(self.reader, row, self.core.aside, parse)
+    def _decode(self, row: Row, parse: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+        return decode(self.reader, row, self.core.aside, parse or partial(entries.read, row.kind))
 
     def _look_at_damage(self) -> None:
         """Spans of the segments that tell no row of the index."""
         for span in self.reader.damage():
             # A torn end was never acknowledged: a process died during the write.
             harmless = span.reason in (DamageReason.REPEATED, DamageReason.TORN)
-            if harmless or span.kind in (entries.SET_ASIDE, COLLECTED):
+            if harmless or span.kind == entries.SET_ASIDE:
                 continue
             row = self.core.aside.add_span(span)
             if row.number and row.key:
@@ -265,7 +250,7 @@ class Recovery:
         num_lost = 0
         positions: dict[str, int] = {}
         for row in self.reader.last_rows(entries.GROUP):
-            group = self._decode(row, partial(entries.from_json, entries.GroupRecord))
+            group = self._decode(row)
             if group is None:
                 num_lost += 1  # each took a position of some source at least
             elif not group.evaluation:
@@ -285,7 +270,7 @@ class Recovery:
             value = self._read_outcome(row)
         else:
             is_settled = row.kind == entries.BATCH and self.is_settled(row)
-            value = self._decode(row, settled_batch_from_json if is_settled else PARSERS[row.kind])
+            value = self._decode(row, settled_batch_from_json if is_settled else None)
         if value is None:
             self._lost(row)
             return
@@ -301,7 +286,7 @@ class Recovery:
             return None
         if name not in self.core.groups:  # complete: a later record of one of its slots
             return None
-        outcome: Outcome | None = self._decode(row, PARSERS[row.kind])
+        outcome: Outcome | None = self._decode(row)
         if outcome is None:
             return None
         if (outcome.task_group_id, str(outcome.index)) != (name, index):
@@ -314,35 +299,41 @@ class Recovery:
 
     def _apply(self, row: Row, value: Any) -> None:
         core = self.core
-        if row.kind == entries.GROUP:
-            self._apply_group(value)
-        elif row.kind == entries.ASSIGNMENT:
-            self.owners[row.key] = value[:2]
-            group = core.groups.get(row.key)
-            if group is not None:
-                group.owners.add(self.owners[row.key])
-            if group is not None and group.is_training:
-                core.experience.reissued(group, value[2])
-        elif row.kind in OUTCOMES:
-            group = core.groups[value.task_group_id]
-            if group.resolve(value):
-                if group.is_training and group.complete and group.id not in self.observed:
-                    core.observe(group)
-                core.apply_resolved(group, value)
-        elif row.kind == entries.OBSERVATION:
-            core.training_orders.observe(*value)
-        elif row.kind == entries.VERSION:
-            version, _, metrics = value
-            self._apply_version(row, version, metrics)
-        elif row.kind == entries.BATCH:
-            policy, step = numbered(row)
-            if step is not None and (policy, step) not in self.version_rows:
-                read_what_is_left(self.reader, policy, step)  # one without a trajectory is set aside and made again
-            self._apply_batch(row, value)
-        elif row.kind == entries.EVALUATION_START:
-            self._apply_evaluation_start(*value)
-        elif row.kind == entries.EVALUATION:
-            core.evaluations.recover_result(value)
+        match value:
+            case GroupRecord():
+                self._apply_group(value)
+            case Assignment():
+                self.owners[row.key] = (value.replica_id, value.incarnation)
+                group = core.groups.get(row.key)
+                if group is not None:
+                    group.owners.add(self.owners[row.key])
+                if group is not None and group.is_training:
+                    core.experience.reissued(group, value.born)
+            case Trajectory() | RolloutFailure():
+                group = core.groups[value.task_group_id]
+                if group.resolve(value):
+                    if group.is_training and group.complete and group.id not in self.observed:
+                        core.observe(group)
+                    core.apply_resolved(group, value)
+            case Observation():
+                core.training_orders.observe(value.source, value.row, value.rewards)
+            case VersionRecord():
+                self._apply_version(row, value.version, value.metrics)
+            case BatchRecord():
+                policy, step = numbered(row)
+                if step is not None and (policy, step) not in self.version_rows:
+                    read_what_is_left(self.reader, policy, step)  # one without a trajectory is set aside and made again
+                self._apply_batch(row, value)
+            case EvaluationStart():
+                if unknown := value.versions.keys() - core.ledgers.keys():
+                    raise UnknownPolicyError(f"no policy {', '.join(sorted(unknown))} in this run")
+                if step_of(
+                    value.evaluation_id
+                ):  # one of them runs at a time: earlier ones without a result were forgotten
+                    core.evaluations.skip(lambda p: True)
+                core.evaluations.begin(value.evaluation_id, value.versions)
+            case EvaluationResult():
+                core.evaluations.recover_result(value)
 
     def _apply_group(self, issued: GroupRecord) -> None:
         core = self.core
@@ -360,13 +351,6 @@ class Recovery:
             core.experience.issued(group)
         else:
             core.evaluations.issued_before(group)
-
-    def _apply_evaluation_start(self, evaluation_id: str, versions: Mapping[str, int]) -> None:
-        if unknown := versions.keys() - self.core.ledgers.keys():
-            raise UnknownPolicyError(f"no policy {', '.join(sorted(unknown))} in this run")
-        if step_of(evaluation_id):  # one of them runs at a time: earlier ones without a result were forgotten
-            self.core.evaluations.skip(lambda p: True)
-        self.core.evaluations.begin(evaluation_id, versions)
 
     def _apply_version(self, row: Row, version: WeightVersion, metrics: Mapping[str, float]) -> None:
         core, ledger = self.core, self.core.ledgers[version.policy]
@@ -414,11 +398,12 @@ class Recovery:
         named: set[str] = set()  # sequences of later batches
         for other in self.reader.rows_of(entries.BATCH):
             if other.number >= row.number and numbered(other)[0] == policy:
-                batch = self._decode(other, partial(entries.from_json, entries.BatchRecord))
+                batch = self._decode(other)
                 named.update(entry.sequence_id for entry in (batch.entries if batch is not None else ()))
         self.core.experience.lose_batch(policy, named)
         if (policy, training_step) in self.version_rows or self.newest_batch.get(policy, 0) > training_step:
-            self.core.batches[policy].lose(training_step)
+            batches = self.core.batches[policy]
+            batches.newest_step = max(batches.newest_step, training_step)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -441,7 +426,8 @@ class Recovery:
         for name in self.lost_groups:
             core.close_group(name, ClosedReason.SET_ASIDE)
         for batches in core.batches.values():
-            batches.forget_statistics()
+            # Of batches with a published version the rows of metrics are written.
+            batches.statistics = {s: found for s, found in batches.statistics.items() if s > batches.newest_version}
         self._refill_replay()
         self._give_back()
         for noted in core.aside.take_new():
@@ -451,12 +437,12 @@ class Recovery:
         """Apply the newest usable state, and count the records after that, so that a kill loses no counts."""
         core, since = self.core, 0
         for row in self.reader.last_rows(entries.STATE):
-            state = self._decode(row, state_from_json)
+            state = self._decode(row)
             if state is None:
                 continue
             since = row.number
             core.counters.clear()
-            core.counters.update(state.counters)
+            core.counters.update({name: int(value) for name, value in state.counters.items()})
             core.timeline.restore(state.timeline)
             # A stopped run continues after a restart; a finished run stays finished.
             core.control.phase = state.phase if state.phase is not RunState.STOPPED else RunState.STARTING
@@ -473,20 +459,18 @@ class Recovery:
         core = self.core
         for name, batches in core.batches.items():
             batch, store = core.recipe.policies[name].batch, core.experience.replay[name]
-            if store.enabled:
-                # Step s trained samples of version s - 1 or older.
-                first = max(1, store.version - batch.replay.max_staleness + 1)
-                steps = range(first, batches.newest_step + 1)
-                core.experience.refill_replay(
-                    name, first, (self._fresh_groups(name, step, batch.group_by) for step in steps)
-                )
-
-    def _fresh_groups(self, policy: str, training_step: int, group_by: GroupBy) -> list[AdvantageGroup]:
-        try:
-            return read_fresh_groups(self.reader, policy, training_step, group_by)
-        except CorruptDataError as error:  # replay is optional: unreadable groups are not drawn again
-            log.warning("replay.lost", policy=policy, step=training_step, error=error.message)
-            return []
+            if not store.enabled:
+                continue
+            # Step s trained samples of version s - 1 or older.
+            first = max(1, store.version - batch.replay.max_staleness + 1)
+            found: list[list[AdvantageGroup]] = []
+            for step in range(first, batches.newest_step + 1):
+                try:
+                    found.append(read_fresh_groups(self.reader, name, step, batch.group_by))
+                except CorruptDataError as error:  # replay is optional: unreadable groups are not drawn again
+                    log.warning("replay.lost", policy=name, step=step, error=error.message)
+                    found.append([])
+            core.experience.refill_replay(name, first, found)
 
     def _give_back(self) -> None:
         """Leave open slots with their replica, as if its stream had just broken."""

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import structlog
 
-from services.common.errors import ConfigError, InfrastructureError, ModelMismatchError, UnknownPolicyError
+from services.common.errors import ConfigError, ModelMismatchError, UnknownPolicyError
 from services.common.kept_tokens import MaskedCause, cause_of
 from services.common.records import RunCount
 from services.common.telemetry.accounts import (
@@ -200,8 +200,8 @@ class Watch:
         current, live = core.journal.current_segments(), core.live_groups()
         try:
             removed = await asyncio.to_thread(collect, core.journal, steps, live, current=current)
-        except (OSError, sqlite3.Error, InfrastructureError) as error:
-            # No space for the record of a deletion, or a failing disk: try again later.
+        except (OSError, sqlite3.Error) as error:
+            # No space for the note of a deletion, or a failing disk: try again later.
             log.warning("journal.not_collected", reason=str(error))
             return
         self._collected = steps

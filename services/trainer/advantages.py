@@ -19,6 +19,7 @@ trained token of a sequence gets the sequence's advantage (outcome reward: GAE w
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import comb
@@ -29,7 +30,7 @@ import numpy.typing as npt
 import torch
 
 from services.common.config.algorithm import AlgorithmConfig
-from services.common.errors import MOST, InvalidRequestError
+from services.common.errors import InvalidRequestError
 from services.common.records import TrainingSequence
 from services.trainer.losses import clamped
 
@@ -63,7 +64,7 @@ def sequence_advantages(sequences: Seq[TrainingSequence], config: AlgorithmConfi
 
 def _finite(values: Floats) -> Floats:
     """Each number, or the nearest finite float."""
-    return np.clip(values, -MOST, MOST)
+    return np.clip(values, -sys.float_info.max, sys.float_info.max)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ Independent of gRPC, versions, checkpoints and publishing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -23,7 +24,6 @@ import numpy as np
 import structlog
 import torch
 
-from services.common import errors
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.errors import ConfigError
 from services.common.records import MinibatchTotals, RankBatch
@@ -300,7 +300,7 @@ class TrainStep:
             advantages = normalize(advantages, self._everywhere(Moments.of(advantages, trained)), self.config)
         advantages = scaled_by_source(advantages, batch.sequences)
         sums.add("sequences", len(batch.sequences))
-        sums.add("reward", errors.total(s.sequence.reward for s in batch.sequences))
+        sums.add("reward", math.fsum(s.sequence.reward for s in batch.sequences))
         sums.add("staleness", sum(s.staleness for s in batch.sequences))
         if not self._has_credit:
             sums.add("advantage_abs", float((abs(advantages) * trained).sum()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from pathlib import Path
@@ -158,55 +157,6 @@ async def test_every_absurd_record_is_refused_with_its_reason_and_the_run_trains
         await trains_on(orchestrator, trainer, first_step=1)
     finally:
         await replica.close()
-        await trainer.close()
-
-
-@pytest.mark.slow
-async def test_strangers_are_refused_and_who_was_given_a_slot_before_is_not(orchestrator: Orchestrator) -> None:
-    trainer = ScriptedTrainer(orchestrator.address)
-    owner, other = Playing(orchestrator.address, "owner"), Playing(orchestrator.address, "other")
-    owner.start()
-    try:
-        await trainer.join()
-        await trainer.publish(0)
-        (group, index), (_, second), *_ = await owner.until_slots(8)
-        other.start()  # joined, and given nothing: the quota is with the first one
-        await orchestrator.until(lambda now: len(now.replicas) == 2)
-        record = good(group, index)
-        stranger = Request(replica_id="stranger", incarnation="x", trajectory=record)
-        wrong = Request(replica_id="owner", incarnation=uuid.uuid4().hex, trajectory=record)
-        nameless = Request(trajectory=record)
-        foreign = other.request(record)
-        failing = Request(
-            replica_id="stranger",
-            incarnation="x",
-            failure=trajectory_pb2.RolloutFailure(task_group_id=group, index=index),
-        )
-        nowhere = Request(replica_id="stranger", incarnation="x", trajectory=good("nothing-1", 0))
-        huge = owner.request(good(f"{group.rpartition('-')[0]}-{'9' * 6000}", 0))
-        acks = await send(orchestrator.address, [stranger, wrong, nameless, foreign, failing, nowhere, huge])
-        assert [ack.outcome for ack in acks] == [REFUSED] * 6 + [pool_pb2.RECORD_OUTCOME_UNKNOWN]
-        member, owns = Reason.NOT_A_MEMBER, Reason.NOT_THE_OWNER
-        assert reasons(acks) == [member, member, member, owns, member, member, None]
-        # A new process of the replica takes the old one's lease; what the old one was given is still taken of it.
-        again = Playing(orchestrator.address, "owner")
-        again.start()
-        try:
-            await again.until_slots(8)
-            assert [a.outcome for a in await send(orchestrator.address, [owner.request(record)])] == [
-                pool_pb2.RECORD_OUTCOME_ACCEPTED
-            ]
-            counters = (await orchestrator.progress()).counters
-            assert counters["refused_not_the_owner"] == 1 and counters["refused_not_a_member"] == 5
-            await orchestrator.restart()  # whom it was given to stands in the journal
-            taken = await send(orchestrator.address, [owner.request(good(group, second)), stranger])
-            assert taken[0].outcome == pool_pb2.RECORD_OUTCOME_ACCEPTED
-            assert taken[1].outcome == REFUSED
-        finally:
-            await again.close()
-    finally:
-        await owner.close()
-        await other.close()
         await trainer.close()
 
 

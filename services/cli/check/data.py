@@ -38,7 +38,6 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from services.cli.check.models import config_of, file_of
 from services.common.config.data import TRAIN, DatasetConfig, WorkflowConfig, is_training, name_of
 from services.common.config.envgateway import EnvGatewayConfig, SandboxConfig
 from services.common.config.recipe import Recipe
@@ -46,6 +45,7 @@ from services.common.dataset_rows import BuiltInReward, prompt_in, truth_in
 from services.common.errors import ConfigError, DatasetError, InfrastructureError, InvalidRequestError, RollmillError
 from services.common.importing import RAISED, load_object, place_of, place_of_error, told
 from services.common.records import Purpose, Task
+from services.common.safetensors_files import config_of, file_of
 from services.common.system.threads import DaemonThreads
 from services.envgateway.calls import CORRECT, RewardOutcome, RewardResult
 from services.envgateway.judge.judge import Judge

@@ -15,13 +15,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from services.cli.check.models import file_of
 from services.cli.plan import trainer_name
 from services.common.config.processes import InferenceConfig, Placement, cache_bytes, engine_numbers, too_small
 from services.common.config.recipe import Recipe
 from services.common.config.training import ALL_LINEAR, OFFLOAD_BUCKET_BYTES, AdapterConfig, PolicyConfig
 from services.common.errors import ConfigError
-from services.common.safetensors_files import read_object
+from services.common.safetensors_files import file_of, read_object
 
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 4}  # auto: of a device that is not known yet

@@ -18,40 +18,12 @@ from typing import Any, Literal
 from services.common.config.loading import RESOLVED
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.safetensors_files import INDEX, SINGLE, places, read_object, weight_files
+from services.common.safetensors_files import INDEX, SINGLE, config_of, file_of, places, read_object, weight_files
 from services.common.system.child import module_command
 
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # in the names of architectures
 _MOST_STRETCH = 1e6
 _STRETCHED = ("yarn", "linear", "dynamic")  # kinds of rope scaling whose positions config.json does not count
-
-
-def file_of(model: str, name: str) -> Path | None:
-    """A file of a model, in its directory or in the hub's cache; None where neither has it."""
-    folder = Path(model)
-    if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
-    if not model or model.startswith(("/", ".", "~")):
-        return None
-    try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-    except ImportError:  # a machine that only submits runs may not have the package
-        return None
-    try:
-        cached = try_to_load_from_cache(model, name)
-    except HFValidationError:
-        return None
-    return Path(cached) if isinstance(cached, str) else None
-
-
-def config_of(model: str) -> Mapping[str, Any]:
-    """The model's ``config.json``; empty where there is none, or none that can be read."""
-    file = file_of(model, "config.json")
-    try:
-        return {} if file is None else read_object(file)
-    except ConfigError:
-        return {}
 
 
 def positions(model: str) -> int | None:

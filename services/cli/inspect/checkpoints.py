@@ -374,7 +374,7 @@ def replay_step(
 def _published_digest(reader: JournalReader, policy: str, version: int) -> str:
     for row in reader.rows():
         if row.kind == entries.VERSION and (record := reader.load(row)) is not None:
-            found, _, _ = entries.version_from_json(record)
+            found = entries.from_json(entries.VersionRecord, record).version
             if (found.policy, found.number) == (policy, version):
                 return found.digest
     raise ConfigError(

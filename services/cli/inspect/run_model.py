@@ -25,7 +25,7 @@ from services.common.telemetry.metrics import TrainerKey
 from services.orchestrator.groups import RunState, split_sequence_id
 from services.orchestrator.journal import entries as records
 from services.orchestrator.journal import entries as rollouts
-from services.orchestrator.journal.entries import GroupVerdict, state_from_json
+from services.orchestrator.journal.entries import GroupVerdict
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import Row
 
@@ -258,7 +258,7 @@ class RunModel:
     def is_finished(self) -> bool:
         """Whether the run is done, by its last recorded state."""
         record = self.load(self._state) if self._state is not None else None
-        return record is not None and state_from_json(record).phase is RunState.FINISHED
+        return record is not None and record["phase"] == RunState.FINISHED
 
     def _issued(self, row: Row, record: Json | None) -> None:
         group = self.groups.setdefault(row.key, GroupFacts(task_group_id=row.key))
@@ -267,7 +267,7 @@ class RunModel:
             return
         group.task_id, group.purpose = record["task_id"], record["purpose"]
         group.evaluation, group.policies = record["evaluation"], tuple(record["policies"])
-        group.num_slots = record["num_slots"]
+        group.num_slots = len(record["indices"])
         if group.evaluation:
             self._of_evaluation[group.evaluation].append(group)
             group.evaluated_at = self._evaluated.get(group.evaluation, 0.0)
@@ -293,7 +293,7 @@ class RunModel:
     def _told(self, group: GroupFacts, row: Row, record: Json | None) -> None:
         """Take an assignment, a verdict or the end of a task group."""
         if row.kind == records.ASSIGNMENT:
-            replica = "" if record is None else records.assignment_from_json(record)[0]
+            replica = "" if record is None else record["replica_id"]
             group.assignments += (Assignment(at=row.written_at, replica_id=replica),)
         elif row.kind == records.VERDICT and record is not None:
             group.verdicts, group.judged_at = (
@@ -302,7 +302,7 @@ class RunModel:
             )
         elif row.kind == records.CLOSED:
             group.closed_at = row.written_at
-            group.closed_reason = "" if record is None else records.closed_reason(record)
+            group.closed_reason = "" if record is None else record["reason"]
         self.changed.add(row.key)
 
     def _batch(self, row: Row, record: Json, only: str) -> None:
@@ -343,10 +343,11 @@ class RunModel:
         self.newest[policy] = max(int(number), self.newest.get(policy, -1))
         if record is None:
             return
-        _, _, metrics = records.version_from_json(record)
+        published = records.from_json(records.VersionRecord, record)
+        metrics = published.metrics
         if is_new:
             self.updates_skipped[policy] += round(metrics.get(TrainerKey.UPDATES_SKIPPED, 0.0))
         for use in self._uses.pop((policy, int(number)), ()):
             use.published_at = row.written_at
-            use.compute = records.compute_from_json(record)
+            use.compute = published.compute
             use.loss, use.grad_norm = metrics.get(TrainerKey.LOSS), metrics.get(TrainerKey.GRAD_NORM)

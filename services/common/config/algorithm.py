@@ -231,11 +231,11 @@ class AlgorithmConfig(CreditConfig):
     """Whether rejected tokens and sequences count in the denominators of the loss: `all` (AReaL) or only the `kept`
     ones (verl)."""
 
-    reward_bias: float = Field(default=0.0, allow_inf_nan=False)
+    reward_bias: float = Field(default=0.0, ge=-1e6, le=1e6)
     """Rewards become clip((reward + reward_bias) * reward_scale, -reward_clip, +reward_clip), and a group's statistics are of
     what they become."""
 
-    reward_scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    reward_scale: float = Field(default=1.0, gt=0.0, le=1e6)
     """See reward_bias."""
 
     reward_clip: float | None = Field(default=None, gt=0.0)

@@ -370,7 +370,7 @@ class EvaluationConfig(Section):
     """The workflow of evaluation; left out, that of training."""
     pass_reward: float = 1.0
     """A trajectory with at least this reward counts as passed, for pass@k."""
-    failed_reward: float | None = Field(default=None, allow_inf_nan=False)
+    failed_reward: float | None = Field(default=None, ge=-1e6, le=1e6)
     """The reward that a failed rollout counts as. Left out: 0, or the lowest reward of its dataset in the same pass
     where that is lower, so that a failure never beats a rollout that was scored. Write the lowest reward of the
     environment where rewards are negative: scores of several passes then compare. A time-out of the policy's own is

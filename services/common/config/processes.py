@@ -81,7 +81,7 @@ class RolloutConfig(Section):
     statistics with the reward `timeout_reward`, though none of its tokens is trained. `mask` is the same while a
     timeout keeps no tokens. `as_scored`: the workflow gave no score, so the rollout is a failure: in no statistics, and
     in evaluation `evaluation.failed_reward`."""
-    timeout_reward: float | None = Field(default=None, allow_inf_nan=False)
+    timeout_reward: float | None = Field(default=None, ge=-1e6, le=1e6)
     """Reward of a rollout that ran out of time. Left out: 0, or the lowest reward of its group if lower, so that a
     timeout never beats a scored rollout."""
     on_truncation: OutcomeRule = "as_scored"
@@ -89,7 +89,7 @@ class RolloutConfig(Section):
     `penalise`: its reward is `truncation_reward`. `mask`: its reward counts in its group's statistics, its tokens are
     not trained (DAPO's overlong filtering). `as_scored`: as any other. In evaluation `penalise` holds for a rollout
     whose last sequence ended so."""
-    truncation_reward: float | None = Field(default=None, allow_inf_nan=False)
+    truncation_reward: float | None = Field(default=None, ge=-1e6, le=1e6)
     """With `on_truncation: penalise`. Left out: 0, or the lowest reward of its group if lower."""
     infra_retries: int = Field(default=2, ge=0)
     """Repetitions of a rollout after infrastructure failures, before the rollout counts as failed."""

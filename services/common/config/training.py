@@ -164,7 +164,7 @@ class OverlongPenaltyConfig(Section):
     """A sequence in which the policy wrote this many tokens or more pays all of `factor`."""
     buffer_tokens: int = Field(ge=1)
     """The penalty grows from 0 over this many tokens below `max_tokens` (DAPO: 4096 below 20,480)."""
-    factor: float = Field(default=1.0, gt=0)
+    factor: float = Field(default=1.0, gt=0, le=1e6)
     """The largest penalty, taken off the reward."""
 
     @model_validator(mode="after")
@@ -195,12 +195,9 @@ class BatchConfig(Section):
     late: Literal["keep", "mask", "wait", "drop"] = "keep"
     """Treatment of tokens that are older than `max_staleness`. `keep`: trained, with their true age. `mask`: they are
     masked, the rest of the sequence is trained. `wait`: before a group becomes too old the trainer waits once for the
-    group, up to `late_wait_share`; later as with `keep`. `drop`: a sequence with such a token is dropped, and a running
+    group, up to a quarter of the time that the training step before took; later as with `keep`. `drop`: a sequence with such a token is dropped, and a running
     rollout that would bring one is cancelled. Its siblings are trained, and a group's statistics are of the whole
     group."""
-    late_wait_share: float | None = Field(default=None, gt=0, le=1)
-    """With `late: wait`, the longest wait for groups that are due, as a share of the time that the training step before
-    took. Left out, 0.25."""
     max_token_age: int | None = Field(default=None, ge=0)
     """Tokens that are more versions older than the weights that a step starts from are masked, except with `drop`. At least
     `max_staleness`. Left out, tokens of any age are trained, which asks for a loss that bounds stale tokens."""
@@ -249,8 +246,6 @@ class BatchConfig(Section):
 
     @model_validator(mode="after")
     def _late_settings_fit(self) -> BatchConfig:
-        if self.late != "wait" and self.late_wait_share is not None:
-            raise ValueError(f"late_wait_share belongs to late: wait, and late is {self.late}: leave it out")
         if self.late == "wait" and self.order != "deadline":
             raise ValueError(f"late: wait trains due groups first: set order: deadline, not {self.order}")
         if self.max_token_age is None:

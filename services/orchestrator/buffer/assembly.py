@@ -11,27 +11,22 @@ first minibatch. Pure: every rank, and every repetition, gets the same answer.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from statistics import fmean
 
-from services.common import errors as finite_numbers
 from services.common import records as fates
-from services.common.errors import (
-    BatchLostError,
-    CorruptDataError,
-    finite,
-)
+from services.common.errors import BatchLostError, CorruptDataError
 from services.common.records import MinibatchTotals, RankBatch, StepFact, TokenSequence, TrainingSequence, Trajectory
 from services.common.telemetry.metrics import ROLE_REWARD, StepKey, source_key
 from services.orchestrator.buffer.buffer import AdvantageGroup, Member, is_timeout, mask_sequence
 from services.orchestrator.groups import GroupBy, Outcome, group_key, split_sequence_id
 from services.orchestrator.journal import entries as records
-from services.orchestrator.journal import entries as rollouts
 from services.orchestrator.journal.entries import BatchEntry, BatchRecord
-from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.reader import UNREADABLE, JournalReader
 
 # Sequences: to put together, check or cut a batch of more takes many milliseconds, and is done in a thread, because orders
 # and records would wait meanwhile.
@@ -49,12 +44,28 @@ _COUNTED = (
 
 
 @dataclass(slots=True)
+class RewardMeans:
+    """Mean rewards by role; names beyond ``MOST_ROLES`` share one."""
+
+    _sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, role: str, reward: float) -> None:
+        if role not in self._sums and len(self._sums) >= MOST_ROLES:
+            role = OTHER_ROLES
+        total, count = self._sums.get(role, (0.0, 0))
+        self._sums[role] = (total + reward, count + 1)
+
+    def means(self) -> dict[str, float]:
+        return {role: total / count for role, (total, count) in sorted(self._sums.items())}
+
+
+@dataclass(slots=True)
 class StepStatistics:
     """Statistics of a policy since its previous batch was assembled."""
 
     counts: Counter[StepKey | StepFact] = field(default_factory=Counter)
     reward_sum: float = 0.0
-    roles: dict[str, tuple[float, int]] = field(default_factory=dict)  # "role/attempt" -> rewards, sequences
+    roles: RewardMeans = field(default_factory=RewardMeans)  # by "role/attempt"
     num_shaped: int = 0  # sequences with a judged length
     num_overlong: int = 0
     penalty_sum: float = 0.0
@@ -69,14 +80,10 @@ class StepStatistics:
             self.counts[StepFact.TIMEOUTS] += is_timeout(outcome)
             return
         self.counts[StepKey.ROLLOUTS_FINISHED] += 1
-        self.reward_sum = finite(self.reward_sum + outcome.reward)
+        self.reward_sum += outcome.reward
         for sequence in outcome.sequences:
             if sequence.policy == policy:
-                role = f"{sequence.role}/{sequence.attempt}"
-                if role not in self.roles and len(self.roles) >= MOST_ROLES:
-                    role = OTHER_ROLES
-                total, count = self.roles.get(role, (0.0, 0))
-                self.roles[role] = (finite(total + sequence.reward), count + 1)
+                self.roles.add(f"{sequence.role}/{sequence.attempt}", sequence.reward)
 
     def summary(self) -> dict[str, float]:
         """Statistics as metrics; without ``rollout_reward_mean`` when no trajectory arrived."""
@@ -85,25 +92,11 @@ class StepStatistics:
             values[StepKey.TRAINED_REWARD_MEAN.value] = self.trained_sum / self.num_transformed
         if finished := self.counts[StepKey.ROLLOUTS_FINISHED]:
             values[StepKey.ROLLOUT_REWARD_MEAN.value] = self.reward_sum / finished
-        values |= {f"{ROLE_REWARD}{role}": total / count for role, (total, count) in self.roles.items()}
+        values |= {f"{ROLE_REWARD}{role}": mean for role, mean in self.roles.means().items()}
         if self.num_shaped:
             values[StepKey.OVERLONG_SHARE.value] = self.num_overlong / self.num_shaped
             values[StepKey.OVERLONG_PENALTY_MEAN.value] = self.penalty_sum / self.num_shaped
         return values
-
-
-_OF_ROLLOUTS = (
-    StepKey.ROLLOUTS_FINISHED, StepKey.FAILURES, StepKey.ROLLOUT_REWARD_MEAN, StepKey.GROUPS_EQUAL_DROPPED
-)  # fmt: skip
-
-
-def of_sources(statistics: Mapping[str, StepStatistics]) -> dict[str, float]:
-    """The metrics of each source's rollouts; they have the names of those of all rollouts."""
-    values: dict[str, float] = {}
-    for source, found in statistics.items():
-        summary = found.summary()
-        values |= {source_key(source, key): summary[key] for key in _OF_ROLLOUTS if key in summary}
-    return values
 
 
 def of_batch(groups: Iterable[AdvantageGroup], entries: Mapping[str, BatchEntry]) -> dict[str, float]:
@@ -117,7 +110,7 @@ def of_batch(groups: Iterable[AdvantageGroup], entries: Mapping[str, BatchEntry]
     for source, rows in by_source.items():
         staleness = [entry.staleness for entry, _ in rows]
         found = {
-            StepKey.BATCH_REWARD_MEAN: finite_numbers.mean(entry.reward or 0.0 for entry, _ in rows),
+            StepKey.BATCH_REWARD_MEAN: fmean(entry.reward or 0.0 for entry, _ in rows),
             StepKey.RESPONSE_TOKENS_MEAN: sum(tokens for _, tokens in rows) / len(rows),
             StepKey.STALENESS_MEAN: sum(staleness) / len(staleness),
             StepKey.STALENESS_MAX: float(max(staleness)),
@@ -252,7 +245,7 @@ def _statistics(entries: list[BatchEntry], sequences: list[TokenSequence], train
         else {}
     )
     return {
-        StepKey.BATCH_REWARD_MEAN.value: finite_numbers.mean(s.reward for s in sequences),
+        StepKey.BATCH_REWARD_MEAN.value: fmean(s.reward for s in sequences),
         StepKey.STALENESS_MEAN.value: sum(fresh) / len(fresh),
         StepKey.STALENESS_MAX.value: float(max(fresh)),
         StepKey.RESPONSE_TOKENS_MEAN.value: trained / count,
@@ -352,26 +345,18 @@ def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[Batch
         raise BatchLostError(f"the batch of step {training_step} of {policy} is not in the journal")
     record = records.from_json(records.BatchRecord, found)
     places = [split_sequence_id(entry.sequence_id) for entry in record.entries]
-    keys = [rollouts.trajectory_key(group, index) for group, index, _ in places]
-    readable = ((key, _trajectory(value)) for key, value in reader.find(records.TRAJECTORY, keys).items())
-    trajectories = {key: trajectory for key, trajectory in readable if trajectory is not None}
-    sequences = {
-        entry.sequence_id: _as_trained(trajectories[key].sequences[position], entry)
-        for entry, key, (_, _, position) in zip(record.entries, keys, places, strict=True)
-        if key in trajectories
-    }
+    keys = [records.trajectory_key(group, index) for group, index, _ in places]
+    trajectories: dict[str, Trajectory] = {}
+    for slot, value in reader.find(records.TRAJECTORY, keys).items():
+        with contextlib.suppress(*UNREADABLE):  # a record that is no trajectory
+            trajectories[slot] = records.from_json(Trajectory, value)
+    sequences: dict[str, TokenSequence] = {}
+    for entry, key, (_, _, position) in zip(record.entries, keys, places, strict=True):
+        if key in trajectories:
+            sequence = trajectories[key].sequences[position]
+            if entry.trained_from:
+                sequence = mask_sequence(sequence, entry.trained_from)
+            if entry.reward is not None and entry.reward != sequence.reward:
+                sequence = replace(sequence, reward=entry.reward)
+            sequences[entry.sequence_id] = sequence
     return record, sequences
-
-
-def _trajectory(record: dict[str, Any]) -> Trajectory | None:
-    """None for a record that is no trajectory."""
-    try:
-        return rollouts.from_json(Trajectory, record)
-    except (CorruptDataError, KeyError, TypeError, ValueError, AttributeError):
-        return None
-
-
-def _as_trained(sequence: TokenSequence, entry: BatchEntry) -> TokenSequence:
-    if entry.trained_from:
-        sequence = mask_sequence(sequence, entry.trained_from)
-    return sequence if entry.reward is None else replace(sequence, reward=entry.reward)

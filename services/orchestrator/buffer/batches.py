@@ -32,17 +32,15 @@ from services.common.errors import (
     DeadlineError,
     InfrastructureError,
     InvalidRequestError,
-    finite,
 )
 from services.common.records import StepFact, Trajectory
-from services.common.telemetry.metrics import StepKey
+from services.common.telemetry.metrics import StepKey, source_key
 from services.orchestrator.admission import Account, Admission, Mixture
 from services.orchestrator.buffer.assembly import (
     MOST_AT_ONCE,
     Batch,
     StepStatistics,
     assemble,
-    of_sources,
     read_what_is_left,
 )
 from services.orchestrator.buffer.buffer import (
@@ -52,19 +50,21 @@ from services.orchestrator.buffer.buffer import (
     Member,
     ReplayStore,
     RewardRules,
-    member_fates,
     resample_group,
     shape_group,
     sizes_by_source,
     without_masked,
 )
-from services.orchestrator.groups import Outcome, TaskGroup
+from services.orchestrator.groups import Outcome, TaskGroup, split_sequence_id
 from services.orchestrator.journal import entries
-from services.orchestrator.journal.entries import BatchRecord, GroupVerdict
+from services.orchestrator.journal.entries import BatchRecord, GroupVerdict, MemberFate
 from services.orchestrator.journal.journal import Journal
 
 log = structlog.get_logger()
 
+_OF_ROLLOUTS = (
+    StepKey.ROLLOUTS_FINISHED, StepKey.FAILURES, StepKey.ROLLOUT_REWARD_MEAN, StepKey.GROUPS_EQUAL_DROPPED
+)  # fmt: skip
 _NOTHING_LEARNT = {fates.GroupFate.EQUAL_REWARDS, fates.GroupFate.RESAMPLED_AWAY, fates.GroupFate.TRUNCATED}
 
 
@@ -77,7 +77,6 @@ class ExperiencePipeline:
         *,
         admit: Literal["all", "any"] = "all",
         deterministic: bool = False,
-        exhausted_after: int = 100,
         on_closed: Callable[[str, fates.ClosedReason], None] = lambda group_id, reason: None,
         on_judged: Callable[[str, list[GroupVerdict]], None] = lambda group_id, verdicts: None,
         rules: RewardRules | None = None,
@@ -97,7 +96,7 @@ class ExperiencePipeline:
         self.issuable: Callable[[str], bool] = lambda policy: self.admission.accounts[policy].has_room()
         """Whether another task group for a policy may be issued now."""
         weights = {name: source.weight for name, source in sources.items()} or {"": 1.0}
-        self.mixtures = {policy: Mixture(weights, exhausted_after) for policy in policies}
+        self.mixtures = {policy: Mixture(weights) for policy in policies}
         self.buffers = {
             name: ExperienceBuffer(
                 batch.fresh_size, LateRule.of(batch), "issued" if deterministic else batch.order, self.mixtures[name],
@@ -152,15 +151,15 @@ class ExperiencePipeline:
 
     def _may_come(self, policy: str, source: str) -> bool:
         """Whether a group of the source may come before a batch of the policy is taken."""
-        if self.mixtures[policy].is_running(source):
-            return True
-        return self.issuable(policy)
+        return self.mixtures[policy].is_running(source) or self.issuable(policy)
 
     def issued(self, group: TaskGroup) -> None:
         """Count an issued training group; ``group.born`` has the start versions of its slots."""
         self.unfinished[group.id] = group
-        self.admission.issued(len(group.unresolved), self.policies_of(group))
         for policy in self.policies_of(group):
+            account = self.admission.accounts[policy]
+            account.running_slots += len(group.unresolved)
+            account.group_slots += len(group.order.indices)
             self.mixtures[policy].issued(group.order.source, len(group.order.indices))
 
     def reissued(self, group: TaskGroup, born: Mapping[str, int]) -> None:
@@ -188,24 +187,33 @@ class ExperiencePipeline:
 
     def cancelled(self, group: TaskGroup) -> None:
         """Cancel a running training group."""
-        self.unfinished.pop(group.id, None)
-        self.admission.given_up(len(group.unresolved), self.policies_of(group))
-        self.admission.ended(len(group.order.indices), self.policies_of(group))
         for policy in self.policies_of(group):
-            self.mixtures[policy].ended(group.order.source, len(group.order.indices))
-        for policy, count in self._sequences_per_policy(group.trajectories).items():
-            self.admission.finished(policy, count)
-            self.admission.returned(policy, count)
+            self.admission.accounts[policy].running_slots -= len(group.unresolved)
+        self._end(group, is_complete=False)
+
+    def _end(self, group: TaskGroup, is_complete: bool) -> None:
+        """Return the slots of a complete or cancelled training group."""
+        self.unfinished.pop(group.id, None)
+        num_slots, found_of = len(group.order.indices), self._sequences_per_policy(group.trajectories)
+        for policy in self.policies_of(group):
+            account, count = self.admission.accounts[policy], found_of.get(policy, 0)
+            account.group_slots -= num_slots
+            account.unfinished -= count
+            assert account.group_slots >= 0 and account.unfinished >= 0 and account.running_slots >= 0
+            self.mixtures[policy].ended(group.order.source, num_slots, count if is_complete else None)
 
     def resolved(self, group: TaskGroup, outcome: Outcome) -> list[GroupVerdict]:
         """Handle the outcome of a slot of a training group (the group holds the outcome). The last slot judges the
         advantage groups."""
-        policies = self.policies_of(group)
-        if isinstance(outcome, Trajectory):
-            self.admission.resolved(self._sequences_per_policy([outcome]), policies)
-        else:
-            self.admission.given_up(1, policies)
-        for policy in policies:
+        found_of = self._sequences_per_policy([outcome]) if isinstance(outcome, Trajectory) else None
+        for policy in self.policies_of(group):
+            account = self.admission.accounts[policy]
+            account.running_slots -= 1
+            if found_of is not None:
+                count = found_of.get(policy, 0)
+                account.unfinished += count
+                account.num_trajectories += 1
+                account.num_sequences += count
             for statistics in self._statistics(policy, group.order.source):
                 statistics.note(policy, outcome)
         return self._completed(group) if group.complete else []
@@ -216,23 +224,23 @@ class ExperiencePipeline:
         return [self._since_batch[policy], *([] if own is None else [own])]
 
     def _completed(self, group: TaskGroup) -> list[GroupVerdict]:
-        self.unfinished.pop(group.id, None)
-        policies, source, num_slots = self.policies_of(group), group.order.source, len(group.order.indices)
-        self.admission.ended(num_slots, policies)
-        found_of = self._sequences_per_policy(group.trajectories)
-        for policy in policies:
-            self.mixtures[policy].ended(source, num_slots, found_of.get(policy, 0))
-        for policy, count in found_of.items():
-            self.admission.finished(policy, count)
+        self._end(group, is_complete=True)
+        source = group.order.source
         verdicts = [
             self._take_in(found, group.order.seed)
             for found in self._rules.groups(group)
             if found.policy in self._policies
         ]
-        for policy in policies:
-            self._note_use(
-                policy, source, [verdict.outcome for verdict in verdicts if verdict.policy == policy], num_slots
-            )
+        for policy in self.policies_of(group):
+            # Whether the task group has anything that the policy can train, now or if it were in time.
+            mixture = self.mixtures[policy]
+            if not {verdict.outcome for verdict in verdicts if verdict.policy == policy} <= _NOTHING_LEARNT:
+                mixture.kept(source)
+            elif mixture.dropped(source, len(group.order.indices)) and mixture.is_mixed:
+                log.warning(
+                    "source.exhausted", policy=policy, source=source, task_groups=mixture.exhausted[source],
+                    effect="batches no longer wait for it",
+                )  # fmt: skip
         if verdicts:
             self._on_judged(group.id, verdicts)
         if not self._buffered[group.id]:
@@ -240,59 +248,52 @@ class ExperiencePipeline:
             self._on_closed(group.id, fates.ClosedReason.NOTHING_TO_TRAIN)
         return verdicts
 
-    def _note_use(self, policy: str, source: str, outcomes: list[fates.GroupFate], num_slots: int) -> None:
-        """Note whether a complete task group has anything that its policy can train, now or if it were in time."""
-        if not set(outcomes) <= _NOTHING_LEARNT:
-            self.mixtures[policy].kept(source)
-        elif self.mixtures[policy].dropped(source, num_slots) and self.mixtures[policy].is_mixed:
-            log.warning(
-                "source.exhausted", policy=policy, source=source, task_groups=self.mixtures[policy].exhausted[source],
-                effect="batches no longer wait for it (data.exhausted_after)",
-            )  # fmt: skip
-
     def _take_in(self, group: AdvantageGroup, seed: int) -> GroupVerdict:
+        """Put a complete advantage group into its buffer, or drop the group. ``seed``: of its task group."""
         scaled = self._sources.get(group.source)
         if scaled is not None and scaled.advantage_scale != 1.0:
             group = replace(group, advantage_scale=scaled.advantage_scale)
-        outcome, kept, num_expired = self._judge(group, seed)
-        return GroupVerdict(
-            policy=group.policy,
-            role=group.role,
-            attempt=group.attempt,
-            num_sequences=group.size,
-            num_kept=kept.size if kept else 0,
-            mean=kept.mean if kept else group.mean,
-            std=kept.std if kept else group.std,
-            outcome=outcome,
-            members=member_fates(group, kept, outcome, self._policies[group.policy].resample, seed),
-            num_expired=num_expired,
-        )
+        policy, whole = group.policy, group
+        config, since = self._policies[policy], self._since_batch[policy]
+        fate_of: dict[str, fates.GroupFate] = {}  # of members with another one than the group
 
-    def _judge(self, group: AdvantageGroup, seed: int) -> tuple[fates.GroupFate, AdvantageGroup | None, int]:
-        """Put a complete advantage group into its buffer, or drop the group. Returns the fate, the buffered part, and
-        the number of members that are too old. ``seed``: of its task group."""
-        policy = group.policy
-        config = self._policies[policy]
+        def leave_out(kept: Iterable[Member], fate: fates.GroupFate) -> int:
+            left = {m.sequence_id for m in group.members} - {m.sequence_id for m in kept}
+            fate_of.update(dict.fromkeys(left, fate))
+            return len(left)
+
+        def verdict(outcome: fates.GroupFate, kept: AdvantageGroup | None = None, num_expired: int = 0) -> GroupVerdict:
+            return GroupVerdict(
+                policy=policy, role=whole.role, attempt=whole.attempt, num_sequences=whole.size,
+                num_kept=kept.size if kept else 0, mean=(kept or whole).mean, std=(kept or whole).std,
+                outcome=outcome, num_expired=num_expired,
+                members=tuple(
+                    MemberFate(
+                        index=split_sequence_id(m.sequence_id)[1], position=split_sequence_id(m.sequence_id)[2],
+                        num_tokens=m.sequence.num_trained_tokens, fate=fate_of.get(m.sequence_id, outcome),
+                    )
+                    for m in whole.members
+                ),
+            )  # fmt: skip
+
         judged, num_clipped = self._rules.transformed(group)  # a clip can make rewards equal, and never unequal
         self._count(policy, StepFact.REWARDS_CLIPPED, num_clipped)
-        since = self._since_batch[policy]
-        since.trained_sum = finite(since.trained_sum + judged.mean * judged.num_compared)
+        since.trained_sum += judged.mean * judged.num_compared
         since.num_transformed += judged.num_compared
         if config.dynamic_sampling and judged.rewards_equal:  # they carry no gradient
             for statistics in self._statistics(policy, group.source):
                 statistics.counts[StepKey.GROUPS_EQUAL_DROPPED] += 1
             self.num_filtered[policy] += group.size
             self.num_filtered_in_a_row[policy] += group.size
-            self._drop(group, fates.RunCount.SEQUENCES_EQUAL_REWARDS)
-            return fates.GroupFate.EQUAL_REWARDS, None, 0
+            self._counters[fates.RunCount.SEQUENCES_EQUAL_REWARDS.value] += group.size
+            return verdict(fates.GroupFate.EQUAL_REWARDS)
         if config.resample is not None:
             kept = resample_group(group, config.resample, seed)
-            left_out = group.size - (kept.size if kept else 0)
-            self.admission.returned(policy, left_out)
+            left_out = leave_out(kept.members if kept else (), fates.GroupFate.RESAMPLED_AWAY)
             self._counters[fates.RunCount.SEQUENCES_RESAMPLED_AWAY.value] += left_out
             if kept is None:
                 since.counts[StepKey.GROUPS_EQUAL_DROPPED] += 1
-                return fates.GroupFate.RESAMPLED_AWAY, None, 0
+                return verdict(fates.GroupFate.RESAMPLED_AWAY)
             group = kept
         if config.overlong_penalty is not None:
             group, penalties = shape_group(group, config.overlong_penalty)
@@ -300,47 +301,41 @@ class ExperiencePipeline:
             since.num_overlong += sum(penalty > 0 for penalty in penalties)
             since.penalty_sum += sum(penalties)
         trained = without_masked(self._rules.transformed(group)[0])
-        num_masked = group.size - (trained.size if trained else 0)
-        self.admission.returned(policy, num_masked)
+        num_masked = leave_out(trained.members if trained else (), fates.GroupFate.TRUNCATED)
         self._count(policy, StepFact.TRUNCATED_MASKED, num_masked)
         if trained is None:
-            return fates.GroupFate.TRUNCATED, None, 0
+            return verdict(fates.GroupFate.TRUNCATED)
         group = trained
-        if self._is_surplus(group):
-            self._drop(group, fates.RunCount.SEQUENCES_SURPLUS)
-            return fates.GroupFate.SURPLUS, None, 0
+        # The verdict keeps whether a batch had room: a recovery does not know which trainers were absent, nor the
+        # outstanding slots of closed task groups.
+        before = self.surplus_before.get(group.task_group_id)
+        is_surplus = (
+            self.admission.is_surplus(policy) if before is None else (policy, whole.role, whole.attempt) in before
+        )
+        if is_surplus:
+            self._counters[fates.RunCount.SEQUENCES_SURPLUS.value] += group.size
+            return verdict(fates.GroupFate.SURPLUS)
         kept, old = self.buffers[policy].add(group)
+        self._recount(policy)
         self._expire(policy, old)
         if kept is None:
-            return fates.GroupFate.EXPIRED, None, len(old)
+            return verdict(fates.GroupFate.EXPIRED, num_expired=len(old))
+        leave_out(kept.members, fates.GroupFate.EXPIRED)
         self._buffered[group.task_group_id] += 1
         self.num_kept[policy] += kept.size
         self._counters[fates.RunCount.SEQUENCES_KEPT.value] += kept.size
         self.num_filtered_in_a_row[policy] = 0
-        return fates.GroupFate.KEPT, kept, len(old)
-
-    def _is_surplus(self, group: AdvantageGroup) -> bool:
-        """Whether no batch has room for the group. The verdict keeps the answer: a recovery does not know which
-        trainers were absent, nor the outstanding slots of closed task groups."""
-        before = self.surplus_before.get(group.task_group_id)
-        if before is not None:
-            return (group.policy, group.role, group.attempt) in before
-        return self.admission.is_surplus(group.policy, group.size)
+        return verdict(fates.GroupFate.KEPT, kept, len(old))
 
     def _expire(self, policy: str, members: list[Member]) -> None:
         """Count members that are too old to be trained."""
         self._count(policy, StepFact.SEQUENCES_EXPIRED, len(members))
         self._count(policy, StepFact.TOKENS_EXPIRED, sum(member.sequence.num_trained_tokens for member in members))
-        self.admission.returned(policy, len(members))
 
     def _count(self, policy: str, fact: StepFact, number: int) -> None:
         """Add to the statistics of the policy's step and to the counters of the run."""
         self._since_batch[policy].counts[fact] += number
         self._counters[fact.value] += number
-
-    def _drop(self, group: AdvantageGroup, counter: fates.RunCount) -> None:
-        self.admission.returned(group.policy, group.size)
-        self._counters[counter.value] += group.size
 
     def buffered_groups(self) -> set[str]:
         """Task groups with sequences that wait for a batch, or may be in another one."""
@@ -351,9 +346,12 @@ class ExperiencePipeline:
         """Groups for the next batch, and the statistics since the previous batch."""
         groups = self.buffers[policy].take()
         statistics = self._since_batch[policy].summary() | self.mixtures[policy].facts(sizes_by_source(groups))
-        statistics |= of_sources({source: self._of_sources[policy, source] for source in self._sources})
+        for source in self._sources:  # the rollouts of each, under the names of those of all rollouts
+            summary = self._of_sources[policy, source].summary()
+            statistics |= {source_key(source, key): summary[key] for key in _OF_ROLLOUTS if key in summary}
         self._begin_statistics(policy)
-        self._given_to_trainer(policy, training_step, sum(group.size for group in groups))
+        self._in_training[policy, training_step] = sum(group.size for group in groups)
+        self._recount(policy)
         if self.replay[policy].enabled:
             self._fresh[policy, training_step] = groups
         return groups, statistics
@@ -363,9 +361,11 @@ class ExperiencePipeline:
         for source in self._sources:
             self._of_sources[policy, source] = StepStatistics()
 
-    def _given_to_trainer(self, policy: str, training_step: int, num_sequences: int) -> None:
-        self._in_training[policy, training_step] = num_sequences
-        self.admission.taken(policy, num_sequences)
+    def _recount(self, policy: str) -> None:
+        """Note the sequences that wait for a batch, and those that the trainer holds, after a change."""
+        account = self.admission.accounts[policy]
+        account.buffered = self.buffers[policy].num_sequences
+        account.in_training = sum(number for (name, _), number in self._in_training.items() if name == policy)
 
     def draw_replayed(self, policy: str, training_step: int, num_fresh: int) -> list[AdvantageGroup]:
         """Trained groups that fill up a batch with this many fresh sequences, as far as young enough groups exist."""
@@ -397,9 +397,8 @@ class ExperiencePipeline:
         fresh = [entry for entry in record.entries if not entry.replayed]
         groups = self.buffers[policy].take_named({entry.sequence_id for entry in fresh})
         self._begin_statistics(policy)
-        missing = len(fresh) - sum(group.size for group in groups)  # of task groups closed long ago
-        self.admission.accounts[policy].accepted += missing
-        self._given_to_trainer(policy, record.training_step, len(fresh))
+        self._in_training[policy, record.training_step] = len(fresh)
+        self._recount(policy)
         self.batch_recorded(groups)
 
     def note_lost(self, num_sequences: int) -> None:
@@ -410,17 +409,21 @@ class ExperiencePipeline:
         """Handle the lost record of a batch: drop the waiting groups that no later batch names, as they may have been
         in the lost batch and must not be trained twice."""
         self._begin_statistics(policy)
-        for group in self.buffers[policy].take_named(named, named=False):
-            self._drop(group, fates.RunCount.SEQUENCES_SET_ASIDE)
+        groups = self.buffers[policy].take_named(named, named=False)
+        self._recount(policy)
+        for group in groups:
+            self._counters[fates.RunCount.SEQUENCES_SET_ASIDE.value] += group.size
             self._left_buffer(group, fates.ClosedReason.SET_ASIDE)
 
     def advanced(self, policy: str, version: int) -> None:
         """Handle a published version: its batch is trained, and groups that are too old leave."""
-        self.admission.advanced(policy, version)
+        self.admission.accounts[policy].version = version
         for key in [k for k in self._in_training if k[0] == policy and k[1] <= version]:
-            self.admission.trained(policy, self._in_training.pop(key))
+            del self._in_training[key]
         self.replay[policy].trained(self._fresh.pop((policy, version), []), version)
-        for group, old in self.buffers[policy].advance(version):
+        expired = self.buffers[policy].advance(version)
+        self._recount(policy)
+        for group, old in expired:
             self._expire(policy, old)
             if len(old) == group.size:
                 self._left_buffer(group, fates.ClosedReason.EXPIRED)
@@ -443,7 +446,7 @@ class ExperiencePipeline:
 
 
 KEPT_IN_MEMORY = 2  # the newest batches, for the ranks that ask a little later
-WAIT_SHARE = 0.25  # of the time that the training step before took, where the recipe does not say
+WAIT_SHARE = 0.25  # of the time that the training step before took
 
 
 class LateGroups:
@@ -465,7 +468,6 @@ class LateGroups:
     ) -> None:
         self._policy = policy
         self._late = config.late_rule
-        self._wait_share = config.late_wait_share or WAIT_SHARE
         self._experience = experience
         self.cancel: Callable[[list[TaskGroup]], None] = lambda groups: None
         """Ends the open slots of groups; the calls repeat until the groups are finished."""
@@ -478,14 +480,26 @@ class LateGroups:
     def settled(self) -> bool:
         """Whether unfinished groups allow the batch to be assembled now."""
         if self._late == "drop":
-            return self._all_cancelled()
-        return self._late != "wait" or self._all_here()
+            # A group that another policy can still train continues; its members of this policy become too old.
+            due = [g for g in self._experience.due(self._policy) if self._experience.is_due_everywhere(g)]
+            if due:
+                self.cancel(due)
+            return not due
+        if self._late != "wait":
+            return True
+        due = [g for g in self._experience.due(self._policy) if g.id not in self._waited]
+        self.num_waited_for = len(due)
+        if not due or self.step_s is None:
+            return True
+        if self._began is None:
+            self._began = self._clock()
+        return self.left_s() == 0.0
 
     def left_s(self) -> float | None:
         """Remaining seconds of the present wait; None without one."""
         if self._began is None or self.step_s is None:
             return None
-        return max(0.0, self._began + self._wait_share * self.step_s - self._clock())
+        return max(0.0, self._began + WAIT_SHARE * self.step_s - self._clock())
 
     def taken(self) -> float:
         """Record that the batch was assembled; returns the seconds of its wait for these groups."""
@@ -496,23 +510,6 @@ class LateGroups:
         self._began = None
         self.num_waited_for = 0
         return waited_s
-
-    def _all_cancelled(self) -> bool:
-        # A group that another policy can still train continues; its members of this policy become too old.
-        due = [g for g in self._experience.due(self._policy) if self._experience.is_due_everywhere(g)]
-        if due:
-            self.cancel(due)
-        return not due
-
-    def _all_here(self) -> bool:
-        due = [g for g in self._experience.due(self._policy) if g.id not in self._waited]
-        self.num_waited_for = len(due)
-        if not due or self.step_s is None:
-            return True
-        if self._began is None:
-            self._began = self._clock()
-        left_s = self.left_s()
-        return left_s is not None and left_s <= 0.0
 
 
 class Batches:
@@ -553,14 +550,6 @@ class Batches:
         """Note a batch that an earlier process recorded."""
         self._note(record)
         self._experience.mixtures[self.policy].recover(record.statistics)
-
-    def lose(self, training_step: int) -> None:
-        """Note the trained batch of a step whose record is lost."""
-        self.newest_step = max(self.newest_step, training_step)
-
-    def forget_statistics(self) -> None:
-        """Of batches with a published version: their rows of metrics are written."""
-        self.statistics = {step: found for step, found in self.statistics.items() if step > self.newest_version}
 
     def published(self, version: int) -> None:
         """Note a durable version of a training step."""
@@ -615,17 +604,13 @@ class Batches:
 
     def _is_granted(self, training_step: int) -> bool:
         """Whether the batch can be served, and the trainer may compute on it now."""
-        can_serve = self._can_serve(training_step)
+        if self._closed:
+            raise InfrastructureError(f"the orchestrator is stopping: ask again for step {training_step}")
+        assembled = self.newest_step >= training_step  # by another rank's call
+        can_serve = assembled or (self._may_take(training_step) and self.late.settled())
         if not can_serve and self._assembly.locked():
             return False  # it is recorded for an earlier call, whose end wakes this one
         return can_serve if self._may_compute is None else self._may_compute(can_serve)
-
-    def _can_serve(self, training_step: int) -> bool:
-        if self._closed:
-            raise InfrastructureError(f"the orchestrator is stopping: ask again for step {training_step}")
-        if self.newest_step >= training_step:
-            return True  # another rank's call assembled the batch
-        return self._may_take(training_step) and self.late.settled()
 
     def _may_take(self, training_step: int) -> bool:
         """Whether only groups that are due may hold the batch back."""

@@ -27,25 +27,24 @@ Independent of grpc, quotas, journals and records of batches.
 
 from __future__ import annotations
 
-import heapq
+import math
 import operator
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from types import MappingProxyType
 from typing import Literal
 
-from services.common import errors as finite_numbers
 from services.common.config.processes import RolloutConfig
 from services.common.config.recipe import Recipe
 from services.common.config.training import BatchConfig, OverlongPenaltyConfig, ReplayConfig, ResampleConfig
-from services.common.errors import RolloutTimeoutError, derived_seed, finite
-from services.common.records import GroupFate, RolloutFailure, Segment, StopReason, TokenSequence, Trajectory
+from services.common.errors import RolloutTimeoutError, derived_seed
+from services.common.records import RolloutFailure, Segment, StopReason, TokenSequence, Trajectory
 from services.orchestrator.admission import Mixture
-from services.orchestrator.groups import GroupBy, Outcome, TaskGroup, group_key, sequence_id, split_sequence_id
-from services.orchestrator.journal.entries import MemberFate
+from services.orchestrator.groups import GroupBy, Outcome, TaskGroup, group_key, sequence_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,15 +204,16 @@ class ExperienceBuffer:
         self._mixture = mixture or Mixture()
         self._may_come = may_come
         self._waiting: dict[int, AdvantageGroup] = {}  # by arrival
-        # By source: (place in the order, arrival); entries of removed groups are skipped.
-        self._heaps: dict[str, list[tuple[tuple[int, str], int]]] = {source: [] for source in self._mixture.shares}
         self._arrivals = 0
         self.num_of_source: Counter[str] = Counter()  # waiting sequences
         self.version = 0  # the newest published version of the policy
-        self.num_sequences = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_of_source.total()
 
     @property
     def groups(self) -> tuple[AdvantageGroup, ...]:
@@ -223,35 +223,34 @@ class ExperienceBuffer:
     @property
     def ready(self) -> bool:
         """Whether a batch can be taken."""
-        if not self._mixture.is_mixed:
-            return self.num_sequences >= self.batch_size
-        return bool(self._plan()[0])
+        enough = self.num_sequences >= self.batch_size
+        return enough and (not self._mixture.is_mixed or bool(self._plan()[0]))
 
     @property
     def lacks(self) -> str:
         """The source that the next batch waits for although there are sequences enough; empty for none."""
         return self._plan()[1]
 
-    def _plan(self) -> tuple[list[str], str]:
-        """The sources of the groups of the next batch, in order, and the source that it waits for."""
+    def _plan(self) -> tuple[list[int], str]:
+        """The groups of the next batch by arrival, in order, and the source that it waits for."""
         if self.num_sequences < self.batch_size:
             return [], ""
-        waiting = {source: [group.size for _, group in self._in_order(source)] for source in self._heaps}
-        return self._mixture.plan(self.batch_size, waiting, self._may_come)
-
-    def _in_order(self, source: str) -> list[tuple[int, AdvantageGroup]]:
-        return [(a, self._waiting[a]) for _, a in sorted(self._heaps[source]) if a in self._waiting]
+        ordered: dict[str, list[int]] = {source: [] for source in self._mixture.shares}
+        for arrival in sorted(self._waiting, key=lambda arrival: (self._place(self._waiting[arrival]), arrival)):
+            ordered[self._waiting[arrival].source].append(arrival)
+        sizes = {source: [self._waiting[a].size for a in arrivals] for source, arrivals in ordered.items()}
+        plan, lacks = self._mixture.plan(self.batch_size, sizes, self._may_come)
+        following = {source: iter(arrivals) for source, arrivals in ordered.items()}
+        return [next(following[source]) for source in plan], lacks
 
     def add(self, group: AdvantageGroup) -> tuple[AdvantageGroup | None, list[Member]]:
         """Add a group; returns the part that the buffer took, None without one, and the members that are too old
         already."""
         taken, old = self._rule.split(group, self.version)
-        if taken is None:
-            return None, old
-        heapq.heappush(self._heaps[taken.source], (self._place(taken), self._arrivals))
-        self._waiting[self._arrivals] = taken
-        self._arrivals += 1
-        self._count(taken, taken.size)
+        if taken is not None:
+            self._waiting[self._arrivals] = taken
+            self._arrivals += 1
+            self.num_of_source[taken.source] += taken.size
         return taken, old
 
     def _place(self, group: AdvantageGroup) -> tuple[int, str]:
@@ -266,8 +265,6 @@ class ExperienceBuffer:
     def advance(self, version: int) -> list[Expired]:
         """Note a version of the trainer; removes and returns members that are too old now, with their groups."""
         self.version = max(self.version, version)
-        if self._rule.most is None:
-            return []
         expired: list[Expired] = []
         for arrival, group in list(self._waiting.items()):
             left, old = self._rule.split(group, self.version)
@@ -275,25 +272,18 @@ class ExperienceBuffer:
                 self._remove(arrival)
             elif old:
                 self._waiting[arrival] = left
-                self._count(group, -len(old))
+                self.num_of_source[group.source] -= len(old)
             if old:
                 expired.append((group, old))
         return expired
 
     def take(self) -> list[AdvantageGroup]:
         """Whole groups, each source's in order, with at least ``batch_size`` sequences in total; their too old tokens are
-        masked."""
+        masked. There must be a batch (``ready``)."""
         plan, lacks = self._plan()
         if not plan:
-            wanted = (
-                f"sequences, and its batch waits for source {lacks!r}" if lacks else f"of {self.batch_size} sequences"
-            )
-            raise ValueError(f"the buffer holds {self.num_sequences} {wanted}")
-        taken: list[AdvantageGroup] = []
-        for source in plan:
-            while (arrival := heapq.heappop(self._heaps[source])[1]) not in self._waiting:
-                pass
-            taken.append(self._rule.masked(self._remove(arrival), self.version))
+            raise ValueError(f"no batch of {self.batch_size} can be taken of {self.num_sequences} sequences {lacks}")
+        taken = [self._rule.masked(self._remove(arrival), self.version) for arrival in plan]
         self._mixture.taken(sizes_by_source(taken))
         return taken
 
@@ -304,12 +294,8 @@ class ExperienceBuffer:
 
     def _remove(self, arrival: int) -> AdvantageGroup:
         group = self._waiting.pop(arrival)
-        self._count(group, -group.size)
+        self.num_of_source[group.source] -= group.size
         return group
-
-    def _count(self, group: AdvantageGroup, num_sequences: int) -> None:
-        self.num_sequences += num_sequences
-        self.num_of_source[group.source] += num_sequences
 
 
 def sizes_by_source(groups: Iterable[AdvantageGroup]) -> Counter[str]:
@@ -332,34 +318,26 @@ class ReplayStore:
         self._policy = policy
         self._config = config
         self._seed = seed  # of the run
-        self._groups: deque[AdvantageGroup] = deque()
+        self.groups: list[AdvantageGroup] = []  # oldest first
         self.version = 0
-        self.num_sequences = 0
 
     @property
     def enabled(self) -> bool:
         return self._config.ratio > 0
 
-    @property
-    def groups(self) -> tuple[AdvantageGroup, ...]:
-        """Groups in order of arrival, oldest first."""
-        return tuple(self._groups)
-
     def trained(self, groups: Iterable[AdvantageGroup], version: int) -> None:
         """Store groups whose first training step made ``version``."""
         self.version = max(self.version, version)
-        for group in groups:
-            self._groups.append(group)
-            self.num_sequences += group.size
-        young = [group for group in self._groups if self._young(group)]
-        self._groups = deque(young)
-        self.num_sequences = sum(group.size for group in young)
-        while self.num_sequences > self._config.capacity:
-            self.num_sequences -= self._groups.popleft().size
+        least = self.version - self._config.max_staleness
+        # A group without trained tokens has no use in a replay.
+        self.groups = [g for g in (*self.groups, *groups) if g.min_version is not None and g.min_version >= least]
+        left = sum(group.size for group in self.groups)
+        while left > self._config.capacity:
+            left -= self.groups.pop(0).size
 
     def draw(self, training_step: int, num_sequences: int) -> list[AdvantageGroup]:
         """Draw groups with at least this many sequences, or all groups."""
-        candidates = list(self._groups)
+        candidates = list(self.groups)
         random.Random(derived_seed(self._seed, "replay", self._policy, training_step)).shuffle(candidates)
         drawn: list[AdvantageGroup] = []
         count = 0
@@ -369,11 +347,6 @@ class ReplayStore:
             drawn.append(group)
             count += group.size
         return drawn
-
-    def _young(self, group: AdvantageGroup) -> bool:
-        """A group without trained tokens has no use in a replay."""
-        oldest = group.min_version
-        return oldest is not None and self.version - oldest <= self._config.max_staleness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,12 +362,8 @@ class RewardTransform:
         >>> RewardTransform(bias=-0.5, scale=10.0, clip=4.0)(1.0)
         4.0
         """
-        value = finite((reward + self.bias) * self.scale)
+        value = (reward + self.bias) * self.scale
         return value if self.clip is None else min(max(value, -self.clip), self.clip)
-
-    def clips(self, reward: float) -> bool:
-        """Whether the clip changes the value."""
-        return self.clip is not None and abs((reward + self.bias) * self.scale) > self.clip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,7 +372,7 @@ class RewardRules:
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     transforms: Mapping[str, RewardTransform] = field(default_factory=lambda: MappingProxyType({}))
-    group_by: Mapping[str, GroupBy] = field(default_factory=lambda: MappingProxyType({}))
+    group_by: Mapping[str, GroupBy] = field(default_factory=lambda: MappingProxyType({}))  # else by attempt
 
     @classmethod
     def of(cls, recipe: Recipe) -> RewardRules:
@@ -421,20 +390,39 @@ class RewardRules:
         )
 
     def groups(self, group: TaskGroup) -> list[AdvantageGroup]:
-        """The advantage groups of a complete task group with the rewards that filters judge.
+        """The advantage groups of a complete task group with the rewards that filters judge, in the order of their first
+        sequences.
 
         A rollout that ran out of time has no sequence and hence no known role, so every group of first attempts
         compares its reward.
         """
+        if not group.complete:
+            raise ValueError(f"task group {group.id} is not complete: slots {group.unresolved} are open")
+        members: dict[tuple[str, str, int], list[Member]] = {}
+        for trajectory in group.trajectories:
+            for position, sequence in enumerate(trajectory.sequences):
+                name = sequence_id(group.id, trajectory.index, position)
+                key = group_key(sequence, self.group_by.get(sequence.policy, "attempt"))
+                members.setdefault(key, []).append(Member(sequence_id=name, sequence=sequence))
         timeouts = sum(is_timeout(outcome) for outcome in group.outcomes.values())
-        return [self._with_unfinished(found, timeouts) for found in compared_sequences(group, self.group_by)]
+        return [
+            self._with_unfinished(
+                AdvantageGroup(
+                    task_group_id=group.id, policy=policy, role=role, attempt=attempt, members=tuple(found), mean=0.0,
+                    std=1.0, num_compared=0, group_by=self.group_by.get(policy, "attempt"), source=group.order.source,
+                ),
+                timeouts,
+            )
+            for (policy, role, attempt), found in members.items()
+        ]  # fmt: skip
 
     def transformed(self, group: AdvantageGroup) -> tuple[AdvantageGroup, int]:
         """The group with transformed rewards and their statistics, and the number of clipped rewards. Returns
         ``judged`` itself when no reward changes."""
         transform = self.transforms.get(group.policy, RewardTransform())
         rewards = [member.sequence.reward for member in group.members]
-        num_clipped = sum(map(transform.clips, [*rewards, *group.silent]))
+        free = replace(transform, clip=None)
+        num_clipped = sum(transform(reward) != free(reward) for reward in (*rewards, *group.silent))
         members = tuple(rewarded(m, transform(r)) for m, r in zip(group.members, rewards, strict=True))
         silent = tuple(map(transform, group.silent))
         if group.num_compared and silent == group.silent and all(map(operator.is_, members, group.members)):
@@ -532,39 +520,10 @@ def shape_group(group: AdvantageGroup, config: OverlongPenaltyConfig) -> tuple[A
     if not any(penalties):
         return group, penalties
     shaped = (
-        rewarded(member, finite(member.sequence.reward - penalty))
+        rewarded(member, member.sequence.reward - penalty)
         for member, penalty in zip(group.members, penalties, strict=True)
     )
     return with_members(group, shaped), penalties
-
-
-def advantage_groups(group: TaskGroup, group_by: Mapping[str, GroupBy] = MappingProxyType({})) -> list[AdvantageGroup]:
-    """All advantage groups of a complete task group, in the order of their first sequences.
-
-    ``group_by`` has the rule of each policy; a policy without a rule goes by attempt.
-    """
-    return [stamped(found) for found in compared_sequences(group, group_by)]
-
-
-def compared_sequences(
-    group: TaskGroup, group_by: Mapping[str, GroupBy] = MappingProxyType({})
-) -> list[AdvantageGroup]:
-    """The same with every sequence's own reward and without statistics: ``stamped`` computes them."""
-    if not group.complete:
-        raise ValueError(f"task group {group.id} is not complete: slots {group.unresolved} are open")
-    members: dict[tuple[str, str, int], list[Member]] = {}
-    for trajectory in group.trajectories:
-        for position, sequence in enumerate(trajectory.sequences):
-            name = sequence_id(group.id, trajectory.index, position)
-            key = group_key(sequence, group_by.get(sequence.policy, "attempt"))
-            members.setdefault(key, []).append(Member(sequence_id=name, sequence=sequence))
-    return [
-        AdvantageGroup(
-            task_group_id=group.id, policy=policy, role=role, attempt=attempt, members=tuple(found),
-            mean=0.0, std=1.0, num_compared=0, group_by=group_by.get(policy, "attempt"), source=group.order.source,
-        )
-        for (policy, role, attempt), found in members.items()
-    ]  # fmt: skip
 
 
 def stamped(group: AdvantageGroup) -> AdvantageGroup:
@@ -597,26 +556,20 @@ def rewarded(member: Member, reward: float) -> Member:
 
 def _mean(values: list[float]) -> float:
     first = values[0]  # exactly, where all are alike
-    return first if all(value == first for value in values) else finite_numbers.mean(values)
+    return first if all(value == first for value in values) else fmean(values)
 
 
 def statistics(rewards: Iterable[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation; a singleton has 1, so that its advantage is 0. Finite for all finite rewards.
+    """Mean and sample standard deviation; a singleton has 1, so that its advantage is 0.
 
     >>> statistics([1.0, 0.0, 0.0, 1.0])
     (0.5, 0.5773502691896257)
     """
     values = list(rewards)
-    return (values[0], 1.0) if len(values) == 1 else finite_numbers.mean_and_deviation(values)
-
-
-def part_of(group: AdvantageGroup, positions: Iterable[int]) -> AdvantageGroup | None:
-    """A group of some of the members and, counted on from them, of the silent ones, with statistics of its own; None
-    without a member."""
-    chosen, size = list(positions), group.size
-    members = [group.members[position] for position in chosen if position < size]
-    silent = [group.silent[position - size] for position in chosen if position >= size]
-    return with_members(replace(group, silent=tuple(silent)), members) if members else None
+    if len(values) == 1:
+        return values[0], 1.0
+    mean = fmean(values)
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def with_members(group: AdvantageGroup, found: Iterable[Member]) -> AdvantageGroup:
@@ -671,10 +624,6 @@ def resample_on_correct(
     >>> resample_on_correct([1.0, 0.0, 1.0, 0.0], [0.5, 0.0, 0.1, 0.0], keep=2)
     [1, 2]
     """
-    if len(rewards) != len(penalties):
-        raise ValueError(f"{len(rewards)} rewards and {len(penalties)} penalties")
-    if keep < 1:
-        raise ValueError(f"keep is {keep}; it must be 1 or more")
     if len(set(rewards)) <= 1:
         return []
     good = [position for position, reward in enumerate(rewards) if reward > 0]
@@ -698,19 +647,16 @@ def resample_group(group: AdvantageGroup, config: ResampleConfig, seed: int) -> 
     """
     kept = resample_on_correct(
         [member.sequence.reward for member in group.members] + list(group.silent),
-        [_penalty(member.sequence.metrics.get(config.penalty, 0.0)) for member in group.members]
+        [max(0.0, member.sequence.metrics.get(config.penalty, 0.0)) for member in group.members]
         + [0.0] * len(group.silent),
         config.keep,
         positives=config.positives,
         negatives=config.negatives,
         seed=derived_seed(seed, "resample", group.policy, group.role, group.attempt),
     )
-    return part_of(group, kept) if kept else None
-
-
-def _penalty(value: float) -> float:
-    """A metric as a penalty: 0 for negative values and for values that are no number."""
-    return max(0.0, finite(float(value)))
+    members = [group.members[position] for position in kept if position < group.size]
+    silent = [group.silent[position - group.size] for position in kept if position >= group.size]
+    return with_members(replace(group, silent=tuple(silent)), members) if members else None
 
 
 def _weighted(draw: random.Random, items: Seq[int], weights: Seq[float], count: int) -> list[int]:
@@ -718,28 +664,3 @@ def _weighted(draw: random.Random, items: Seq[int], weights: Seq[float], count: 
     keys = [draw.random() ** (1 / weight) for weight in weights]
     order = sorted(range(len(items)), key=lambda index: keys[index], reverse=True)
     return [items[index] for index in order[:count]]
-
-
-def member_fates(
-    group: AdvantageGroup, kept: AdvantageGroup | None, outcome: GroupFate, resample: ResampleConfig | None, seed: int
-) -> tuple[MemberFate, ...]:
-    """``group`` is the played group, ``kept`` its part in the buffer; ``seed`` is that of its task group."""
-    chosen: AdvantageGroup | None = group
-    if resample is not None and outcome is not GroupFate.EQUAL_REWARDS:
-        chosen = resample_group(group, resample, seed)
-    resampled = {member.sequence_id for member in chosen.members} if chosen is not None else set()
-    buffered = {member.sequence_id for member in kept.members} if kept is not None else set()
-    found = []
-    for member in group.members:
-        _, index, position = split_sequence_id(member.sequence_id)
-        if member.sequence_id in buffered:
-            fate = GroupFate.KEPT
-        elif member.sequence_id not in resampled:
-            fate = GroupFate.RESAMPLED_AWAY
-        elif not member.trained and outcome is not GroupFate.EQUAL_REWARDS:
-            fate = GroupFate.TRUNCATED
-        else:  # of a group that was kept, its own age kept this one out
-            fate = GroupFate.EXPIRED if outcome is GroupFate.KEPT else outcome
-        tokens = member.sequence.num_trained_tokens
-        found.append(MemberFate(index=index, position=position, num_tokens=tokens, fate=fate))
-    return tuple(found)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache, partial
+from statistics import fmean
 from types import UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -22,21 +23,18 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from services.common import errors, records
+from services.common import records
 from services.common.errors import CorruptDataError
 from services.common.records import (
     Interval,
     MinibatchTotals,
-    Purpose,
     RolloutFailure,
-    Sampling,
     Segment,
     Task,
     TaskGroupOrder,
     TokenSource,
     Trajectory,
     WeightVersion,
-    by_name,
 )
 from services.orchestrator.groups import RunState
 
@@ -93,7 +91,7 @@ def score(
     pass, with any reward. Where every sample failed there is no estimate."""
     num_samples = len(rewards[0])
     played = sum(failed) < num_samples * len(rewards)
-    means = tuple(errors.mean(item) for item in rewards)
+    means = tuple(map(fmean, rewards))
     passed = [
         sum(reward >= pass_reward for reward in item[: num_samples - num_failed])
         for item, num_failed in zip(rewards, failed, strict=True)
@@ -131,11 +129,10 @@ def estimate(items: Sequence[float]) -> Estimate:
     0.75
     """
     count = len(items)
-    listed, exponent = errors.scaled(items) if max(map(abs, items)) > 1.0 else (items, 0)
-    mean = math.fsum(listed) / count
-    error = math.sqrt(math.fsum((item - mean) ** 2 for item in listed) / (count - 1) / count) if count > 1 else 0.0
-    if exponent or min(items) < 0.0 or max(items) > 1.0:
-        return Estimate(*(errors.unscaled(v, exponent) for v in (mean, mean - _Z * error, mean + _Z * error)))
+    mean = fmean(items)
+    error = math.sqrt(math.fsum((item - mean) ** 2 for item in items) / (count - 1) / count) if count > 1 else 0.0
+    if min(items) < 0.0 or max(items) > 1.0:
+        return Estimate(mean, mean - _Z * error, mean + _Z * error)
     variance = error**2  # 0 for an error that is too small for its square
     observations = max(float(count), mean * (1.0 - mean) / variance) if variance else float(count)
     spread = _Z**2 / observations
@@ -156,7 +153,7 @@ def overall_pass_at(scores: Sequence[DatasetScore], k: int) -> float | None:
 
 def _overall(found: Sequence[Estimate | None]) -> float | None:
     values = [estimate.value for estimate in found if estimate is not None]
-    return errors.mean(values) if found and len(values) == len(found) else None
+    return fmean(values) if found and len(values) == len(found) else None
 
 
 def difference(base: DatasetScore, other: DatasetScore) -> Estimate | None:
@@ -168,7 +165,7 @@ def difference(base: DatasetScore, other: DatasetScore) -> Estimate | None:
 
 
 def _differences(base: DatasetScore, other: DatasetScore) -> list[float]:
-    return [errors.finite(b - a) for a, b in zip(base.item_rewards, other.item_rewards, strict=True)]
+    return [b - a for a, b in zip(base.item_rewards, other.item_rewards, strict=True)]
 
 
 def compared(base: Sequence[DatasetScore], scores: Sequence[DatasetScore]) -> tuple[DatasetScore, ...]:
@@ -193,24 +190,16 @@ def mean_difference(datasets: Sequence[Sequence[float]]) -> Estimate | None:
     """
     if not datasets or any(len(items) < 2 for items in datasets):
         return None
-    flat, exponent = errors.scaled([item for items in datasets for item in items])
-    if exponent:
-        rest = iter(flat)
-        found = mean_difference([[next(rest) for _ in items] for items in datasets])
-        assert found is not None
-        return Estimate(*(errors.unscaled(value, exponent) for value in (found.value, found.low, found.high)))
-    means = [math.fsum(items) / len(items) for items in datasets]
+    means = list(map(fmean, datasets))
     variances = [  # of the means
         math.fsum((item - mean) ** 2 for item in items) / (len(items) - 1) / len(items)
         for items, mean in zip(datasets, means, strict=True)
     ]
-    value, variance = math.fsum(means) / len(means), math.fsum(variances)
+    value, variance = fmean(means), math.fsum(variances)
     if not variance:
         return Estimate(value, value, value)
-    # Of shares where squares would be too large or too small for a float.
-    unit = 1.0 if 1e-150 < variance < 1e150 else variance
-    freedom = (variance / unit) ** 2 / math.fsum(
-        (v / unit) ** 2 / (len(items) - 1) for v, items in zip(variances, datasets, strict=True)
+    freedom = 1.0 / math.fsum(
+        (v / variance) ** 2 / (len(items) - 1) for v, items in zip(variances, datasets, strict=True)
     )
     half = t_quantile(freedom) * math.sqrt(variance) / len(means)
     return Estimate(value, value - half, value + half)
@@ -331,68 +320,58 @@ def from_pairs(values: list[Json]) -> dict[str, float]:
     return {v["name"]: math.nan if v["value"] is None else float(v["value"]) for v in values}
 
 
-def group_to_json(record: GroupRecord) -> Json:
-    order = record.order
-    return {
-        "task_group_id": order.task_group_id,
-        "task_id": order.task.task_id,
-        "data_json": orjson.dumps(order.task.data).decode(),
-        "num_slots": len(order.indices),
-        "purpose": order.purpose.value,
-        **by_name(order.sampling),
-        "required_versions": _versions_to_json(order.required_versions),
-        "policies": list(order.policies),
-        "seed": order.seed,
-        "timeout_s": order.timeout_s,
-        "source": order.source,
-        "position": record.position,
-        "evaluation": record.evaluation,
-        "replica_id": record.replica_id,
-        "incarnation": record.incarnation,
-        "born": _versions_to_json(record.born),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Open slots that are issued again."""
+
+    task_group_id: str
+    replica_id: str
+    incarnation: str
+    born: Mapping[str, int]  # start versions by policy
 
 
-def group_from_json(record: Json) -> GroupRecord:
-    return GroupRecord(
-        order=TaskGroupOrder(
-            task_group_id=record["task_group_id"],
-            task=Task(task_id=record["task_id"], data=orjson.loads(record["data_json"])),
-            indices=tuple(range(record["num_slots"])),
-            purpose=Purpose(record["purpose"]),
-            sampling=Sampling(**{name: record[name] for name in Sampling.__slots__}),
-            required_versions=_versions_from_json(record["required_versions"]),
-            policies=tuple(record["policies"]),
-            seed=record["seed"],
-            timeout_s=record["timeout_s"],
-            source=record["source"],
-        ),
-        position=record["position"],
-        evaluation=record["evaluation"],
-        replica_id=record["replica_id"],
-        incarnation=record["incarnation"],
-        born=_versions_from_json(record["born"]),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """The end of a task group."""
+
+    task_group_id: str
+    reason: records.ClosedReason
 
 
-def assignment_to_json(task_group_id: str, replica_id: str, incarnation: str, born: Mapping[str, int]) -> Json:
-    """Record of open slots that are issued again; ``born``: their start versions."""
-    return {
-        "task_group_id": task_group_id,
-        "replica_id": replica_id,
-        "incarnation": incarnation,
-        "born": _versions_to_json(born),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """The rewards of a prompt's task group, for the curation."""
+
+    task_group_id: str
+    source: str
+    row: int
+    rewards: tuple[float, ...]
 
 
-def assignment_from_json(record: Json) -> tuple[str, str, dict[str, int]]:
-    """(replica id, incarnation, start versions by policy)."""
-    return record["replica_id"], record["incarnation"], _versions_from_json(record["born"])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRecord:
+    """A published version."""
+
+    version: WeightVersion
+    checkpoint_step: int = 0  # of the newest durable checkpoint then
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of its training step
+    compute: tuple[Interval, ...] = ()  # intervals in which the trainer computed the step
 
 
-def closed_reason(record: Json) -> str:
-    """A ``ClosedReason``."""
-    return str(record["reason"])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationStart:
+    evaluation_id: str
+    versions: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRecord:
+    """Values that no other record holds."""
+
+    phase: RunState
+    paused: bool
+    counters: Mapping[str, float]
+    timeline: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,57 +425,22 @@ def batch_key(policy: str, training_step: int) -> str:
     return f"{policy}/{training_step}"
 
 
-def version_to_json(
-    version: WeightVersion,
-    checkpoint_step: int,
-    metrics: Mapping[str, float],
-    compute: Iterable[Interval] = (),
-) -> Json:
-    """``compute``: intervals in which the trainer computed the step."""
-    return {
-        "policy": version.policy,
-        "number": version.number,
-        "digest": version.digest,
-        "sources": list(version.sources),
-        "checkpoint_step": checkpoint_step,
-        "metrics": pairs(metrics),
-        "compute": [{"begin": begin, "end": end} for begin, end in compute],
-    }
-
-
-def version_from_json(record: Json) -> tuple[WeightVersion, int, dict[str, float]]:
-    """(version, step of the newest durable checkpoint then, metrics of its training step)."""
-    version = WeightVersion(
-        policy=record["policy"], number=record["number"], digest=record["digest"], sources=tuple(record["sources"])
-    )
-    return version, record["checkpoint_step"], from_pairs(record["metrics"])
-
-
-def compute_from_json(record: Json) -> tuple[Interval, ...]:
-    """Intervals in which the trainer computed the step of a version."""
-    return tuple((stretch["begin"], stretch["end"]) for stretch in record["compute"])
-
-
 def trajectory_key(task_group_id: str, index: int) -> str:
     return f"{task_group_id}/{index}"
 
 
 def plain_trajectory(record: Json) -> Json:
     """A trajectory's line with its token ids and log-probabilities as lists, for readers other than Rollmill."""
-    return {**record, "sequences": [_plain_sequence(s) for s in record["sequences"]]}
 
-
-def _plain_sequence(sequence: Json) -> Json:
-    segments = [
-        {
+    def plain(segment: Json) -> Json:
+        return {
             **segment,
             "token_ids": unpack_tokens(segment["token_ids"], segment["num_tokens"]).tolist(),
             "logprobs": unpack_floats(segment["logprobs"]),  # float32: orjson writes the shortest decimals
             "teacher_logprobs": unpack_floats(segment["teacher_logprobs"]),
         }
-        for segment in sequence["segments"]
-    ]
-    return {**sequence, "segments": segments}
+
+    return {**record, "sequences": [{**s, "segments": list(map(plain, s["segments"]))} for s in record["sequences"]]}
 
 
 _TOKEN = np.dtype("<i4")
@@ -562,44 +506,61 @@ def _array(text: str, count: int | None, dtype: np.dtype[Any]) -> npt.NDArray[An
 #     tuple[X, ...], X | None            a list; the same or null
 #     Mapping[str, float]                [{"name": ..., "value": ...}, ...], so that all lines have the same columns
 #     Mapping[str, int]                  versions by policy: [{"policy": ..., "number": ...}, ...]
-#     a dataclass                        an object, or as ``_BY_HAND`` says
+#     Mapping[str, Any]                  text with its JSON
+#     a dataclass                        an object; a segment by hand, because most of the time goes there
 
 
 _Convert = Callable[[Any], Any]
+
+
+# Fields whose own fields stand in the object of the record, and other names.
+_SPREAD = {(GroupRecord, "order"), (TaskGroupOrder, "task"), (TaskGroupOrder, "sampling"), (VersionRecord, "version")}
+_RENAMED = {(BatchRecord, "entries"): "sequences", (Task, "data"): "data_json"}
 
 
 def to_json(record: Any) -> Json:
     """The JSON object of a record; a JSON object is returned as it is."""
     if isinstance(record, Mapping):
         return cast(Json, record)
+    if isinstance(record, Segment):
+        return _segment_to_json(record)
+    found: Json = {}
     kind: Any = type(record)
-    if kind in _BY_HAND:
-        return cast(Json, _BY_HAND[kind][0](record))
-    return {
-        name: getattr(record, attribute) if write is None else write(getattr(record, attribute))
-        for name, attribute, write, _ in _fields_of(kind)
-    }
+    for name, attribute, write, _ in _fields_of(kind):
+        value = getattr(record, attribute) if write is None else write(getattr(record, attribute))
+        if name:
+            found[name] = value
+        else:
+            found |= value
+    return found
 
 
 def from_json(kind: type[T], record: Json) -> T:
     """The record of this kind in a JSON object. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for another one, and
     ``CorruptDataError`` for arrays that are not whole."""
     what: Any = kind
-    if what in _BY_HAND:
-        return cast(T, _BY_HAND[what][1](record))
-    return kind(
-        **{
-            attribute: record[name] if read is None else read(record[name])
-            for name, attribute, _, read in _fields_of(what)
-        }
-    )
+    if what is Segment:
+        return cast(T, _segment_from_json(record))
+    values = {}
+    for name, attribute, _, read in _fields_of(what):
+        value = record[name] if name else record
+        values[attribute] = value if read is None else read(value)
+    return kind(**values)
 
 
 @cache
 def _fields_of(kind: Any) -> list[tuple[str, str, _Convert | None, _Convert | None]]:
-    """(name in JSON, attribute, how it is written and read; None where JSON has the same value) of every field."""
-    hints, renamed = get_type_hints(kind), {"entries": "sequences"} if kind is BatchRecord else {}
-    return [(renamed.get(f.name, f.name), f.name, *_converters(hints[f.name])) for f in fields(kind)]
+    """(name in JSON, empty where the field is spread; attribute; how it is written and read, None where JSON has the same
+    value) of every field."""
+    hints = get_type_hints(kind)
+    return [
+        (
+            "" if (kind, f.name) in _SPREAD else _RENAMED.get((kind, f.name), f.name),
+            f.name,
+            *_converters(hints[f.name]),
+        )
+        for f in fields(kind)
+    ]
 
 
 def _converters(hint: Any) -> tuple[_Convert | None, _Convert | None]:
@@ -612,6 +573,8 @@ def _converters(hint: Any) -> tuple[_Convert | None, _Convert | None]:
         write, read = _converters(args[0])
         return write and partial(_each, list, write), partial(_each, tuple, read) if read else tuple
     if origin is Mapping:
+        if args[1] is Any:
+            return lambda data: orjson.dumps(data).decode(), orjson.loads
         return (pairs, from_pairs) if args[1] is float else (_versions_to_json, _versions_from_json)
     if hint is float:
         return float, float
@@ -663,51 +626,26 @@ def _segment_from_json(found: Json) -> Segment:
     )
 
 
-_BY_HAND: dict[Any, tuple[_Convert, _Convert]] = {
-    Segment: (_segment_to_json, _segment_from_json),
-    GroupRecord: (group_to_json, group_from_json),
-}
-
-
-# --- Values that recovery applies.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateRecord:
-    """Values that no other record holds."""
-
-    phase: RunState
-    paused: bool
-    counters: Mapping[str, int]
-    timeline: Mapping[str, float]
-
-
-def state_from_json(record: Json) -> StateRecord:
-    return StateRecord(
-        phase=RunState(record["phase"]),
-        paused=bool(record["paused"]),
-        counters={name: int(value) for name, value in from_pairs(record["counters"]).items()},
-        timeline=from_pairs(record["timeline"]),
-    )
-
-
-def _observation(record: Json) -> tuple[str, int, list[float]]:
-    """(source, row, rewards)"""
-    return str(record["source"]), int(record["row"]), [float(reward) for reward in record["rewards"]]
-
-
 def settled_batch_from_json(record: Json) -> BatchRecord:
     """A batch record without its sequences, which were trained long ago."""
     return from_json(BatchRecord, {**record, "sequences": [], "minibatches": []})
 
 
-PARSERS: Mapping[str, Callable[[Json], Any]] = {
-    ASSIGNMENT: assignment_from_json,
-    TRAJECTORY: partial(from_json, Trajectory),
-    FAILURE: partial(from_json, RolloutFailure),
-    OBSERVATION: _observation,
-    VERSION: version_from_json,
-    BATCH: partial(from_json, BatchRecord),
-    EVALUATION_START: lambda record: (record["evaluation_id"], _versions_from_json(record["versions"])),
-    EVALUATION: partial(from_json, EvaluationResult),
+RECORDS: Mapping[str, Any] = {
+    GROUP: GroupRecord,
+    ASSIGNMENT: Assignment,
+    TRAJECTORY: Trajectory,
+    FAILURE: RolloutFailure,
+    VERDICT: Verdicts,
+    OBSERVATION: Observation,
+    BATCH: BatchRecord,
+    VERSION: VersionRecord,
+    EVALUATION_START: EvaluationStart,
+    EVALUATION: EvaluationResult,
+    STATE: StateRecord,
 }
+
+
+def read(kind: str, record: Json) -> Any:
+    """The record of a kind in a JSON object; raises as ``from_json``."""
+    return from_json(RECORDS[kind], record)

@@ -3,13 +3,11 @@
     submit -> [queue] -> writer thread: write to segments -> sync (power) -> event loop: on_durable
 
 Invariants: ``on_durable`` is called only when the records are in their segments (with ``durability: power``: synced,
-names included), in submission order. The writer drops no submitted record and deletes only through ``remove_segments``.
-Group commit: at most ``MAX_RECORDS`` records or ``LINGER_S`` (below 20 ms); a record that a caller awaits ends the
-lingering. On a full disk the thread keeps its records, logs the state and retries: no record is acknowledged meanwhile,
-but ``remove_segments`` still deletes segments, and its record may use the last reserved bytes. The writer thread
-encodes JSON.
+names included), in submission order. The writer drops no submitted record. Group commit: at most ``MAX_RECORDS`` records
+or ``LINGER_S`` (below 20 ms); a record that a caller awaits ends the lingering. On a full disk the thread keeps its
+records, logs the state and retries: no record is acknowledged meanwhile. The writer thread encodes JSON.
 
-``collect`` is the retention: it deletes segments without a needed record.
+``collect`` is the retention: it deletes segments without a needed record, also while the disk is full.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,6 @@ from services.orchestrator.groups import split_sequence_id
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import (
-    COLLECTED,
     MAX_NUMBER,
     DamageReason,
     Durability,
@@ -43,7 +39,7 @@ from services.orchestrator.journal.segments import (
     Place,
     Row,
     SegmentSet,
-    numbers_in,
+    delete_segment,
     sizes_in,
 )
 
@@ -53,7 +49,6 @@ MAX_RECORDS = 64
 LINGER_S = 0.01
 RETRY_S = 0.5  # between attempts while the disk is full
 CLOSE_DEADLINE_S = 10.0
-REMOVE_DEADLINE_S = 60.0  # for one segment
 _LOGGED = 20  # damaged spans that are logged one by one
 
 
@@ -64,15 +59,6 @@ class _Entry:
     record: Any
     on_durable: Callable[..., None] | None
     args: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Removal:
-    """Request to the writer thread: delete a segment."""
-
-    kind: str
-    segment: int
-    done: Future[None]
 
 
 class Journal:
@@ -111,8 +97,7 @@ class Journal:
         self._segments = SegmentSet(
             directory, next_number=next_number, segment_bytes=segment_bytes, durability=durability, files=self._files
         )
-        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()  # None: a removal waits, or the end
-        self._removals: queue.SimpleQueue[_Removal] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()  # None: the end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
@@ -167,25 +152,6 @@ class Journal:
         if not future.done():
             future.set_result(None)
 
-    def remove_segments(self, kind: str, segments: Iterable[int]) -> None:
-        """Delete closed segments, each after the record of its deletion is durable. Blocking: call from a thread.
-
-        Raises ``InfrastructureError`` when the journal is closed, has failed or does not answer, or the disk has no
-        space for the record.
-        """
-        for segment in segments:
-            removal = _Removal(kind, segment, Future())
-            if self._failed is not None or self._closed:
-                raise InfrastructureError(f"the journal is closed: {kind}-{segment:06d} is not deleted")
-            self._removals.put(removal)
-            self._queue.put(None)
-            try:
-                removal.done.result(REMOVE_DEADLINE_S)
-            except TimeoutError:
-                raise InfrastructureError(
-                    f"{kind}-{segment:06d} was not deleted within {REMOVE_DEADLINE_S:g} s: {self.blocked or 'no answer'}"
-                ) from None
-
     def withdraw(self) -> None:
         """Drop submitted records; only before ``start``."""
         assert self._thread is None
@@ -228,7 +194,6 @@ class Journal:
                     awaited = [entry for entry in batch if entry.on_durable is not None]
                     if awaited:  # avoids needless wake-ups of the loop
                         self._notify(self._announce, awaited)
-                self._carry_out_removals()
         except BaseException as error:  # noqa: BLE001 - told to the process, which stops: the disk does not work
             self._failed = error
             log.error("journal.failed", error=repr(error))
@@ -236,7 +201,7 @@ class Journal:
                 self._notify(self._on_failure, error)
 
     def _collect(self) -> list[_Entry]:
-        """Wait for the next records, at most ``MAX_RECORDS``; none where a removal waits, or the end."""
+        """Wait for the next records, at most ``MAX_RECORDS``; none at the end."""
         first = self._queue.get()
         # A lone record is committed at once; in a stream of them, commits are at least LINGER_S apart.
         linger_s = self._committed_at + LINGER_S - time.monotonic()
@@ -261,52 +226,22 @@ class Journal:
                 self._block(f"{free} bytes free in {self.directory}")
             else:
                 try:
-                    self._commit(batch, payloads)
+                    self._segments.append(
+                        [(entry.kind, entry.key, payload) for entry, payload in zip(batch, payloads, strict=True)]
+                    )
                     break
                 except OSError as error:
                     if not machine.says_full(error):
                         raise
                     self._block(str(error))
-            self._carry_out_removals()
             if self._closing.wait(RETRY_S):
                 time.sleep(RETRY_S)  # closing: keep trying until the closer's deadline ends the process
-        if self.blocked:
-            log.info("journal.resumed", directory=str(self.directory))
-            self.blocked = ""
-
-    def _commit(self, batch: list[_Entry], payloads: list[bytes]) -> None:
-        self._segments.append(
-            [(entry.kind, entry.key, payload) for entry, payload in zip(batch, payloads, strict=True)]
-        )
         self._waiting_since = self._committed_at = time.monotonic()
         self.num_records += len(batch)
         self.num_commits += 1
-
-    def _carry_out_removals(self) -> None:
-        while True:
-            try:
-                removal = self._removals.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                self._remove(removal.kind, removal.segment)
-            except OSError as error:
-                if not machine.says_full(error):
-                    raise
-                told = f"{removal.kind}-{removal.segment:06d} is not deleted, as the disk has no space for the record of the deletion: {error}"
-                removal.done.set_exception(InfrastructureError(told))
-            else:
-                removal.done.set_result(None)
-
-    def _remove(self, kind: str, segment: int) -> None:
-        """Delete a segment; the record before names the deleted numbers. Raises ``OSError`` where that record cannot be
-        written."""
-        runs = numbers_in(self.directory, kind, segment)
-        record = {"kind": kind, "segment": segment, "numbers": runs}
-        entry = _Entry(COLLECTED, f"{kind}/{segment}", record, None, ())
-        self._commit([entry], [self._packer.pack(_line(entry))])
-        self.num_records -= 1  # written by the journal itself
-        self._segments.remove(kind, segment)
+        if self.blocked:
+            log.info("journal.resumed", directory=str(self.directory))
+            self.blocked = ""
 
     def _block(self, reason: str) -> None:
         if not self.blocked:
@@ -355,7 +290,7 @@ def collect(
     groups that are running or have sequences in a buffer; ``current`` are the open segments at a moment before the listing
     of these groups (default: now), so that later records stay.
 
-    Raises ``OSError``, and ``InfrastructureError`` where the journal cannot delete a segment.
+    Raises ``OSError``.
     """
     current = journal.current_segments() if current is None else current
     with journal.reading:
@@ -372,7 +307,7 @@ def collect(
         if place[0] in needed and place[1] < current.get(place[0], 0) and place not in stays
     ]
     for kind, segment in removed:
-        journal.remove_segments(kind, [segment])
+        delete_segment(journal.directory, kind, segment)
     return removed
 
 

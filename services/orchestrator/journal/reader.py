@@ -6,6 +6,7 @@ before each question those bytes that are new. Changes no file. Independent of t
 
 from __future__ import annotations
 
+import heapq
 import os
 import sqlite3
 from collections import Counter
@@ -22,13 +23,13 @@ from services.common.telemetry.logs import LogEvent
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import SetAside
 from services.orchestrator.journal.segments import (
-    COLLECTED,
     Damage,
     DamageReason,
     Place,
     Row,
     Unpacker,
     checksum_of,
+    collected_in,
     scan,
     segment_path,
     sizes_in,
@@ -150,7 +151,7 @@ class JournalReader:
     def load_line(self, row: Row) -> bytes | None:
         """The same as the written JSON line."""
         line, reason = self._read(row)
-        is_gone = reason is DamageReason.LOST and any(self.rows_of(COLLECTED, f"{row.kind}/{row.segment}"))
+        is_gone = reason is DamageReason.LOST and (row.kind, row.segment) in collected_in(self._directory)
         if line is None and not is_gone:
             self._note_unreadable(row, reason)
         return line
@@ -194,19 +195,16 @@ class JournalReader:
 
     def gaps(self) -> list[tuple[int, int]]:
         """First and last number of every missing run that retention did not delete."""
-        deleted: list[tuple[int, int]] = []
-        for row in self.rows_of(COLLECTED):
-            record = self.load(row)
-            deleted += [] if record is None else map(tuple, record["numbers"])
+        deleted = sorted(run for runs in collected_in(self._directory).values() for run in runs)
+        last = self.last_number()
+        kept = self._db.execute("SELECT number, number FROM records ORDER BY number")
         gaps: list[tuple[int, int]] = []
         before = 0
-        for (number,) in self._db.execute("SELECT number FROM records ORDER BY number"):
-            if number > before + 1:
-                gaps.append((before + 1, number - 1))
-            before = number
-        if self.last_number() > before:
-            gaps.append((before + 1, self.last_number()))
-        return list(_without(gaps, sorted(deleted)))
+        for first, end in heapq.merge(kept, deleted, [(last + 1, last + 1)]):
+            if first > before + 1:
+                gaps.append((before + 1, first - 1))
+            before = max(before, end)
+        return gaps
 
     def close(self) -> None:
         for _, fd in self._open_files.values():
@@ -264,28 +262,14 @@ def _span_of(row: Row, reason: DamageReason) -> Damage:
     )  # fmt: skip
 
 
-def _without(gaps: Iterable[tuple[int, int]], present: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The parts of ``gaps`` that no run of ``present`` covers; both in order."""
-    at = 0
-    for begin, end in gaps:
-        while at < len(present) and present[at][0] <= end:
-            if present[at][0] > begin:
-                yield begin, present[at][0] - 1
-            begin = max(begin, present[at][1] + 1)
-            if present[at][1] > end:
-                break
-            at += 1
-        if begin <= end:
-            yield begin, end
-
-
 # --- records that are set aside --------------------------------------------------------------------------------------
 
-_Identity = int | tuple[str, int, int]  # the record's number, else its kind, segment and offset
+_Identity = int | tuple[str, int, int]
 
 
-def _identity(number: int, kind: str, segment: int, offset: int) -> _Identity:
-    return number or (kind, segment, offset)
+def _identity(of: Row | SetAside) -> _Identity:
+    """The record's number, else its kind, segment and offset."""
+    return of.number or (of.kind, of.segment, of.offset)
 
 
 class Quarantine:
@@ -308,13 +292,13 @@ class Quarantine:
             try:
                 if (record := reader.load(row)) is not None:
                     noted = entries.from_json(SetAside, record)
-                    found._known[_identity(noted.number, noted.kind, noted.segment, noted.offset)] = noted
+                    found._known[_identity(noted)] = noted
             except (KeyError, TypeError, ValueError):
                 log.warning("journal.unreadable", kind=row.kind, segment=row.segment, offset=row.offset)
         return found
 
     def __contains__(self, row: Row) -> bool:
-        return _identity(row.number, row.kind, row.segment, row.offset) in self._known
+        return _identity(row) in self._known
 
     def __iter__(self) -> Iterator[SetAside]:
         return iter(self._known.values())
@@ -324,14 +308,13 @@ class Quarantine:
 
     def add(self, row: Row, reason: SetAsideReason, detail: str = "") -> None:
         """Set a record aside; a repetition has no effect."""
-        identity = _identity(row.number, row.kind, row.segment, row.offset)
-        if identity in self._known:
+        if row in self:
             return
         noted = SetAside(
             kind=row.kind, key=row.key, number=row.number, segment=row.segment, offset=row.offset, reason=reason,
             detail=detail,
         )  # fmt: skip
-        self._known[identity] = self._new[identity] = noted
+        self._known[_identity(row)] = self._new[_identity(row)] = noted
 
     def add_span(self, span: Damage) -> Row:
         """Set an unreadable span aside; returns its row, as far as the span names one."""
@@ -341,7 +324,7 @@ class Quarantine:
 
     def is_new(self, row: Row) -> bool:
         """Whether this process set the record aside."""
-        return _identity(row.number, row.kind, row.segment, row.offset) in self._new
+        return _identity(row) in self._new
 
     def take_new(self) -> list[SetAside]:
         """The records set aside since the last call, which are logged; the caller journals them."""

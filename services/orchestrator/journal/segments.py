@@ -17,6 +17,7 @@ called from others.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -31,13 +32,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import orjson
 import xxhash
 import zstandard
 
 from services.common.errors import ConfigError, CorruptDataError
 from services.common.system import machine
 
-COLLECTED = "collected"  # kind of the records that name segments which retention deletes
+COLLECTED = "collected.jsonl"  # in the journal's directory: the deleted segments, and the numbers of their records
 
 _NAME = re.compile(r"^([a-z_]+)-(\d{6,15})\.jsonl\.zst$", re.ASCII)
 
@@ -72,22 +74,19 @@ def sizes_in(directory: Path) -> dict[Place, int]:
     found: dict[Place, int] = {}
     with os.scandir(directory) as entries:
         for entry in entries:
-            if match := _NAME.match(entry.name):
-                size = _size_of(entry)
-                if size is not None:
-                    found[match[1], int(match[2])] = size
+            if not (match := _NAME.match(entry.name)):
+                continue
+            size = 0
+            try:
+                status = entry.stat()
+                size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+            except FileNotFoundError:
+                if not entry.is_symlink():
+                    continue  # deleted meanwhile
+            except OSError:  # a loop of links, or a disk with a read error
+                pass
+            found[match[1], int(match[2])] = size
     return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0])))
-
-
-def _size_of(entry: os.DirEntry[str]) -> int | None:
-    """Bytes of a segment file; None for one that was deleted meanwhile."""
-    try:
-        status = entry.stat()
-    except FileNotFoundError:
-        return 0 if entry.is_symlink() else None
-    except OSError:  # a loop of links, or a disk with a read error
-        return 0
-    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def first_free(segments: Collection[int]) -> int:
@@ -244,11 +243,8 @@ class Files:
             os.close(fd)
 
     def sync_directory(self, path: Path) -> None:
-        """Names that were added or removed survive a power cut, where the file system can sync directories."""
+        """Names that were added survive a power cut, where the file system can sync directories."""
         machine.sync_directory(path)
-
-    def remove(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -257,52 +253,13 @@ class Files:
 Durability = Literal["process", "power"]  # failures that an acknowledged record survives
 
 
-class SegmentWriter:
+@dataclass(slots=True)
+class _Open:
     """The open segment of one kind."""
 
-    def __init__(self, directory: Path, kind: str, first_segment: int, segment_bytes: int, files: Files) -> None:
-        self._directory = directory
-        self._kind = kind
-        self._segment_bytes = segment_bytes
-        self._files = files
-        self.segment = first_segment
-        self.size = 0
-        self._fd = self._open()
-
-    def _open(self) -> int:
-        return self._files.create(segment_path(self._directory, self._kind, self.segment))
-
-    def roll_if_full(self) -> bool:
-        """Begin the next segment; True for a new segment. Called between transactions only, so that a failed one can be
-        undone."""
-        if self.size < self._segment_bytes:
-            return False
-        old = self._fd
-        self.segment += 1
-        try:
-            self._fd = self._open()
-        except OSError:
-            self.segment -= 1
-            raise
-        self.size = 0
-        self._files.close(old)
-        return True
-
-    def append(self, data: bytes) -> None:
-        """Append; on an error the caller calls ``undo``."""
-        self._files.write(self._fd, data, self.size)
-        self.size += len(data)
-
-    def undo(self, size: int) -> None:
-        """Truncate this segment to an earlier size: drops bytes of this process without an acknowledgement."""
-        self.size = size
-        self._files.truncate(self._fd, size)
-
-    def sync(self) -> None:
-        self._files.sync(self._fd)
-
-    def close(self) -> None:
-        self._files.close(self._fd)
+    segment: int
+    fd: int
+    size: int = 0
 
 
 class SegmentSet:
@@ -318,7 +275,7 @@ class SegmentSet:
         self._segment_bytes = segment_bytes
         self._durability: Durability = durability
         self._files = files
-        self._writers: dict[str, SegmentWriter] = {}
+        self._open: dict[str, _Open] = {}
         self._names_changed = True  # in the directory since its last sync
         sizes = sizes_in(directory)
         # Every start begins new segments: the writer never appends to a segment of an earlier process.
@@ -336,56 +293,81 @@ class SegmentSet:
         # In the order of numbers, so that a killed process leaves no record without those before. One write for neighbours of
         # a kind.
         pieces: list[tuple[str, list[bytes]]] = []
-        before: dict[str, int] = {}  # sizes of the segments that this commit changes
         now = time.time()
-        for kind in {kind for kind, _, _ in entries}:
-            if self._writer(kind).roll_if_full():
-                self._names_changed = True
+        # Segments are rolled between transactions only, so that a failed one can be undone.
+        before = {kind: self._with_room(kind).size for kind in dict.fromkeys(kind for kind, _, _ in entries)}
         try:
             for number, (kind, key, payload) in enumerate(entries, start=self._next_number):
                 if not pieces or pieces[-1][0] != kind:
                     pieces.append((kind, []))
                 pieces[-1][1].extend((write_header(number, now, key, payload), payload))
             for kind, found in pieces:
-                before.setdefault(kind, self._writers[kind].size)
-                self._writers[kind].append(b"".join(found))
+                data, current = b"".join(found), self._open[kind]
+                self._files.write(current.fd, data, current.size)
+                current.size += len(data)
             if self._durability == "power":
                 for kind in before:
-                    self._writers[kind].sync()
+                    self._files.sync(self._open[kind].fd)
                 self._sync_names()
         except BaseException:
             for kind, size in before.items():
-                self._writers[kind].undo(size)
+                self._open[kind].size = size
+                self._files.truncate(self._open[kind].fd, size)
             raise
         self._next_number += len(entries)
 
-    def remove(self, kind: str, segment: int) -> None:
-        """Delete the file of a closed segment."""
-        self._files.remove(segment_path(self._directory, kind, segment))
-        self._names_changed = True
-        if self._durability == "power":
-            self._sync_names()
+    def _with_room(self, kind: str) -> _Open:
+        """The open segment of a kind; the next one where it is full."""
+        current = self._open.get(kind)
+        if current is None or current.size >= self._segment_bytes:
+            segment = self._first_segment if current is None else current.segment + 1
+            fd = self._files.create(segment_path(self._directory, kind, segment))
+            if current is not None:
+                self._files.close(current.fd)
+            self._open[kind] = current = _Open(segment, fd)
+            self._names_changed = True
+        return current
 
     def current(self) -> dict[str, int]:
         """The open segment of each kind; earlier ones never change again."""
-        return {kind: writer.segment for kind, writer in self._writers.copy().items()}  # the writer thread may add one
+        return {kind: found.segment for kind, found in self._open.copy().items()}  # the writer thread may add one
 
     def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
-
-    def _writer(self, kind: str) -> SegmentWriter:
-        writer = self._writers.get(kind)
-        if writer is None:
-            writer = SegmentWriter(self._directory, kind, self._first_segment, self._segment_bytes, self._files)
-            self._writers[kind] = writer
-            self._names_changed = True
-        return writer
+        for found in self._open.values():
+            self._files.close(found.fd)
 
     def _sync_names(self) -> None:
         if self._names_changed:
             self._files.sync_directory(self._directory)
             self._names_changed = False
+
+
+def delete_segment(directory: Path, kind: str, segment: int) -> None:
+    """Delete a closed segment, after the numbers of its records are in ``COLLECTED``, so that they are not taken for lost.
+
+    Raises ``OSError``; the segment then stays.
+    """
+    note = {"kind": kind, "segment": segment, "numbers": numbers_in(directory, kind, segment)}
+    with (directory / COLLECTED).open("ab") as file:
+        file.write(b"\n" + orjson.dumps(note) + b"\n")  # a line of its own, also behind one that a crash has cut
+        file.flush()
+        os.fsync(file.fileno())
+    machine.sync_directory(directory)
+    segment_path(directory, kind, segment).unlink(missing_ok=True)
+
+
+def collected_in(directory: Path) -> dict[Place, list[tuple[int, int]]]:
+    """The deleted segments, each with first and last of every run of its record numbers."""
+    found: dict[Place, list[tuple[int, int]]] = {}
+    try:
+        lines = (directory / COLLECTED).read_bytes().splitlines()
+    except FileNotFoundError:
+        return found
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a crash has cut
+            note = orjson.loads(line)
+            found[note["kind"], note["segment"]] = [(first, last) for first, last in note["numbers"]]
+    return found
 
 
 # --- finding the records of a segment by the headers alone, without decompressing ------------------------------------

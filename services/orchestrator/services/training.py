@@ -132,7 +132,9 @@ class TrainerApi:
                 await self._core.journal.append(
                     entries.VERSION,
                     f"{policy}/{version.number}",
-                    entries.version_to_json(version, checkpoint_step, metrics, intervals),
+                    entries.VersionRecord(
+                        version=version, checkpoint_step=checkpoint_step, metrics=metrics, compute=tuple(intervals)
+                    ),
                     self._core.apply_version,
                     version,
                     metrics,

@@ -197,13 +197,22 @@ def open_source(
         DatasetError: the dataset is missing, or has no usable row; with the first reasons and their row numbers.
     """
     config = config.model_copy(update={"limit": config.num_read(held_out=evaluates)})
+    id_field, form = "task" if config.harbor is not None else None, FORMS.get(config.form or "")
     if config.name is not None:
-        return _from_catalogue(config, config.name, required, evaluates)
-    rows = _rows(config, seed)
+        entry = known(config.name)
+        rows, form, id_field = _known_rows(config, config.name), entry.normalise, "index" if entry.indices else None
+    else:
+        rows = _rows(config, seed)
     if config.columns:
         rows = renamed_rows(rows, config.columns)
-    id_field = config.id_field or ("task" if config.harbor is not None else None)
-    return UsableRows(_split(rows, config, evaluates), id_field, FORMS[config.form] if config.form else None, required)
+    if config.hold_out is not None:
+        whole, rows = len(rows), split_rows(rows, config.hold_out, held_out=evaluates)
+        if not len(rows):
+            raise DatasetError(
+                f"{rows.name} has {whole} rows, and hold_out {config.hold_out} leaves none: write a smaller number, or "
+                "hold_out: null where a recipe above sets it"
+            )
+    return UsableRows(rows, config.id_field or id_field, form, required)
 
 
 def log_opened(where: str, source: TaskSource) -> None:
@@ -219,10 +228,6 @@ def _rows(config: DatasetConfig, seed: int) -> Rows:
             return _from_extra(config, extra, seed)
     if config.generator is not None:
         return _generated(config, seed)
-    return _from_path(config)
-
-
-def _from_path(config: DatasetConfig) -> Rows:
     assert config.path is not None
     path = Path(config.path)
     if is_file_of_rows(config.path) and path.suffix != ".parquet":
@@ -232,38 +237,21 @@ def _from_path(config: DatasetConfig) -> Rows:
     return _from_hugging_face(config)
 
 
-def _split(rows: Rows, config: DatasetConfig, evaluates: bool) -> Rows:
-    """The rows that ``hold_out`` leaves to training, or holds out."""
-    if config.hold_out is None:
-        return rows
-    found = split_rows(rows, config.hold_out, held_out=evaluates)
-    if not len(found):
-        raise DatasetError(
-            f"{rows.name} has {len(rows)} rows, and hold_out {config.hold_out} leaves none: write a smaller number, or "
-            "hold_out: null where a recipe above sets it"
-        )
-    return found
-
-
-def _from_catalogue(config: DatasetConfig, name: str, required: Requirement | None, evaluates: bool) -> TaskSource:
+def _known_rows(config: DatasetConfig, name: str) -> Rows:
+    """The rows of a dataset that is known by name."""
     entry = known(name)
     if entry.indices is not None:
-        indices = [{"index": index} for index in entry.indices[: config.limit]]
-        chosen = _split(ListRows(indices, f"dataset {name}"), config, evaluates)
-        return UsableRows(chosen, config.id_field or "index", None, required)
+        return ListRows([{"index": index} for index in entry.indices[: config.limit]], f"dataset {name}")
     path = local_file(name)
     if path is not None:
-        rows: Rows = JsonlRows(path, config.limit, f"dataset {name} ({path})")
-    elif entry.hub is None:
+        return JsonlRows(path, config.limit, f"dataset {name} ({path})")
+    if entry.hub is None:
         raise DatasetError(how_to_get(name))
-    else:
-        subset = config.subset or entry.subset
-        hub = config.model_copy(update={"path": entry.hub, "subset": subset, "split": entry.split})
-        try:
-            rows = _from_hugging_face(hub)
-        except DatasetError as error:
-            raise DatasetError(f"{how_to_get(name)}. {error.message}") from error
-    return UsableRows(_split(rows, config, evaluates), config.id_field, entry.normalise, required)
+    hub = {"path": entry.hub, "subset": config.subset or entry.subset, "split": entry.split}
+    try:
+        return _from_hugging_face(config.model_copy(update=hub))
+    except DatasetError as error:
+        raise DatasetError(f"{how_to_get(name)}. {error.message}") from error
 
 
 def _generated(config: DatasetConfig, seed: int) -> ListRows:
@@ -309,13 +297,13 @@ def _from_hugging_face(config: DatasetConfig) -> ListRows:
             f"{install('orchestrator')}"
         ) from error
     assert config.path is not None
-    load = functools.partial(datasets.load_dataset, config.path, config.subset, split=config.split)
+    load: Callable[[], Any] = functools.partial(datasets.load_dataset, config.path, config.subset, split=config.split)
     if Path(config.path).suffix == ".parquet" and Path(config.path).is_file():
         load = functools.partial(datasets.load_dataset, "parquet", data_files=config.path, split="train")
     elif Path(config.path, "dataset_info.json").is_file() or Path(config.path, "state.json").is_file():
         load = functools.partial(datasets.load_from_disk, config.path)
     elif Path(config.path, "dataset_dict.json").is_file():
-        load = functools.partial(_from_saved_dict, config.path, config.split)
+        load = lambda: datasets.load_from_disk(config.path)[config.split]  # noqa: E731
     try:
         rows = load()
     except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -324,12 +312,6 @@ def _from_hugging_face(config: DatasetConfig) -> ListRows:
     if config.limit is not None:
         rows = rows.select(range(min(config.limit, len(rows))))
     return ListRows(rows, f"dataset {config.path}")
-
-
-def _from_saved_dict(path: str, split: str) -> Any:
-    import datasets
-
-    return datasets.load_from_disk(path)[split]
 
 
 # --- Checks dataset rows against the built-in workflows and rewards of a recipe at the start of the run.

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+from services.common.dataset_rows import closing_brace
 from services.common.errors import DatasetError
 
 Row = Mapping[str, Any]
@@ -104,14 +105,7 @@ def _answer(row: Row, where: str) -> str:
 
 
 def _unboxed(text: str) -> str | None:
-    """The contents of the last box, when the text ends with that box; braces may nest."""
-    begin = text.rfind("\\boxed{")
-    if begin < 0 or not text.rstrip().endswith("}"):
-        return None
-    inside = text.rstrip()[begin + len("\\boxed{") : -1]
-    depth = 0
-    for character in inside:
-        depth += (character == "{") - (character == "}")
-        if depth < 0:
-            return None
-    return inside if depth == 0 else None
+    """The contents of the last box, when the text ends with that box."""
+    begin = text.rfind("\\boxed{") + len("\\boxed{")
+    ends = begin >= len("\\boxed{") and closing_brace(text, begin) == len(text.rstrip()) - 1
+    return text.rstrip()[begin:-1] if ends else None

@@ -27,11 +27,23 @@ Kind = Literal["easy", "hard"]
 class Curation:
     """Accepts every prompt. One call of ``accepts`` per position of the curriculum, one of ``observe`` per group."""
 
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._num_skipped = 0
+
+    def chance(self, row: int) -> float:
+        """With which a prompt is played."""
+        return 1.0
+
     def accepts(self, row: int, position: int) -> bool:
-        return True
+        """Whether a prompt is played: a draw by position, independent of the number of draws before a restart."""
+        chance = self.chance(row)
+        accepted = chance >= 1.0 or float(np.random.default_rng([self._seed, position]).random()) < chance
+        self._num_skipped += not accepted
+        return accepted
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
-        pass
+        """Take the rewards of a group of a prompt; none where all of its rollouts failed."""
 
     def advanced(self) -> None:
         """Note a published version."""
@@ -43,104 +55,75 @@ class Curation:
 def build_curation(config: DataConfig, seed: int) -> Curation:
     """The curation that ``data.curation`` names."""
     if config.curation == "filter_solved":
-        return FilterSolved(seed, solved_reward=config.solved_reward, revisit=config.revisit_solved)
+        return FilterSolved(seed, config.solved_reward, config.revisit_solved)
     if config.curation == "pass_rate":
-        return PassRate(
-            seed,
-            band=config.pass_rate,
-            solved_reward=config.solved_reward,
-            revisit_solved=config.revisit_solved,
-        )
+        return PassRate(seed, config.pass_rate, config.solved_reward, config.revisit_solved)
     return Greso(seed) if config.curation == "greso" else Curation()
 
 
-def accepted_by_chance(probability: float, seed: int, position: int) -> bool:
-    """Whether a prompt is accepted; a draw by position, independent of the number of draws before a restart."""
-    return probability >= 1.0 or float(np.random.default_rng([seed, position]).random()) < probability
-
-
 class FilterSolved(Curation):
-    """Skips a prompt while a decaying average of its share of successes, from 0, is at ``limit`` or above.
+    """Skips a prompt while a decaying average of its share of successes, from 0, is at ``LIMIT`` or above.
 
-    With the defaults a prompt leaves after 29 solved groups in a row (1 - 0.9 ** 29 >= 0.95). A solved prompt is still
-    played with the chance ``revisit``, and comes back when it is no longer solved.
+    A prompt leaves after 29 solved groups in a row (1 - 0.9 ** 29 >= 0.95). A solved prompt is still played with the
+    chance ``revisit``, and comes back when it is no longer solved.
     """
 
-    def __init__(
-        self, seed: int, *, solved_reward: float = 1.0, revisit: float = 0.0, decay: float = 0.9, limit: float = 0.95
-    ) -> None:
-        self._seed = seed
+    DECAY, LIMIT = 0.9, 0.95
+
+    def __init__(self, seed: int, solved_reward: float = 1.0, revisit: float = 0.0) -> None:
+        super().__init__(seed)
         self._solved_reward = solved_reward
         self._revisit = revisit
-        self._decay = decay
-        self._limit = limit
         self._average: dict[int, float] = {}
-        self._num_skipped = 0
 
-    def accepts(self, row: int, position: int) -> bool:
-        solved = self._average.get(row, 0.0) >= self._limit
-        accepted = not solved or (self._revisit > 0.0 and accepted_by_chance(self._revisit, self._seed, position))
-        self._num_skipped += not accepted
-        return accepted
+    def chance(self, row: int) -> float:
+        return self._revisit if self._average.get(row, 0.0) >= self.LIMIT else 1.0
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
-        if not rewards:
-            return  # every rollout failed: the group has no information about the prompt
-        share = sum(reward >= self._solved_reward for reward in rewards) / len(rewards)
-        self._average[row] = self._decay * self._average.get(row, 0.0) + (1 - self._decay) * share
+        if rewards:
+            share = sum(reward >= self._solved_reward for reward in rewards) / len(rewards)
+            self._average[row] = self.DECAY * self._average.get(row, 0.0) + (1 - self.DECAY) * share
 
     def gauges(self) -> dict[str, float]:
-        solved = sum(average >= self._limit for average in self._average.values())
+        solved = sum(average >= self.LIMIT for average in self._average.values())
         return {StepKey.CURATION_SKIPPED.value: float(self._num_skipped), StepKey.CURATION_SOLVED.value: float(solved)}
 
 
 class PassRate(Curation):
-    """Skips a prompt while its share of successes, over its last ``num_groups`` groups, is outside of ``band``.
+    """Skips a prompt while its share of successes, over its last ``NUM_GROUPS`` groups, is outside of ``band``.
 
     A prompt with fewer groups is played. One above or below the band is still played with the chance ``revisit_solved`` or
-    ``revisit_unsolved``; its newest groups then count, so it can come back. Groups whose rollouts all failed do not count.
+    ``REVISIT_UNSOLVED``; its newest groups then count, so it can come back. Groups whose rollouts all failed do not count.
     """
 
-    def __init__(
-        self, seed: int, *, band: tuple[float, float], num_groups: int = 2, solved_reward: float = 1.0,
-        revisit_solved: float = 0.0, revisit_unsolved: float = 0.1,
-    ) -> None:  # fmt: skip
-        self._seed = seed
-        self._band = band
-        self._num_groups = num_groups
-        self._solved_reward = solved_reward
-        self._revisit: dict[Kind, float] = {"easy": revisit_solved, "hard": revisit_unsolved}
-        self._counts: dict[int, list[tuple[int, int]]] = {}  # row -> (successes, rollouts) of its last groups
-        self._num_skipped = 0
+    NUM_GROUPS, REVISIT_UNSOLVED = 2, 0.1
 
-    def rate(self, row: int) -> float | None:
-        """The measured share of successes; None before it is known."""
-        counts = self._counts.get(row, ())
-        if len(counts) < self._num_groups:
-            return None
-        return sum(solved for solved, _ in counts) / sum(count for _, count in counts)
+    def __init__(
+        self, seed: int, band: tuple[float, float], solved_reward: float = 1.0, revisit_solved: float = 0.0
+    ) -> None:
+        super().__init__(seed)
+        self._band = band
+        self._solved_reward = solved_reward
+        self._chances: dict[Kind | None, float] = {"easy": revisit_solved, "hard": self.REVISIT_UNSOLVED, None: 1.0}
+        self._counts: dict[int, list[tuple[int, int]]] = {}  # row -> (successes, rollouts) of its last groups
 
     def outside(self, row: int) -> Kind | None:
         """On which side of the band a prompt is; None for one to play."""
-        rate = self.rate(row)
-        low, high = self._band
-        if rate is None or low <= rate <= high:
+        counts = self._counts.get(row, ())
+        if len(counts) < self.NUM_GROUPS:
             return None
-        return "hard" if rate < low else "easy"
+        rate = sum(solved for solved, _ in counts) / sum(count for _, count in counts)
+        low, high = self._band
+        return None if low <= rate <= high else "hard" if rate < low else "easy"
 
-    def accepts(self, row: int, position: int) -> bool:
-        side = self.outside(row)
-        accepted = side is None or (
-            self._revisit[side] > 0.0 and accepted_by_chance(self._revisit[side], self._seed, position)
-        )
-        self._num_skipped += not accepted
-        return accepted
+    def chance(self, row: int) -> float:
+        return self._chances[self.outside(row)]
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
         if rewards:
             counts = self._counts.setdefault(row, [])
             counts.append((sum(reward >= self._solved_reward for reward in rewards), len(rewards)))
-            del counts[: -self._num_groups]
+            del counts[: -self.NUM_GROUPS]
 
     def gauges(self) -> dict[str, float]:
         sides = Counter(map(self.outside, self._counts))
@@ -151,68 +134,46 @@ class PassRate(Curation):
         }
 
 
-@dataclass(slots=True)
-class _Streak:
-    """Number of consecutive groups of a prompt with equal rewards, and the kind of the last."""
-
-    length: int = 0
-    kind: Kind = "hard"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GresoSettings:
-    """Settings per kind (easy: mean reward above 0.5; hard: the rest)."""
-
-    start: float = 0.5
-    step: float = 0.01  # per version
-    lowest: float = 0.01
-    highest: float = 0.99
-    targets: dict[Kind, float] = field(default_factory=lambda: {"easy": 0.083, "hard": 0.167})
-    floors: dict[Kind, float] = field(default_factory=lambda: {"easy": 0.05, "hard": 0.30})
-
-
 class Greso(Curation):
-    """A prompt with a streak of z equal-reward groups is played with probability max(p_kind ** z, floor_kind)."""
+    """A prompt with a streak of z equal-reward groups is played with probability max(p_kind ** z, floor_kind).
 
-    def __init__(self, seed: int, settings: GresoSettings | None = None) -> None:
-        self._seed = seed
-        self._settings = settings or GresoSettings()
-        self.p: dict[Kind, float] = {"easy": self._settings.start, "hard": self._settings.start}
-        self._streaks: dict[int, _Streak] = {}
+    The kinds are easy (mean reward above 0.5) and hard; p moves by ``STEP`` with every version.
+    """
+
+    START, STEP, LOWEST, HIGHEST = 0.5, 0.01, 0.01, 0.99
+    TARGETS: Mapping[Kind, float] = {"easy": 0.083, "hard": 0.167}
+    FLOORS: Mapping[Kind, float] = {"easy": 0.05, "hard": 0.30}
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.p: dict[Kind, float] = {"easy": self.START, "hard": self.START}
+        self._streaks: dict[
+            int, tuple[int, Kind]
+        ] = {}  # groups of a prompt with equal rewards in a row, kind of the last
         self._seen: Counter[str] = Counter()  # since the last version
-        self._num_skipped = 0
 
-    def probability(self, row: int) -> float:
-        """The chance that a prompt is played."""
-        streak = self._streaks.get(row)
-        if streak is None or streak.length == 0:
-            return 1.0
-        return max(self.p[streak.kind] ** streak.length, self._settings.floors[streak.kind])
-
-    def accepts(self, row: int, position: int) -> bool:
-        accepted = accepted_by_chance(self.probability(row), self._seed, position)
-        self._num_skipped += not accepted
-        return accepted
+    def chance(self, row: int) -> float:
+        length, kind = self._streaks.get(row, (0, "easy"))
+        return max(self.p[kind] ** length, self.FLOORS[kind])
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
         if len(rewards) < 2:
             return
         self._seen["groups"] += 1
-        streak = self._streaks.setdefault(row, _Streak())
         if any(reward != rewards[0] for reward in rewards):
-            streak.length = 0
+            self._streaks.pop(row, None)
             return
-        streak.length += 1
-        streak.kind = "easy" if rewards[0] > 0.5 else "hard"
-        self._seen[streak.kind] += 1
+        kind: Kind = "easy" if rewards[0] > 0.5 else "hard"
+        self._streaks[row] = self._streaks.get(row, (0, kind))[0] + 1, kind
+        self._seen[kind] += 1
 
     def advanced(self) -> None:
         groups = self._seen["groups"]
         if groups:
-            for kind, target in self._settings.targets.items():
+            for kind, target in self.TARGETS.items():
                 # Too many such groups: play fewer prompts that bring them.
-                move = -self._settings.step if self._seen[kind] / groups > target else self._settings.step
-                self.p[kind] = min(max(self.p[kind] + move, self._settings.lowest), self._settings.highest)
+                move = -self.STEP if self._seen[kind] / groups > target else self.STEP
+                self.p[kind] = min(max(self.p[kind] + move, self.LOWEST), self.HIGHEST)
         self._seen.clear()
 
     def gauges(self) -> dict[str, float]:
@@ -327,47 +288,23 @@ class TrainingOrders:
 
     def __init__(
         self,
-        streams: Mapping[str, Stream],
+        recipe: Recipe,
+        tasks: Mapping[str, TaskSource],
         names: GroupNames,
-        *,
-        group_size: int,
-        sampling: Sampling,
-        timeout_s: float,
-        seed: int,
-        compositions: Sequence[tuple[str, ...]] = ((),),
     ) -> None:
-        """``streams``: by name of the source, the only one without a name. ``compositions``: the policies of one task group,
-        for each kind of group; () is all of the run."""
-        self.streams = dict(streams)
-        self.compositions = tuple(compositions)
+        """``tasks``: by name of the source, the only one without a name."""
         self._names = names
-        self.group_size = group_size
-        self._sampling = sampling
-        self._timeout_s = timeout_s
-        self._seed = seed
-
-    @classmethod
-    def of(cls, recipe: Recipe, tasks: Mapping[str, TaskSource], names: GroupNames) -> TrainingOrders:
-        """The training orders of a recipe; ``tasks`` by source."""
-        seed = recipe.run.seed
-
-        def stream(section: str) -> Stream:
+        self._seed = seed = recipe.run.seed
+        self.streams: dict[str, Stream] = {}
+        for section, config in recipe.data.training.items():
             source = name_of(section)
-            curriculum = Curriculum(
-                len(tasks[source]), recipe.data.seed_of(section, seed), recipe.data.training[section].shuffle
-            )
+            curriculum = Curriculum(len(tasks[source]), recipe.data.seed_of(section, seed), config.shuffle)
             own_seed = derived_seed(seed, "curation", source) if source else seed
-            return Stream(tasks[source], curriculum, build_curation(recipe.data, own_seed))
-
-        return cls(
-            {name_of(section): stream(section) for section in recipe.data.training},
-            names,
-            group_size=recipe.rollout.group_size,
-            sampling=sampling_of(recipe.sampling),
-            timeout_s=recipe.rollout.timeout_s,
-            seed=seed,
-            compositions=recipe.compositions(),
-        )
+            self.streams[source] = Stream(tasks[source], curriculum, build_curation(recipe.data, own_seed))
+        self.compositions = recipe.compositions()  # the policies of one task group, for each kind of group; () is all
+        self.group_size = recipe.rollout.group_size
+        self._sampling = sampling_of(recipe.sampling)
+        self._timeout_s = recipe.rollout.timeout_s
 
     def next_group(self, policies: tuple[str, ...] = (), source: str = "") -> TaskGroup:
         """The next task group of a source for these policies; without a name, for all of the run.
@@ -422,13 +359,6 @@ class TrainingOrders:
         """The gauges of all curations: counts are added up, others are means."""
         found = [stream.curation.gauges() for stream in self.streams.values()]
         names = dict.fromkeys(name for values in found for name in values)
-        return {name: _together(name, [values[name] for values in found if name in values]) for name in names}
-
-
-def _together(name: str, values: Sequence[float]) -> float:
-    total = sum(values)
-    return (
-        total
-        if name in (StepKey.CURATION_SKIPPED, StepKey.CURATION_SOLVED, StepKey.CURATION_UNSOLVED)
-        else total / len(values)
-    )
+        summed = {name: [values[name] for values in found if name in values] for name in names}
+        counts = (StepKey.CURATION_SKIPPED, StepKey.CURATION_SOLVED, StepKey.CURATION_UNSOLVED)
+        return {name: sum(of) if name in counts else sum(of) / len(of) for name, of in summed.items()}

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
 import structlog
 
 from services.common.config.data import is_training
@@ -20,6 +19,7 @@ from services.common.dataset_rows import PROMPT_FIELDS
 from services.common.errors import DatasetError
 from services.common.installing import install
 from services.common.records import Task
+from services.common.safetensors_files import config_of
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.rows import SkippedRows
 
@@ -149,9 +149,6 @@ def _lengths(
 # --- Number of embedding rows of each policy, as far as known without its trainer.
 
 
-CONFIG = "config.json"
-
-
 def vocab_sizes(recipe: Recipe, run_dir: Path) -> dict[str, int | None]:
     """By policy; None without a ``config.json`` on this machine, or without the number there."""
     found = {policy: vocab_size(recipe.model_path(policy, run_dir)) for policy in recipe.policies}
@@ -161,37 +158,10 @@ def vocab_sizes(recipe: Recipe, run_dir: Path) -> dict[str, int | None]:
 
 def vocab_size(model: str) -> int | None:
     """Of a model directory, or of a hub name that was fetched before."""
-    file = _config_file(model)
-    if file is None:
-        return None
-    try:
-        config = orjson.loads(file.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        log.warning("policies.unreadable_config", path=str(file), error=str(error))
-        return None
-    if not isinstance(config, dict):
-        return None
+    config = config_of(model)
     text = config.get("text_config")  # of models that also see
     for section in (config, text if isinstance(text, dict) else {}):
         size = section.get("vocab_size")
         if isinstance(size, int) and not isinstance(size, bool) and size > 0:
             return size
     return None
-
-
-def _config_file(model: str) -> Path | None:
-    directory = Path(model)
-    if directory.is_dir():
-        return directory / CONFIG if (directory / CONFIG).is_file() else None
-    if model.count("/") != 1 or model.startswith(("/", ".", "~")):
-        return None
-    try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-    except ImportError:  # an orchestrator alone may not have the package
-        return None
-    try:
-        cached = try_to_load_from_cache(model, CONFIG)
-    except HFValidationError:  # no hub name either: the trainer reports the number
-        return None
-    return Path(cached) if isinstance(cached, str) else None

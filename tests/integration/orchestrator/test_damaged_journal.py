@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks._peers import ScriptedReplica, ScriptedTrainer
 from services.common.records import SetAsideReason
-from services.common.telemetry.logs import LogEvent
 from services.orchestrator.journal import entries
 from tests.integration.orchestrator.conftest import Orchestrator
 from tests.unit.orchestrator.damage import flip, loaded, rows
@@ -73,21 +72,3 @@ async def test_a_run_whose_journal_is_damaged_again_and_again_comes_to_its_end(
     noted = loaded(orchestrator.run_dir, entries.SET_ASIDE)
     assert noted and all(SetAsideReason(record["reason"]) for record in noted)
     assert len({(record["kind"], record["number"]) for record in noted}) == len(noted)
-
-
-@pytest.mark.slow
-async def test_records_that_are_set_aside_are_told_to_whoever_asks(orchestrators: Make, peers: Peers) -> None:
-    orchestrator = orchestrators(run__steps=STEPS)
-    _, trainer = await orchestrator.start_with(peers, latency_s=0.01, train_s=0.05)
-    training = asyncio.ensure_future(trainer.run(STEPS))
-    await until(lambda: len(trainer.pulled) >= 4)
-    orchestrator.kill()
-    flip(orchestrator.run_dir, entries.VERSION, "model0/1")
-    await orchestrator.start()
-    told = await orchestrator.until(lambda now: bool(now.set_aside))
-    assert [(found.kind, found.reason, found.count) for found in told.set_aside] == [("versions", "damaged", 1)]
-    told = await orchestrator.until(lambda now: now.HasField("disk"))
-    assert told.disk.free_bytes > 0 and told.disk.run_bytes > 0
-    log = (orchestrator.run_dir / "logs" / "orchestrator.jsonl").read_text()
-    assert LogEvent.RECORD_SET_ASIDE in log
-    training.cancel()

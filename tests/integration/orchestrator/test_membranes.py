@@ -21,8 +21,6 @@ from services.common.pb import (
     pool_pb2_grpc,
     run_pb2,
     run_pb2_grpc,
-    status_pb2,
-    status_pb2_grpc,
     trajectory_pb2,
 )
 from services.common.rpc.client import channel, translated_errors
@@ -33,37 +31,6 @@ from tests.waiting import WAIT_S, until
 Make = Callable[..., Orchestrator]
 Peers = list[ScriptedReplica | ScriptedTrainer]
 QUIET = {"evaluation__at_start": False, "evaluation__at_end": False}
-
-
-async def test_bad_records_are_answered_and_counted_and_disturb_nobody(orchestrators: Make, peers: Peers) -> None:
-    orchestrator = orchestrators(**QUIET)
-    replica, trainer = await orchestrator.start_with(peers, latency_s=1000.0)
-    async with asyncio.timeout(WAIT_S):
-        await trainer.join()
-        await trainer.publish(0)
-        await until(lambda: len(replica.orders) >= 8)
-        good = [replica.rollouts.trajectory(replica.orders[0], index, replica.held, 0.0) for index in range(4)]
-        good[1].sequences[0].policy = "nobody"
-        good[2].sequences[0].segments[1].weight_version = 9
-        good[3].sequences[0].segments[1].logprobs = b"\0\0"
-        unknown = trajectory_pb2.Trajectory(task_group_id="nothing-1", index=0)
-        for trajectory in (*good, unknown):
-            replica.put(pool_pb2.NumberedRecord(trajectory=trajectory))
-        await until(lambda: len(replica.outcomes) >= 5)
-        name = replica.orders[0].task_group_id
-        replica.put(pool_pb2.NumberedRecord(trajectory=good[0]))
-        await until(lambda: len(replica.outcomes[name, 0]) >= 2)
-        progress = await orchestrator.progress()
-    assert replica.outcomes[name, 0] == [pool_pb2.RECORD_OUTCOME_ACCEPTED, pool_pb2.RECORD_OUTCOME_DUPLICATE]
-    assert replica.outcomes[name, 1] == replica.outcomes[name, 2] == [pool_pb2.RECORD_OUTCOME_INVALID]
-    assert replica.outcomes["nothing-1", 0] == [pool_pb2.RECORD_OUTCOME_UNKNOWN]
-    assert replica.outcomes[name, 3] == [pool_pb2.RECORD_OUTCOME_INVALID]
-    assert progress.counters["records_invalid"] == 3
-    refused = {name: n for name, n in progress.counters.items() if name.startswith("refused_")}
-    assert refused == {"refused_policy": 1, "refused_version": 1, "refused_unreadable": 1}
-    assert progress.counters["failures_invalid_record"] == 3
-    assert progress.counters["records_unknown"] == 1
-    assert progress.counters["records_duplicate"] == 1
 
 
 async def test_wrong_calls_get_structured_errors(orchestrators: Make, peers: Peers) -> None:
@@ -86,54 +53,6 @@ async def test_wrong_calls_get_structured_errors(orchestrators: Make, peers: Pee
         pool = pool_pb2_grpc.PoolServiceStub(connection)
         with pytest.raises(LeaseLostError, match="join again"), translated_errors("orchestrator"):
             await report_once(pool, pool_pb2.StreamReportsRequest(replica_id="x", incarnation="1"), WAIT_S)
-
-
-async def test_each_report_of_a_stream_is_answered_and_a_refused_one_ends_the_stream(
-    orchestrators: Make, peers: Peers
-) -> None:
-    orchestrator = orchestrators(**QUIET)
-    replica, _ = await orchestrator.start_with(peers)
-    who = {"replica_id": replica.replica_id, "incarnation": replica.incarnation}
-    faulty = [
-        (LeaseLostError, "join again", {"replica_id": "x"}),
-        (LeaseLostError, "join again", {"incarnation": "another"}),
-        (InvalidRequestError, "num_generated_tokens", {"num_generated_tokens": -1}),
-        (InvalidRequestError, "nobody", {"held_versions": [pool_pb2.HeldVersion(policy="nobody")]}),
-        (LeaseLostError, "join again", None),  # an empty message
-    ]
-    async with asyncio.timeout(WAIT_S), channel(orchestrator.address) as connection:
-        pool = pool_pb2_grpc.PoolServiceStub(connection)
-        await orchestrator.until(lambda now: len(now.replicas) == 1)
-        for error, text, change in faulty:
-            stream = pool.StreamReports()
-            for tokens in (5, 6):
-                report = pool_pb2.StreamReportsRequest(**who, num_generated_tokens=tokens)
-                await stream.write(report)
-                response = await stream.read()
-                assert (response.lease.seconds, response.next_report.seconds) == (2, 2)
-            report = pool_pb2.StreamReportsRequest(**({} if change is None else who | change))
-            await stream.write(report)
-            with pytest.raises(error, match=text), translated_errors("orchestrator"):
-                await stream.read()
-        progress = await orchestrator.progress()
-    assert [found.replica_id for found in progress.replicas] == ["a"], "the faulty reports changed nothing"
-
-
-async def test_the_end_of_the_orchestrator_ends_an_open_stream_of_reports_without_error(
-    orchestrators: Make, peers: Peers
-) -> None:
-    orchestrator = orchestrators(**QUIET)
-    replica, _ = await orchestrator.start_with(peers)
-    async with asyncio.timeout(WAIT_S), channel(orchestrator.address) as connection:
-        await orchestrator.until(lambda now: len(now.replicas) == 1)
-        stream = pool_pb2_grpc.PoolServiceStub(connection).StreamReports()
-        report = pool_pb2.StreamReportsRequest(replica_id=replica.replica_id, incarnation=replica.incarnation)
-        await stream.write(report)
-        assert await stream.read()
-        assert orchestrator.process is not None
-        orchestrator.process.terminate()
-        assert await stream.read() is grpc.aio.EOF
-        assert await stream.code() is grpc.StatusCode.OK
 
 
 async def test_pause_resume_and_stop(orchestrators: Make, peers: Peers) -> None:
@@ -179,21 +98,6 @@ async def test_a_second_orchestrator_on_the_same_run_directory_is_refused(orches
     second = orchestrator.spawn()
     assert await asyncio.to_thread(second.wait, 30) == 2
     assert "is in use by another orchestrator (pid" in (orchestrator.run_dir / "stderr.txt").read_text()
-
-
-async def test_rows_that_cannot_be_used_are_logged_and_counted_in_the_status(orchestrators: Make) -> None:
-    orchestrator = orchestrators()
-    (orchestrator.run_dir / "tasks.jsonl").write_text('{"question": "a"}\n{"question": \n{"text": "b"}\n')
-    await orchestrator.start()
-    async with channel(orchestrator.address) as connection:
-        asked = status_pb2.GetStatusRequest()
-        status = await status_pb2_grpc.StatusServiceStub(connection).GetStatus(asked, timeout=WAIT_S)
-    gauges = dict(status.gauges)
-    assert (gauges["tasks"], gauges["rows_left_out/data.train"], gauges["rows_left_out/data.evaluation.held_out"]) == (
-        1.0, 2.0, 0.0,
-    )  # fmt: skip
-    told = (orchestrator.run_dir / "stderr.txt").read_text()
-    assert "row 2: not valid JSON" in told and "row 3 has no prompt" in told
 
 
 async def test_a_dataset_without_a_usable_row_ends_the_start_with_the_first_reasons(orchestrators: Make) -> None:

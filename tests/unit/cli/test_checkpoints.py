@@ -74,7 +74,7 @@ def run_dir(tmp_path: Path) -> Path:
 
     def version(number: int) -> dict[str, Any]:
         found = WeightVersion(policy="model0", number=number, digest=f"xxh3-128:{number:032d}")
-        return entries.version_to_json(found, 0, {})
+        return entries.to_json(entries.VersionRecord(version=found))
 
     async def journal() -> None:
         written = Journal(directory / "journal")

@@ -86,17 +86,6 @@ def test_bytes_that_nobody_packed_are_refused_or_say_a_set_with_the_sampled_toke
         assert (token in sets.ids[sets.rows == token]) != bool(sets.left_out[token])
 
 
-def test_tokens_of_the_whole_vocabulary_cost_nothing_and_equal_rows_little() -> None:
-    assert pack([], 1000) == b""
-    assert len(pack([row_of(set(), t) for t in range(1000)], 1000)) < 50  # single tokens, each another
-    stops = left_out_row([5, 7])
-    assert len(pack([stops] * 100, 5000)) < 80  # then 4900 of the whole vocabulary
-    assert drawable(unpack(pack([stops], 2), np.array([9, 5], np.int32))) == [
-        set(range(VOCAB)) - {5, 7},
-        set(range(VOCAB)),
-    ]
-
-
 def test_what_is_unpacked_is_bounded_by_the_bytes() -> None:
     """A few bytes that repeat one large set for every token would fill the memory of a trainer."""
     num = 20_000

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from services.common.records import (
@@ -15,7 +18,8 @@ from services.common.records import (
     TokenSequence,
     Trajectory,
 )
-from services.orchestrator.groups import TaskGroup
+from services.orchestrator.buffer.buffer import AdvantageGroup, RewardRules
+from services.orchestrator.groups import GroupBy, TaskGroup
 
 
 def sequence(
@@ -75,3 +79,8 @@ def complete_group(name: str, rewards: list[float], version: int = 0) -> TaskGro
     for index, reward in enumerate(rewards):
         made.resolve(trajectory(name, index, reward=reward, version=version))
     return made
+
+
+def advantage_groups(group: TaskGroup, group_by: Mapping[str, GroupBy] = MappingProxyType({})) -> list[AdvantageGroup]:
+    """Of a complete task group, with the default rules of rewards."""
+    return RewardRules(group_by=group_by).groups(group)

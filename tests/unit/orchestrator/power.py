@@ -1,8 +1,7 @@
 """A disk that loses power: records the journal's file operations, and builds the states after a cut at any of them.
 
 Only synced data is certain: contents of a file by ``sync``, names in a directory by ``sync_directory``. Any part of the
-rest may be present: each write whole, in part, as zeros or not at all, in any order; each name added or not, removed or
-not.
+rest may be present: each write whole, in part, as zeros or not at all, in any order; each name added or not.
 """
 
 from __future__ import annotations
@@ -57,15 +56,6 @@ class RecordingFiles(Files):
     def sync_directory(self, path: Path) -> None:
         self.trace.append(("sync_directory", path.name))
 
-    def replace(self, source: Path, target: Path) -> None:
-        super().replace(source, target)
-        self._named[target.name] = self._named.pop(source.name)
-        self.trace.append(("replace", source.name, target.name))
-
-    def remove(self, path: Path) -> None:
-        super().remove(path)
-        self.trace.append(("remove", path.name))
-
 
 @dataclass
 class _File:
@@ -80,7 +70,7 @@ class Disk:
         self._directory = directory
         self._files: dict[int, _File] = {}
         self._names: dict[str, int] = {}  # that are sure
-        self._pending: list[Operation] = []  # changes of names since
+        self._pending: list[Operation] = []  # names that were added since
         self._is_there = False  # the directory itself
 
     def apply(self, operation: Operation) -> None:
@@ -88,11 +78,8 @@ class Disk:
             case ("create", number, _):
                 self._files[number] = _File()
                 self._pending.append(operation)
-            case ("remove" | "replace", *_):
-                self._pending.append(operation)
             case ("sync_directory", name) if name == self._directory:
-                for pending in self._pending:
-                    _rename(self._names, pending)
+                self._names |= {name: number for _, number, name in self._pending}
                 self._pending.clear()
             case ("sync_directory", _):
                 self._is_there = True
@@ -108,10 +95,7 @@ class Disk:
         """Contents by name, as one cut may leave them."""
         if not self._is_there and draw.random() < 0.5:
             return {}
-        names = dict(self._names)
-        for pending in self._pending:
-            if draw.random() < 0.5:
-                _rename(names, pending)
+        names = self._names | {name: number for _, number, name in self._pending if draw.random() < 0.5}
         return {name: self._left_of(self._files[number], draw) for name, number in names.items()}
 
     def _left_of(self, file: _File, draw: random.Random) -> bytes:
@@ -130,16 +114,6 @@ class Disk:
                 operation = (kind, number, offset, data[:cut] + zeros)
             _change(left, operation)
         return bytes(left)
-
-
-def _rename(names: dict[str, int], operation: Operation) -> None:
-    match operation:
-        case ("create", number, name):
-            names[name] = number
-        case ("remove", name):
-            names.pop(name, None)
-        case ("replace", source, target) if source in names:
-            names[target] = names.pop(source)
 
 
 def _change(content: bytearray, operation: Operation) -> None:

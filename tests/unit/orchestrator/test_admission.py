@@ -141,7 +141,7 @@ def test_every_policy_must_have_room() -> None:
     config = BatchConfig(size=4, max_staleness=0)
     experience = ExperiencePipeline({"a": config, "b": config}, num_steps=9, counters=Counter())
     assert experience.admission.open(["a", "b"])
-    experience.admission.accounts["b"].accepted = 4
+    experience.admission.accounts["b"].buffered = 4
     assert not experience.admission.open(["a", "b"])
     assert experience.admission.open(["a"]), "a group of one policy asks for its own room alone"
 
@@ -169,12 +169,12 @@ def test_admit_any_starts_a_rollout_when_one_has_room_and_drops_what_the_other_c
 def test_nobody_waits_for_the_room_of_a_policy_whose_trainer_is_gone() -> None:
     config = BatchConfig(size=4, max_staleness=0)
     experience = ExperiencePipeline({"a": config, "b": config}, num_steps=9, counters=Counter())
-    experience.admission.accounts["b"].accepted = 4
+    experience.admission.accounts["b"].buffered = 4
     assert not experience.admission.open(["a", "b"])
     experience.admission.absent.add("b")
     assert experience.admission.open(["a", "b"])
-    assert experience.admission.is_surplus("b", 0)
-    assert not experience.admission.is_surplus("a", 0)
+    assert experience.admission.is_surplus("b")
+    assert not experience.admission.is_surplus("a")
     experience.admission.absent.add("a")
     assert not experience.admission.open(["a", "b"]), "nobody would train it"
 

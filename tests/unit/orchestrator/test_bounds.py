@@ -15,8 +15,6 @@ import pytest
 import structlog
 
 from services.cli.watch import refusal_warning
-from services.common.errors import InvalidRequestError
-from services.common.kept_tokens import KeptRow, left_out_row, pack
 from services.common.records import (
     Purpose,
     Refusal,
@@ -25,17 +23,13 @@ from services.common.records import (
     RolloutTiming,
     Sampling,
     Segment,
-    StopReason,
-    TokenSequence,
     Trajectory,
-    WeightVersion,
     counter_of,
 )
 from services.common.records import RefusalReason as Reason
 from services.orchestrator.ingest import (
     MOST_SENDERS,
     MOST_SEQUENCES,
-    MOST_SLOTS,
     Answer,
     PolicyBounds,
     RecordBounds,
@@ -43,14 +37,7 @@ from services.orchestrator.ingest import (
     RecordRefusedError,
     Refusals,
     bounded_failure,
-    check_held,
-    check_id,
-    check_number,
-    check_version,
-    finite_gauges,
-    possible_intervals,
 )
-from services.orchestrator.members import Held
 from services.orchestrator.tasks.prompts import vocab_size
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 from tests.unit.orchestrator.world import World
@@ -99,21 +86,6 @@ def test_records_at_their_bounds_are_taken() -> None:
         assert reason_of(made, bounds, sampling=Sampling(max_new_tokens=6)) is None
 
 
-@pytest.mark.parametrize(
-    ("parents", "reason"),
-    [
-        ((None, 0, 1), None),
-        ((None, 0, 0), None),
-        ((0,), Reason.NUMBER),
-        ((None, 1), Reason.NUMBER),
-        ((None, -1), Reason.NUMBER),
-    ],
-)
-def test_a_parent_stands_before_its_sequence(parents: tuple[int | None, ...], reason: Reason | None) -> None:
-    made = [sequence(1.0, thread=i) for i in range(len(parents))]
-    assert reason_of(trajectory("g", 0, *(replace(s, parent=p) for s, p in zip(made, parents, strict=True)))) is reason
-
-
 @pytest.mark.parametrize("num_tokens", [1, 64])
 def test_a_turn_is_what_the_policy_wrote_between_two_tokens_of_the_environment(num_tokens: int) -> None:
     most = Sampling(max_new_tokens=4)
@@ -158,20 +130,6 @@ def test_teachers_are_where_they_were_asked_for() -> None:
     assert reason_of(of(PROMPT, said(2)), taught) is Reason.TEACHER
     wrong = of(PROMPT, said(2, teacher_logprobs=np.array([-1, np.nan], np.float32)))
     assert reason_of(wrong, taught) is Reason.TEACHER
-
-
-@pytest.mark.parametrize(
-    ("row", "fits"),
-    [
-        (left_out_row([99]), True),
-        (left_out_row([100]), False),
-        (KeptRow(False, np.array([0, 99], np.int32)), True),
-        (KeptRow(False, np.array([0, 100], np.int32)), False),
-    ],
-)
-def test_kept_tokens_are_of_the_vocabulary(row: KeptRow, fits: bool) -> None:
-    made = of(PROMPT, said(2, kept=pack([row, row], 2)))
-    assert reason_of(made) is (None if fits else Reason.KEPT_TOKENS)
 
 
 def test_a_workflow_may_leave_as_many_sequences_as_its_settings_say(worlds: Worlds) -> None:
@@ -329,35 +287,6 @@ def test_refusals_remember_a_bounded_number_of_senders_and_what_was_refused_most
     assert refusal_warning({"failures_other": 3}) == ""
 
 
-# -- reports ----------------------------------------------------------------------------------------------------------
-
-
-def test_who_somebody_is_and_what_it_holds_is_refused_where_it_cannot_be() -> None:
-    for text in ("", "x" * 129, "a\nb", "\x00"):
-        with pytest.raises(InvalidRequestError, match="replica_id"):
-            check_id("replica_id", text)
-    assert check_id("replica_id", "gpu-7.b") == "gpu-7.b"
-    for number in (0, -1, MOST_SLOTS + 1):
-        with pytest.raises(InvalidRequestError, match="num_slots"):
-            check_number("num_slots", number, 1, MOST_SLOTS)
-    for held in ({"nobody": Held(0, "d")}, {"model0": Held(-2, "d")}, {"model0": Held(0, "d" * 999)}):
-        with pytest.raises(InvalidRequestError):
-            check_held(held, {"model0"})
-    for version in (
-        WeightVersion(policy="model0", number=-1, digest="d"),
-        WeightVersion(policy="model0", number=2**60, digest="d"),
-        WeightVersion(policy="model0", number=0, digest=""),
-        WeightVersion(policy="model0", number=0, digest="d", sources=("x",) * 5000),
-    ):
-        with pytest.raises(InvalidRequestError):
-            check_version(version)
-
-
-def test_gauges_are_finite_and_intervals_possible() -> None:
-    assert finite_gauges({"a": 1.0, "nan": math.nan, "inf": math.inf}) == {"a": 1.0}
-    assert possible_intervals([(5.0, 4.0), (-1.0, 2.0), (0.0, 9e18), (1.0, 2.0)], now=10.0) == [(1.0, 2.0)]
-
-
 # -- vocabulary -------------------------------------------------------------------------------------------------------
 
 
@@ -383,10 +312,3 @@ def test_a_model_that_is_not_here_has_no_known_vocabulary(tmp_path: Path) -> Non
     (tmp_path / "empty").mkdir()
     for model in ("none", str(tmp_path / "absent"), str(tmp_path / "broken"), str(tmp_path / "empty"), "a/b/c", "../x"):
         assert vocab_size(model) is None
-
-
-def test_a_sequence_of_an_unknown_policy_and_a_foreign_one_are_told_apart() -> None:
-    foreign: TokenSequence = sequence(policy="other")
-    assert reason_of(trajectory("g", 0, foreign)) is Reason.POLICY
-    assert reason_of(trajectory("g", 0, sequence()), policies=("model1",)) is Reason.POLICY
-    assert reason_of(trajectory("g", 0, sequence(stop_reason=StopReason.ABORTED))) is None

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,10 +14,9 @@ from services.orchestrator.buffer.buffer import (
     ExperienceBuffer,
     Expired,
     LateRule,
-    advantage_groups,
     mask_sequence,
 )
-from tests.unit.orchestrator.builders import complete_group, group, sequence, trajectory
+from tests.unit.orchestrator.builders import advantage_groups, complete_group, group, sequence, trajectory
 
 
 def made(name: str, version: int, size: int = 2) -> AdvantageGroup:
@@ -70,42 +68,6 @@ def test_what_is_too_old_leaves_eagerly_wherever_it_stands() -> None:
     assert names(buffer.take()) == ["c"]
 
 
-def test_groups_of_a_recorded_batch_are_taken_by_name() -> None:
-    buffer = held(batch_size=2, max_staleness=9)
-    for name in "abc":
-        buffer.add(made(name, 0))
-    assert names(buffer.take_named({"b/0/0", "b/1/0", "gone/0/0"})) == ["b"]
-    assert names(buffer.take()) == ["a"]
-    assert names(buffer.take()) == ["c"]
-
-
-def test_a_batch_that_is_not_there_cannot_be_taken() -> None:
-    with pytest.raises(ValueError, match="0 of 2"):
-        held(batch_size=2, max_staleness=1).take()
-
-
-@given(
-    versions=st.lists(st.integers(0, 5), max_size=40),
-    batch_size=st.integers(1, 8),
-    max_staleness=st.integers(0, 3),
-)
-def test_nothing_is_lost_or_taken_twice(versions: list[int], batch_size: int, max_staleness: int) -> None:
-    buffer = held(batch_size, max_staleness)
-    left: list[str] = []
-    for arrival, version in enumerate(versions):
-        if buffer.add(made(str(arrival), version, size=1 + arrival % 3))[0] is None:
-            left.append(str(arrival))
-        if arrival % 5 == 4:
-            left += names([group for group, _ in buffer.advance(arrival // 5)])
-        if buffer.ready and arrival % 2:
-            taken = buffer.take()
-            assert all((group.min_version or 0) >= buffer.version - max_staleness for group in taken)
-            left += names(taken)
-    while buffer.ready:
-        left += names(buffer.take())
-    assert len(left) == len(set(left)) == len(versions) - len(buffer)
-
-
 def test_drop_takes_the_members_that_are_too_old_and_leaves_their_siblings_and_the_statistics_of_all() -> None:
     buffer = held(batch_size=2, max_staleness=1)
     buffer.add(spread("g", (0, 1, 2), (1,), (2,)))
@@ -118,37 +80,6 @@ def test_drop_takes_the_members_that_are_too_old_and_leaves_their_siblings_and_t
     assert [m.sequence_id for m in kept.members] == ["g/2/0"]
     assert (kept.mean, kept.std, kept.num_compared) == (1.0, 1.0, 3)
     assert young.num_compared == young.size == 2
-
-
-@pytest.mark.parametrize("late", ["keep", "wait"])
-def test_late_experience_is_kept_whole_at_any_age(late: Any) -> None:
-    buffer = held(batch_size=2, max_staleness=1, late=late)
-    before = spread("g", (0, 1), (0,))
-    buffer.add(before)
-    assert buffer.advance(90) == []
-    assert buffer.take() == [before]
-
-
-def test_mask_leaves_young_tokens_and_siblings() -> None:
-    buffer = held(batch_size=2, max_staleness=1, late="mask")
-    buffer.add(spread("g", (0, 1, 2), (0,), (2, 3)))
-    assert left_names(buffer.advance(2)) == ["g/1/0"], "all of it would be masked"
-    [taken] = buffer.take()
-    first, second = taken.members
-    assert (taken.num_compared, taken.mean) == (3, 1.0)
-    assert (first.trained_from, first.num_masked_tokens) == (1, 2)
-    assert [s.weight_version for s in first.sequence.segments if s.is_policy] == [1, 2]
-    assert first.sequence.num_tokens == 7, "what is masked is still read"
-    assert (second.trained_from, second.num_masked_tokens) == (0, 0)
-
-
-def test_no_token_beyond_max_token_age_is_trained_and_what_has_no_other_leaves() -> None:
-    buffer = held(batch_size=1, max_staleness=1, late="keep", max_token_age=3)
-    buffer.add(spread("g", (0, 2), (0,), (4,)))
-    assert left_names(buffer.advance(4)) == ["g/1/0"]
-    [taken] = buffer.take()
-    assert [m.num_masked_tokens for m in taken.members] == [2, 0]
-    assert taken.min_version == 2
 
 
 @given(

@@ -74,20 +74,6 @@ def test_exactly_one_source_may_be_named() -> None:
             DatasetConfig(**wrong)
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "left_out"),
-    [
-        ("aime24", 30, 0), ("aime25", 30, 0), ("amc23", 40, 0), ("math500", 500, 0), ("gsm8k", 7473, 0),
-        ("math-train", 4996, 4), ("aime-1983-2023", 705, 0), ("deepscaler", 5000, 0), ("humaneval", 164, 0),
-        ("deepcoder-codeforces", 280, 0), ("code-contests", 90, 0), ("leetcode", 300, 0),
-    ],
-)  # fmt: skip
-def test_real_files_open_by_name(name: str, rows: int, left_out: int, data_root: Path) -> None:
-    source = open_source(DatasetConfig(name=name), seed=0)
-    assert (len(source), source.left_out.count) == (rows, left_out)
-    assert source[0].data["problem"]
-
-
 def test_alfworld_trains_and_evaluates_on_the_games_of_the_reference(data_root: Path) -> None:
     reference = json.loads((data_root / "alfworld_reference_indices.json").read_text())
     for name, ranges in (("alfworld-train", "train"), ("alfworld-valid", "valid")):

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
-from services.orchestrator.tasks.datasets import log_opened, open_source
+from services.orchestrator.tasks.datasets import open_source
 
 LEAVING: tuple[type[BaseException], ...] = (SystemExit, asyncio.CancelledError, GeneratorExit, ValueError)
 
@@ -28,11 +27,6 @@ def endless(seed: int) -> Iterator[dict[str, Any]]:
 
 def no_json(seed: int) -> Iterator[dict[str, Any]]:
     yield {"question": {1, 2}}
-
-
-def leaving(seed: int, kind: str) -> Iterator[dict[str, Any]]:
-    yield {"question": "q"}
-    raise {each.__name__: each for each in LEAVING}[kind](3)
 
 
 def jsonl(path: Path, *lines: str) -> DatasetConfig:
@@ -54,17 +48,6 @@ def test_rows_that_cannot_be_used_are_left_out_counted_and_named_by_their_line(t
     assert [reason.partition(":")[0] for reason in source.left_out.reasons] == ["row 2", "row 4", "row 5"]
     assert str(source.left_out).endswith("; and 2 more")
     assert "a row must be a JSON object, not list" in source.left_out.reasons[1]
-
-
-def test_the_log_names_what_is_left_out(tmp_path: Path) -> None:
-    with structlog.testing.capture_logs() as logs:
-        log_opened("data.train", open_source(jsonl(tmp_path / "a.jsonl", '{"q": 1}', "[1]"), seed=0))
-        log_opened("data.evaluation.b", open_source(jsonl(tmp_path / "b.jsonl", '{"q": 1}'), seed=0))
-    warned, told = logs
-    assert (warned["event"], warned["dataset"]) == ("dataset.opened", "data.train")
-    assert (warned["log_level"], warned["rows"], warned["left_out"]) == ("warning", 1, 1)
-    assert warned["reasons"] == ["row 2: a row must be a JSON object, not list"]
-    assert (told["log_level"], told["left_out"]) == ("info", 0)
 
 
 @pytest.mark.parametrize(
@@ -109,22 +92,10 @@ def test_ids_come_from_their_field_and_are_unique(tmp_path: Path) -> None:
         open_source(config, seed=0)
 
 
-def test_limit_takes_the_first_rows(tmp_path: Path) -> None:
-    config = jsonl(tmp_path / "a.jsonl", '{"q": 1}', '{"q": 2}', "broken").model_copy(update={"limit": 2})
-    assert len(open_source(config, seed=0)) == 2
-
-
 def test_a_generator_gets_seed_and_settings() -> None:
     config = DatasetConfig(generator=f"{__name__}:rows", settings={"count": 2}, id_field="id")
     source = open_source(config, seed=7)
     assert [source[i].task_id for i in range(len(source))] == ["7-0", "7-1"]
-
-
-@pytest.mark.parametrize("kind", LEAVING)
-def test_a_generator_that_leaves_is_named_as_one_that_raises(kind: type[BaseException]) -> None:
-    config = DatasetConfig(generator=f"{__name__}:leaving", settings={"kind": kind.__name__})
-    with pytest.raises(DatasetError, match=rf"leaving raised {kind.__name__}: 3"):
-        open_source(config, seed=7)
 
 
 def test_faulty_generators_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,11 +76,6 @@ def test_batches_do_not_depend_on_when_rollouts_end_or_how_many_run_at_once(
     assert _batches(batch, size, share_dropped, most_running, order) == one_by_one
 
 
-def test_groups_are_taken_in_the_order_of_their_issue_and_not_of_their_end() -> None:
-    (first, *_) = _batches(8, 4, 0.0, most_running=2, order=3)
-    assert first == sorted(first)
-
-
 def test_nothing_is_issued_while_a_batch_is_trained() -> None:
     experience = ExperiencePipeline(
         {"model0": BatchConfig(size=2, max_staleness=0, dynamic_sampling=False)}, STEPS, Counter(), deterministic=True
@@ -99,23 +94,6 @@ def test_nothing_is_issued_while_a_batch_is_trained() -> None:
     experience.advanced("model0", 1)
     assert experience.admission.open(["model0"])
     assert not experience.admission.open(["model0"], {"model0": 1}), "nor may a replica that lags play"
-
-
-def test_a_cancelled_group_leaves_room_for_the_next() -> None:
-    experience = ExperiencePipeline(
-        {"model0": BatchConfig(size=4, max_staleness=0)}, STEPS, Counter(), deterministic=True
-    )
-    experience.advanced("model0", 0)
-    made = group("m-00000001", 4)
-    experience.issued(made)
-    assert not experience.admission.open(["model0"])
-    outcome = trajectory(made.id, 0)
-    made.resolve(outcome)
-    experience.resolved(made, outcome)
-    experience.cancelled(made)
-    account = experience.admission.accounts["model0"]
-    assert (account.group_slots, account.accepted, account.running_slots) == (0, 0, 0)
-    assert experience.admission.open(["model0"])
 
 
 @pytest.mark.parametrize("names", [["m-00000002", "m-00000010", "m-00000001"], ["m-100000000", "m-99999999"]])

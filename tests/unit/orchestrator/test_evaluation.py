@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from services.common.errors import ConfigError
-from services.common.records import Purpose, Sampling, WeightVersion
+from services.common.records import Purpose, Sampling
 from services.common.telemetry.metrics import RolloutKey
 from services.orchestrator.evaluation import EvaluationPass
 from services.orchestrator.journal.entries import (
@@ -176,48 +176,6 @@ async def test_a_run_that_only_evaluates_takes_the_replicas_checkpoint_for_its_v
     assert world.core.evaluations.results["start/greedy"].mean_reward == 1.0
 
 
-async def test_a_replica_that_was_told_of_a_newer_version_is_pinned_to_that_one(worlds: Callable[..., World]) -> None:
-    world = worlds(run={"steps": 9}, evaluation={"every": 1, "at_start": False}, max_staleness=2)
-    async with living(world):
-        await world.publish(0)
-        first, second = world.join("first", slots=16), world.join("second", slots=16)
-        training, _ = split(await world.orders(first) + await world.orders(second))
-        await train_one_step(world, training[:2], 1, 0)
-        await world.settle()  # the evaluation of version 1 waits: both replicas heard of version 1 and hold 0
-        await world.publish(2)  # before a replica reports version 1
-        await world.settle()
-        told = {
-            replica.replica_id: max(
-                c.version.number for c in await world.commands(replica) if isinstance(c, AnnounceVersion)
-            )
-            for replica in (first, second)
-        }
-        assert sorted(told.values()) == [1, 2], "the one that the evaluation waits for is told of nothing further"
-        awaited, other = (first, second) if told["first"] == 1 else (second, first)
-        report(world, other, 1)  # on its way to 2: the replica would leave version 1 in the middle of the evaluation
-        assert split(await world.orders(other))[1] == []
-        report(world, awaited, 1)
-        _, evaluation = split(await world.orders(awaited))
-        assert [dict(order.required_versions) for order in evaluation] == [{"model0": 1}] * 3
-
-
-async def test_when_training_ends_an_evaluation_that_nobody_plays_yet_is_played_on_the_newest_version(
-    worlds: Callable[..., World],
-) -> None:
-    world = worlds(run={"steps": 2}, evaluation={"every": 1, "at_start": False, "at_end": False}, max_staleness=2)
-    async with living(world):
-        await world.publish(0)
-        first, second = world.join("first", slots=16), world.join("second", slots=16)
-        training, _ = split(await world.orders(first) + await world.orders(second))
-        await train_one_step(world, training[:2], 1, 0)
-        await train_one_step(world, training[2:4], 2, 0)
-        world.core.dispatcher.train = False
-        for replica in (first, second):
-            report(world, replica, 2)
-        orders = split(await world.orders(first) + await world.orders(second))[1]
-        assert orders and {order.required_versions["model0"] for order in orders} == {2}
-
-
 async def test_no_more_trajectories_of_evaluations_are_played_at_once_than_is_allowed(
     worlds: Callable[..., World],
 ) -> None:
@@ -320,23 +278,6 @@ def test_a_pass_counts_rewards_that_programs_can_forge() -> None:
     assert result.num_opaque == 2 and from_json(EvaluationResult, to_json(result)) == result
 
 
-def test_a_pass_tells_how_far_it_is_and_the_time_left_at_its_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("services.orchestrator.evaluation.time.monotonic", lambda: now)
-    current = EvaluationPass(
-        name="start/greedy", evaluation_id="start", wanted={}, sampling=Sampling(), samples=(1,) * 50
-    )
-    assert current.standing() == "evaluation start/greedy: 0 of 50"
-    now += 60.0  # nothing is issued yet
-    current.issue("g", 0)
-    current.num_resolved = 10  # by the process before
-    assert current.standing() == "evaluation start/greedy: 10 of 50"
-    now, current.num_resolved = now + 20.0, 20
-    assert current.standing() == "evaluation start/greedy: 20 of 50, about 60 s left"
-    current.num_resolved = 50
-    assert current.standing().endswith("50 of 50, about 0 s left")
-
-
 async def test_a_lone_replica_is_pinned_also_for_a_pass_that_is_larger_than_its_slots(
     worlds: Callable[..., World],
 ) -> None:
@@ -361,33 +302,6 @@ async def test_a_lone_replica_is_pinned_also_for_a_pass_that_is_larger_than_its_
                 await world.send(*(trajectory(order.task_group_id, i, version=1) for i in order.indices))
         result = world.core.evaluations.results["step-1/greedy"]
         assert (result.pinned, dict(result.versions), dict(result.newest_versions)) == (True, *[{"model0": 1}] * 2)
-
-
-async def test_an_evaluation_after_a_slow_one_is_named_after_the_step_that_it_evaluates(
-    worlds: Callable[..., World],
-) -> None:
-    world = worlds(run={"steps": 9}, evaluation={"every": 2, "at_start": False}, max_staleness=8)
-    async with living(world):
-        for version in (0, 1, 2):
-            await world.publish(version)
-            await world.settle()
-        replica = world.join(number=2)
-        _, slow = split(await world.orders(replica))
-        for version in (3, 4, 5):
-            await world.publish(version)
-            await world.settle()
-        await world.send(*(trajectory(order.task_group_id, 0, version=2) for order in slow))
-        report(world, replica, 5)
-        _, next_one = split(await world.orders(replica))
-        assert [dict(order.required_versions) for order in next_one] == [{"model0": 5}] * 3
-        await world.send(*(trajectory(order.task_group_id, 0, version=5) for order in next_one))
-        await world.publish(6)
-        await world.settle()
-        results = world.core.evaluations.results
-        assert {name: dict(result.versions) for name, result in results.items()} == {
-            "step-2/greedy": {"model0": 2}, "step-5/greedy": {"model0": 5},
-        }  # fmt: skip
-        assert [current.name for current in world.core.evaluations] == ["step-6/greedy"]
 
 
 @pytest.mark.parametrize("share", [None, 0.125])
@@ -424,30 +338,6 @@ async def test_an_evaluation_of_a_step_that_would_repeat_the_one_of_the_end_is_s
     async with living(world):
         await world.settle()
         await ends(world.join(number=2))
-
-
-async def test_an_evaluation_on_its_own_version_is_finished_after_training(worlds: Callable[..., World]) -> None:
-    world = worlds(run={"steps": 2}, evaluation={"every": 1, "at_start": False}, max_staleness=2)
-    async with living(world):
-        await world.publish(0)
-        replica = world.join(slots=16)
-        training, _ = split(await world.orders(replica))
-        await train_one_step(world, training[:2], 1, 0)
-        await world.settle()
-        for order in training[2:4]:
-            await world.play(order)
-        await world.trainer_api.pull_batch("model0", 2, timeout_s=WAIT_S)
-        await world.publish(2)
-        await world.settle()
-        report(world, replica, 1)  # it was told of version 1, and reports it after the end
-        _, orders = split(await world.orders(replica))
-        assert [dict(order.required_versions) for order in orders] == [{"model0": 1}] * 3
-        await world.send(*(trajectory(order.task_group_id, 0, version=1) for order in orders))
-        report(world, replica, 2)
-        _, orders = split(await world.orders(replica))
-        await world.send(*(trajectory(order.task_group_id, 0, version=2) for order in orders))
-        found = {name: dict(result.versions) for name, result in world.core.evaluations.results.items()}
-        assert found == {"step-1/greedy": {"model0": 1}, "end/greedy": {"model0": 2}}
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -490,22 +380,3 @@ async def test_an_evaluation_of_a_step_whose_version_is_lost_is_begun_again_on_t
         assert {name: (r.mean_reward, r.num_failed) for name, r in results.items()} == {
             "step-2/greedy": (1.0, 0), "step-2/sampled": (1.0, 0),
         }  # fmt: skip
-
-
-async def test_an_evaluation_is_played_by_the_replica_with_the_nearest_version_also_where_others_are_freer(
-    worlds: Callable[..., World],
-) -> None:
-    world = worlds(run={"steps": 9}, evaluation={"every": 4, "at_start": False}, max_staleness=8)
-    async with living(world):
-        for version in range(4):
-            await world.publish(version)
-        await world.settle()
-        for name, slots, number in (("near", 8, 4), ("far", 64, 5), ("farther", 32, 6)):
-            world.join(name, number=number, slots=slots)
-        for version in (4, 5, 6):
-            world.core.apply_version(WeightVersion(policy="model0", number=version, digest=f"d{version}"), {})
-        await world.core.begin_evaluation("asked")
-        (current,) = world.core.evaluations
-        current.wanted = {"model0": 4}
-        await world.settle()
-        assert (dict(current.versions), current.evaluators) == ({"model0": 4}, {"near"})

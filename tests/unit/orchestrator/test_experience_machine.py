@@ -91,10 +91,13 @@ class Events(RuleBasedStateMachine):
             found = [v for v in verdicts if v.outcome is records.GroupFate.SURPLUS]
             self.surplus[name] = {(v.policy, v.role, v.attempt) for v in found}
 
-        return ExperiencePipeline(
+        made = ExperiencePipeline(
             self.configs, NUM_STEPS, Counter(), admit=self.admit, on_closed=on_closed, on_judged=on_judged,
-            rules=self.reward_rules, seed=7, sources=self.sources, exhausted_after=3,
+            rules=self.reward_rules, seed=7, sources=self.sources,
         )  # fmt: skip
+        for mixture in made.mixtures.values():
+            mixture._exhausted_after = 3
+        return made
 
     def version(self, policy: str) -> int:
         return self.experience.admission.accounts[policy].version
@@ -314,12 +317,10 @@ def state(experience: ExperiencePipeline) -> dict[str, Any]:
         account, buffer = experience.admission.accounts[policy], experience.buffers[policy]
         waiting = [
             (
-                deadline, group.task_group_id, group.role, group.attempt, group.mean, group.std, group.num_compared,
+                buffer._place(group), group.task_group_id, group.role, group.attempt, group.mean, group.std, group.num_compared,
                 [(m.sequence_id, m.sequence.reward, m.sequence.min_version) for m in group.members],
             )
-            for heap in buffer._heaps.values()
-            for deadline, arrival in sorted(heap)
-            if (group := buffer._waiting.get(arrival)) is not None
+            for group in sorted(buffer.groups, key=buffer._place)
         ]  # fmt: skip
         found[policy] = {
             "accepted": account.accepted, "unfinished": account.unfinished, "in_training": account.in_training,

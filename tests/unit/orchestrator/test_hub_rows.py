@@ -73,34 +73,3 @@ def test_another_subset_may_be_asked_for(root: Path, monkeypatch: pytest.MonkeyP
     rows = datasets.Dataset.from_list(rows_of("dapo-math-17k"))
     monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, *, split: rows if subset == "en" else None)
     assert len(open_source(DatasetConfig(name="dapo-math-17k", subset="en"), seed=0)) == 2
-
-
-def test_rows_of_deepcoder_say_how_their_programs_are_called(root: Path) -> None:
-    source = local(root, "deepcoder-primeintellect")
-    tests = [data["tests"] for data in data_of(source)]
-    assert [(found["kind"], found.get("entry_point")) for found in tests] == [
-        ("stdin", None), ("call", "shout"), ("call", "Solution().ends"), ("call", "half"),
-    ]  # fmt: skip
-    assert tests[1]["cases"] == [
-        {"args": ["abc"], "expected": "ABC!", "also": [["ABC!"]]}, {"args": ["7"], "expected": "7!", "also": [["7!"]]},
-    ]  # fmt: skip
-    assert tests[2]["cases"][0] == {"args": [[3, 1, 2]], "expected": [1, 3]}
-    assert [case["expected"] for case in tests[3]["cases"]] == [4, -2]
-    no_name, no_cases, too_large = source.left_out.reasons
-    assert no_name.startswith("row 5, tests: the cases call a function and do not name it")
-    assert no_cases.startswith("row 6, tests: neither pairs")
-    assert too_large.startswith("row 7: cannot be written as JSON")
-
-
-def test_rows_of_livecodebench_pass_one_argument_per_line(root: Path) -> None:
-    _, total, repeated = (data["tests"] for data in data_of(local(root, "livecodebench-v5")))
-    assert total["entry_point"] == "Solution().total"
-    assert total["cases"] == [{"args": [[1, 2, 3]], "expected": 6}, {"args": [[]], "expected": 0}]
-    assert repeated["cases"] == [{"args": ["ab", 2], "expected": "abab"}, {"args": ["x", 0], "expected": ""}]
-
-
-def test_instructions_are_taken_off_the_prompts_of_filtered_dapo_data(root: Path) -> None:
-    assert [data["problem"] for data in data_of(local(root, "dapo-filter"))] == [
-        "How many positive divisors has $36$?",
-        "Find the remainder of $2^{10}$ divided by $7$.",
-    ]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,14 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import CorruptDataError, InfrastructureError
+from services.common.errors import CorruptDataError
 from services.common.kept_tokens import left_out_row, pack
 from services.common.records import NO_TIMING, RolloutFailure, RolloutPhase, RolloutTiming, Trajectory
 from services.orchestrator.journal import entries
 from services.orchestrator.journal import journal as journal_module
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.segments import COLLECTED, Files, SegmentWriter, segment_path
+from services.orchestrator.journal.segments import Files, segment_path
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.waiting import WAIT_S, until
 
@@ -59,7 +60,7 @@ async def put(journal: Journal, *numbers: int) -> None:
 def kept(directory: Path) -> list[int]:
     reader = JournalReader(directory)
     try:
-        loaded = [reader.load(row) for row in reader.rows() if row.kind != COLLECTED]
+        loaded = [reader.load(row) for row in reader.rows()]
         return [record["n"] for record in loaded if record is not None]
     finally:
         reader.close()
@@ -97,21 +98,21 @@ async def test_group_commit_takes_at_most_64_records(open_journal: Open) -> None
     assert 10 <= journal.num_commits <= 64
 
 
-async def test_segments_are_rolled_at_their_size(open_journal: Open, tmp_path: Path) -> None:
-    journal = open_journal(segment_bytes=50)
-    for number in range(20):
-        await put(journal, number)
-    assert len(list(tmp_path.glob("things-*.jsonl.zst"))) > 2
-    assert kept(tmp_path) == list(range(20))
-
-
 class Disk(Files):
-    """A disk with ``free`` bytes."""
+    """A disk with ``free`` bytes, of which the next writes fail half way with ``errors``."""
 
-    free = 10**9
+    def __init__(self, *errors: int) -> None:
+        self.free = 10**9
+        self.errors = list(errors)
 
     def free_bytes(self, path: Path) -> int:
         return self.free
+
+    def write(self, fd: int, data: bytes, offset: int) -> None:
+        if self.errors:
+            super().write(fd, data[:3], offset)
+            raise OSError(number := self.errors.pop(), os.strerror(number))
+        super().write(fd, data, offset)
 
 
 async def test_without_free_disk_nothing_is_acknowledged_and_nothing_is_lost(
@@ -132,82 +133,23 @@ async def test_without_free_disk_nothing_is_acknowledged_and_nothing_is_lost(
     assert kept(tmp_path) == [1, 2, 3]
 
 
-async def test_without_free_disk_segments_are_deleted_and_the_record_of_it_takes_the_last_bytes(
-    open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_module, "RETRY_S", 0.02)
-    disk = Disk()
-    journal = open_journal(files=disk, segment_bytes=1)
-    for number in range(4):
-        await put(journal, number)
-    disk.free = 0
-    waiting = asyncio.ensure_future(put(journal, 4))
-    await until(lambda: journal.blocked)
-    await asyncio.to_thread(journal.remove_segments, "things", [1, 2])
-    assert journal.blocked and not waiting.done()
-    assert kept(tmp_path) == [2, 3]
-    disk.free = 10**9
-    await asyncio.wait_for(waiting, WAIT_S)
-    await journal.close()
-    assert kept(tmp_path) == [2, 3, 4]
-    assert Journal(tmp_path).reader.damage() == [], "what was deleted is not taken for lost"
-
-
-async def test_a_segment_stays_where_no_byte_is_left_for_the_record_of_its_deletion(
-    open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal = open_journal(segment_bytes=1)
-    await put(journal, 1)
-    await put(journal, 2)
-    real = SegmentWriter.append
-
-    def full(self: SegmentWriter, data: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(SegmentWriter, "append", full)
-    with pytest.raises(InfrastructureError, match="things-000001 is not deleted, as the disk has no space"):
-        await asyncio.to_thread(journal.remove_segments, "things", [1])
-    monkeypatch.setattr(SegmentWriter, "append", real)
-    await put(journal, 3)
-    assert kept(tmp_path) == [1, 2, 3]
-    await asyncio.to_thread(journal.remove_segments, "things", [1])
-    assert kept(tmp_path) == [2, 3]
-
-
 async def test_a_write_that_fails_half_way_is_undone_and_tried_again(
     open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "RETRY_S", 0.02)
-    journal = open_journal()
+    disk = Disk()
+    journal = open_journal(files=disk)
     await put(journal, 1)
-    real = SegmentWriter.append
-    failures = 3
-
-    def append(self: SegmentWriter, data: bytes) -> None:
-        nonlocal failures
-        if failures:
-            failures -= 1
-            real(self, data[:3])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(self, data)
-
-    monkeypatch.setattr(SegmentWriter, "append", append)
+    disk.errors = [errno.ENOSPC] * 3
     await asyncio.wait_for(put(journal, 2, 3), WAIT_S)
     assert kept(tmp_path) == [1, 2, 3]
     with zstandard.open(segment_path(tmp_path, "things", 1), "rt") as lines:
         assert [json.loads(line)["n"] for line in lines] == [1, 2, 3]
 
 
-async def test_another_failure_of_the_disk_stops_the_process(
-    open_journal: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_another_failure_of_the_disk_stops_the_process(open_journal: Open) -> None:
     told: list[BaseException] = []
-    journal = open_journal(on_failure=told.append)
-
-    def broken(self: SegmentWriter, data: bytes) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(SegmentWriter, "append", broken)
+    journal = open_journal(on_failure=told.append, files=Disk(errno.EIO))
     journal.submit("things", "1", {})
     await until(lambda: told)
     with pytest.raises(Exception, match="the journal has failed"):
@@ -256,15 +198,6 @@ def test_trajectories_and_failures_come_back_as_they_were() -> None:
     assert entries.from_json(RolloutFailure, through_json(entries.to_json(failed))) == failed
     timed = entries.from_json(Trajectory, through_json(entries.to_json(replace(whole, timing=TIMING))))
     assert timed.timing == TIMING
-
-
-def test_a_plain_line_has_lists_of_numbers() -> None:
-    whole = trajectory("g", 3, sequence(0.5, 7, 40))
-    plain = through_json(entries.plain_trajectory(through_json(entries.to_json(whole))))
-    for before, after in zip(whole.sequences[0].segments, plain["sequences"][0]["segments"], strict=True):
-        assert after["token_ids"] == before.token_ids.tolist()
-        assert np.array(after["logprobs"], np.float32).tobytes() == before.logprobs.tobytes()
-        assert after["teacher_logprobs"] == []
 
 
 async def test_segments_can_be_opened_as_datasets(open_journal: Open, tmp_path: Path) -> None:

@@ -8,9 +8,6 @@ import os
 import random
 import shutil
 import stat
-import subprocess
-import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -19,9 +16,8 @@ import pytest
 from services.orchestrator.journal import journal as journal_module
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.segments import COLLECTED, Files
+from services.orchestrator.journal.segments import Files
 from tests.unit.orchestrator.power import Disk, Operation, RecordingFiles
-from tests.waiting import WAIT_S
 
 KINDS = ("things", "others", "rare")
 
@@ -40,13 +36,11 @@ async def put(journal: Journal, files: RecordingFiles, *numbers: int) -> None:
 def kept(directory: Path) -> list[int]:
     """By opening the journal as a start does."""
     with closing(Journal(directory).reader) as reader:
-        loaded = [reader.load(row) for row in reader.rows() if row.kind != COLLECTED]
+        loaded = [reader.load(row) for row in reader.rows()]
     return [record["n"] for record in loaded if record is not None]
 
 
-def check_every_cut(
-    trace: list[Operation], scratch: Path, choices: int, collected: frozenset[int] = frozenset()
-) -> int:
+def check_every_cut(trace: list[Operation], scratch: Path, choices: int) -> int:
     """Cut the power after each operation; returns how many states were recovered from."""
     disk, acknowledged, num_states = Disk("journal"), set[int](), 0
     for position, operation in enumerate(trace):
@@ -64,7 +58,7 @@ def check_every_cut(
                 (directory / name).write_bytes(content)
             found = kept(directory)
             assert len(found) == len(set(found)), f"a record twice: {found}"
-            lost = acknowledged - set(found) - collected
+            lost = acknowledged - set(found)
             assert not lost, f"lost after operation {position} {operation[:3]}, choice {choice}: {sorted(lost)}"
             shutil.rmtree(directory)
             num_states += 1
@@ -127,32 +121,6 @@ async def test_what_a_start_found_unsynced_is_safe_once_it_acknowledges(tmp_path
     check_every_cut([*unsure, *files.trace], tmp_path, choices=2)
 
 
-async def test_a_deleted_segment_is_named_before_it_goes_at_any_power_cut(tmp_path: Path) -> None:
-    directory, files = tmp_path / "journal", RecordingFiles()
-    journal = Journal(directory, durability="power", files=files, segment_bytes=1)
-    journal.start()
-    for number in range(4):
-        await put(journal, files, number)
-    await asyncio.to_thread(journal.remove_segments, "others", [1])
-    await put(journal, files, 5)
-    await journal.close()
-    assert ("remove", "others-000001.jsonl.zst") in files.trace
-    disk = Disk("journal")
-    for position, operation in enumerate(files.trace):
-        disk.apply(operation)
-        for choice in range(2):
-            state = tmp_path / f"{position}-{choice}"
-            state.mkdir()
-            for name, content in disk.lose_power(random.Random(f"{position} {choice}")).items():
-                (state / name).write_bytes(content)
-            found = kept(state)
-            with closing(JournalReader(state)) as reader:
-                deleted = {row.key for row in reader.rows_of(COLLECTED)}
-            if ("acknowledged", 1) in files.trace[: position + 1]:
-                assert 1 in found or deleted == {"others/1"}
-            shutil.rmtree(state)
-
-
 async def test_a_process_that_is_killed_after_any_write_leaves_no_record_without_those_before(tmp_path: Path) -> None:
     """The close of a task group, say, without the verdict that was submitted before."""
     directory = tmp_path / "journal"
@@ -178,56 +146,6 @@ async def test_a_process_that_is_killed_after_any_write_leaves_no_record_without
         with closing(JournalReader(copy)) as reader:
             assert not reader.gaps() and not reader.damage()
     assert len(found) == 24
-
-
-async def test_without_power_durability_nothing_is_synced(tmp_path: Path) -> None:
-    files = RecordingFiles()
-    journal = Journal(tmp_path, files=files)
-    journal.start()
-    await put(journal, files, 1, 2)
-    await journal.close()
-    assert not {operation[0] for operation in files.trace} & {"sync", "sync_directory"}
-
-
-CHILD = """
-import asyncio, sys
-from pathlib import Path
-from services.orchestrator.journal.journal import Journal
-
-async def main():
-    journal = Journal(Path(sys.argv[1]))
-    journal.start()
-    n = int(sys.argv[2])
-    while True:
-        await asyncio.gather(*(journal.append("things", str(m), {"n": m}) for m in range(n, n + 20)))
-        n += 20
-        print(n, flush=True)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.slow
-def test_what_a_killed_process_acknowledged_is_there(tmp_path: Path) -> None:
-    acknowledged = 0
-    draw = random.Random(2)
-    for _ in range(3):
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path), str(acknowledged + 1000)], stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-        )  # fmt: skip
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(draw.uniform(0.0, 0.3))
-        child.kill()
-        told = [int(line) for line in child.stdout.read().split()]
-        child.wait(WAIT_S)
-        child.stdout.close()
-        before, acknowledged = acknowledged, max([acknowledged, *told])
-        found = kept(tmp_path)
-        assert found == sorted(set(found)), "each once, in order"
-        if told:
-            assert set(range(before + 1000, acknowledged)) <= set(found)
 
 
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP, errno.EIO])

@@ -17,7 +17,7 @@ from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal import entries as records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.members import CancelGroup, Held, Replica
-from tests.unit.orchestrator.builders import sequence, trajectory
+from tests.unit.orchestrator.builders import trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
 
@@ -176,27 +176,6 @@ async def test_drop_cancels_what_could_only_be_dropped_and_trains_its_siblings(w
     assert again.record == batch.record
 
 
-@pytest.mark.parametrize("late", ["keep", "mask", "wait"])
-async def test_what_can_still_be_trained_is_not_cancelled(worlds: Callable[..., World], late: str) -> None:
-    world = worlds(run={"steps": 9}, late=late, max_staleness=1)
-    replica, slow = await straggling(world)
-    await step(world, replica, 2)
-    assert world.core.groups[slow.task_group_id].unresolved == (3,)
-    assert world.core.counters["slots_cancelled"] == 0
-    await finish(world, slow, 3, 0, 2)
-    for order in await world.orders(replica):
-        for index in order.indices:
-            await finish(world, order, index, 2)
-    batch = await world.trainer_api.pull_batch("model0", 3, WAIT_S)
-    mine = {e.sequence_id: e for e in batch.record.entries if e.sequence_id.startswith(f"{slow.task_group_id}/")}
-    assert {e.group_size for e in mine.values()} == {4}
-    if late == "mask":
-        assert [(name.split("/")[1], e.staleness, e.num_masked_tokens) for name, e in mine.items()] == [("3", 0, 2)]
-        assert world.core.counters["sequences_expired"] == 3, "all of their tokens would be masked"
-    else:
-        assert [e.staleness for e in mine.values()] == [2] * 4, "its true age"
-
-
 @pytest.mark.parametrize(
     "late", ["keep", "wait"]
 )  # in the other modes the last batch waits for the group: its siblings count
@@ -226,35 +205,13 @@ async def finish_again(world: World, order: TaskGroupOrder) -> list[RecordOutcom
     return await world.send(trajectory(order.task_group_id, 3, spanning(1.0, 0), reward=1.0))
 
 
-async def test_what_another_policy_can_still_train_is_played_on_after_the_last_batch_of_one(
-    worlds: Callable[..., World],
-) -> None:
-    world = worlds(policies=("a", "b"), max_staleness=1, run={"steps": 1}, size=4)
-    replica = world.join()
-    for policy in ("a", "b"):
-        await world.publish(0, policy=policy)
-    world.train()
-    (first,) = await world.orders(replica)
-    for i in first.indices[:3]:
-        pair = [sequence(float(i % 2), policy=policy) for policy in ("a", "b")]
-        await world.send(trajectory(first.task_group_id, i, *pair, reward=float(i % 2)))
-    slow = await world.orders(replica)  # while the buffer lacks a batch, one that waits for a sibling holds no place
-    await world.send(
-        trajectory(first.task_group_id, 3, sequence(1.0, policy="a"), sequence(1.0, policy="b"), reward=1.0)
-    )
-    await world.trainer_api.pull_batch("a", 1, WAIT_S)
-    assert slow and set(world.core.groups) == {order.task_group_id for order in slow}, "b may train it"
-    await world.trainer_api.pull_batch("b", 1, WAIT_S)
-    assert world.core.groups == {}
-
-
 async def test_wait_trains_a_due_group_first_and_waits_for_it_no_longer_than_its_share(
     worlds: Callable[..., World],
 ) -> None:
-    world = worlds(run={"steps": 9}, late="wait", late_wait_share=0.5, max_staleness=1)
+    world = worlds(run={"steps": 9}, late="wait", max_staleness=1)
     _, slow = await straggling(world)
     batches = world.core.batches["model0"]
-    batches.late.step_s = 10.0  # taken by step 1
+    batches.late.step_s = 20.0  # taken by step 1
     pull = asyncio.ensure_future(world.trainer_api.pull_batch("model0", 2, 30.0))
     await world.settle()
     assert not pull.done() and batches.late.num_waited_for == 1
@@ -269,10 +226,10 @@ async def test_wait_trains_a_due_group_first_and_waits_for_it_no_longer_than_its
 
 
 async def test_wait_is_over_after_its_share_and_happens_once(worlds: Callable[..., World]) -> None:
-    world = worlds(run={"steps": 9}, late="wait", late_wait_share=0.5, max_staleness=1)
+    world = worlds(run={"steps": 9}, late="wait", max_staleness=1)
     replica, slow = await straggling(world)
     late = world.core.batches["model0"].late
-    late.step_s = 10.0
+    late.step_s = 20.0
     with pytest.raises(DeadlineError, match="batch of step 2"):
         await world.trainer_api.pull_batch("model0", 2, 0.05)
     world.clock.now += 5.0
@@ -284,7 +241,7 @@ async def test_wait_is_over_after_its_share_and_happens_once(worlds: Callable[..
     for order in await world.orders(replica):
         for index in order.indices:
             await finish(world, order, index, 2)
-    late.step_s = 10.0
+    late.step_s = 20.0
     batch = await world.trainer_api.pull_batch("model0", 3, WAIT_S)
     assert batch.record.statistics[StepFact.LATE_WAIT_S] == 0.0, "it has waited for that group"
 
@@ -310,27 +267,6 @@ async def test_on_which_version_open_slots_began_survives_a_restart_and_a_lost_r
     group = world.core.groups[orders[0].task_group_id]
     assert group.born == {"model0": 1}
     assert world.core.experience.unfinished
-
-
-async def test_drop_cancels_nothing_that_another_policy_can_still_train(worlds: Callable[..., World]) -> None:
-    world = worlds(policies=("a", "b"), late="drop", max_staleness=1, run={"steps": 9})
-    replica = world.join()
-    for policy in ("a", "b"):
-        await world.publish(0, policy=policy)
-    world.train()
-    slow, *others = await world.orders(replica)
-    for order in others:
-        await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, WAIT_S)
-    await world.publish(1, policy="a")
-    experience = world.core.experience
-    assert [group.id for group in experience.due("a")] == [slow.task_group_id]
-    assert not experience.is_due_everywhere(experience.due("a")[0]), "b is still at version 0"
-    with pytest.raises(DeadlineError):
-        await world.trainer_api.pull_batch("a", 2, 0.1)
-    assert world.core.counters["slots_cancelled"] == 0
-    world.lose_trainer("b")
-    assert experience.is_due_everywhere(experience.due("a")[0]), "nobody trains b"
 
 
 async def test_sampled_tokens_that_reached_no_record_can_be_counted(worlds: Callable[..., World]) -> None:
@@ -366,13 +302,11 @@ async def test_sampled_tokens_that_reached_no_record_can_be_counted(worlds: Call
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"late": "keep", "late_wait_share": 0.5}, "late_wait_share belongs to late: wait, and late is keep"),
         ({"late": "wait", "order": "fifo"}, "late: wait trains due groups first: set order: deadline, not fifo"),
         ({"late": "drop", "max_token_age": 9}, "max_token_age is 9, and late: drop"),
         ({"late": "mask", "max_token_age": 9}, "max_token_age is 9, and late: mask"),
         ({"max_token_age": 1, "max_staleness": 2}, r"max_token_age \(1\) is below max_staleness \(2\)"),
         ({"max_token_age": 4, "replay": {"ratio": 0.5}}, r"below replay.max_staleness \(8\): lower"),
-        ({"late_wait_share": 1.5, "late": "wait"}, "less than or equal to 1"),
         ({"late": "later"}, "'keep', 'mask', 'wait' or 'drop'"),
     ],
 )
@@ -418,23 +352,3 @@ async def test_on_policy_training_trains_no_token_of_an_older_version(worlds: Ca
                 await finish(world, group.order, index, version, number)
         left = await world.orders(replica)
     assert num_late or world.core.counters["slots_cancelled"], "some outlived their step"
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"max_staleness": 0}, "no sequence with a token of an older version is trained"),
-        ({"max_staleness": 0, "late": "wait"}, "on-policy"),
-        ({"max_staleness": 0, "replay": {"ratio": 0.5}}, "is trained, but replayed ones (batch.replay)"),
-        ({"max_staleness": 0, "late": "mask"}, "no token of an older version is trained"),
-        (
-            {"max_staleness": 2},
-            "at most 2 versions old (max_staleness), but for slow rollouts: these are trained with their true age",
-        ),
-        ({"max_staleness": 2, "max_token_age": 5}, "without tokens older than 5 versions"),
-        ({"max_staleness": 3, "late": "drop"}, "these are trained not at all (late: drop)"),
-        ({"max_staleness": 3, "late": "mask"}, "trained without their older tokens"),
-    ],
-)
-def test_a_sentence_says_what_staleness_and_late_together_allow(settings: dict[str, Any], words: str) -> None:
-    assert words in BatchConfig(**settings).lateness

@@ -11,70 +11,25 @@ import pytest
 
 from services.common.config.training import BatchConfig
 from services.orchestrator.buffer.assembly import Batch
-from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
+from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.groups import TaskGroup
 from tests.unit.orchestrator.builders import order
 from tests.unit.orchestrator.test_late import straggling
-from tests.unit.orchestrator.test_until import result
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 LateName = Literal["keep", "mask", "wait", "drop"]
 
 
 async def waiting(worlds: Callable[..., World], **settings: Any) -> tuple[World, asyncio.Task[Batch]]:
     """A batch that is there and waits for due groups, for 5 s at most."""
-    world = worlds(late="wait", late_wait_share=0.5, max_staleness=1, **settings)
+    world = worlds(late="wait", max_staleness=1, **settings)
     await straggling(world)
     batches = world.core.batches["model0"]
-    batches.late.step_s = 10.0
+    batches.late.step_s = 20.0
     pull = asyncio.ensure_future(world.trainer_api.pull_batch("model0", 2, 30.0))
     await world.settle()
     assert batches.late.left_s() == 5.0
     return world, pull
-
-
-async def asked_again(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Number of checks of a waiting call after one notice."""
-    asked: list[int] = []
-    can_serve = batches._can_serve
-
-    def counted(number: int) -> bool:
-        asked.append(number)
-        return can_serve(number)
-
-    monkeypatch.setattr(batches, "_can_serve", counted)
-    batches.notify()
-    for _ in range(50):
-        await asyncio.sleep(0)
-    return len(asked)
-
-
-async def test_a_pause_within_a_wait_for_due_groups_does_not_poll(
-    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world, pull = await waiting(worlds, run={"steps": 9})
-    world.core.pause()
-    await world.settle()
-    world.clock.now += 5.0  # the wait is over, and the pause is not
-    assert await asked_again(world.core.batches["model0"], monkeypatch) <= 1, "nothing changed since"
-    assert not pull.done()
-    world.core.resume()
-    batch = await asyncio.wait_for(pull, WAIT_S)
-    assert batch.record.training_step == 2
-
-
-async def test_training_that_ends_within_a_wait_for_due_groups_does_not_poll(
-    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    until = {"evaluation": "greedy", "at_least": 0.9, "in_a_row": 1}
-    world, pull = await waiting(worlds, run={"steps": 9, "until": until}, evaluation={"every": 1})
-    world.core.evaluations.recover_result(result("step-1/greedy", 1.0))
-    assert world.core.reached_threshold
-    world.clock.now += 5.0  # the wait is over, and no batch begins any more
-    assert await asked_again(world.core.batches["model0"], monkeypatch) <= 1, "nothing changed since"
-    assert not pull.done()
-    pull.cancel()
 
 
 @pytest.mark.parametrize(("other", "due"), [("drop", True), ("mask", False), ("keep", False), ("wait", False)])

@@ -47,7 +47,6 @@ class Ring:
     steps: int
     group: int = 4
     slots: int = 64
-    exhausted_after: int = 50
     experience: ExperiencePipeline = field(init=False)
     records: list[BatchRecord] = field(default_factory=list)
     issued: list[tuple[str, int]] = field(default_factory=list)  # source and number in its stream
@@ -61,12 +60,9 @@ class Ring:
 
     def begin(self) -> None:
         self.experience = ExperiencePipeline(
-            {POLICY: self.config},
-            self.steps,
-            Counter(),
-            sources=sources(**self.weights),
-            exhausted_after=self.exhausted_after,
+            {POLICY: self.config}, self.steps, Counter(), sources=sources(**self.weights)
         )
+        self.experience.mixtures[POLICY]._exhausted_after = 50
         self.experience.advanced(POLICY, 0)
         self._playing = []
 
@@ -193,12 +189,6 @@ def test_statistics_of_a_batch_tell_each_source() -> None:
     ):
         assert sum(row[source_key(s, key)] for s in ("fast", "slow")) == row[StepKey(key.value)]
     assert row[StepKey.STALENESS_MAX] == max(row[source_key(s, StepKey.STALENESS_MAX)] for s in ("fast", "slow"))
-
-
-def test_one_dataset_has_no_statistics_of_sources() -> None:
-    mixture = Mixture()
-    mixture.taken({"": 4})
-    assert mixture.facts({"": 4}) == {} and not mixture.is_mixed
 
 
 @given(

@@ -8,9 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from services.common.errors import DeadlineError
-from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members import Held, Replica
-from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
 
@@ -38,15 +36,6 @@ async def test_apart_each_task_group_is_played_by_one_policy_in_fair_shares(worl
     assert [order.policies for order in orders[:2]] == [("a",), ("b",)]
 
 
-async def test_a_sequence_of_a_policy_that_does_not_play_is_refused(worlds: Callable[..., World]) -> None:
-    world = worlds(policies=AB, rollout={"policies": "apart"})
-    replica = await begin(world)
-    order = (await world.orders(replica))[0]
-    assert order.policies == ("a",)
-    answers = await world.send(trajectory(order.task_group_id, 0, sequence(1.0, policy="b")))
-    assert answers == [RecordOutcome.INVALID]
-
-
 async def test_together_the_slowest_policy_sets_the_pace_until_its_trainer_is_lost(
     worlds: Callable[..., World],
 ) -> None:
@@ -65,16 +54,6 @@ async def test_together_the_slowest_policy_sets_the_pace_until_its_trainer_is_lo
     assert len(await world.orders(replica)) == 2, "a goes on alone"
     world.trainer_api.join("b", "t2", 1, 0, {})
     assert not world.core.experience.admission.absent
-
-
-async def test_policies_that_play_apart_survive_a_restart(worlds: Callable[..., World]) -> None:
-    world = worlds(policies=AB, rollout={"policies": "apart"})
-    replica = await begin(world)
-    before = {order.task_group_id: order.policies for order in await world.orders(replica)}
-    await world.crash()
-    assert {group.id: group.order.policies for group in world.core.groups.values()} == before
-    accounts = world.core.experience.admission.accounts
-    assert [accounts[policy].running_slots for policy in AB] == [16, 16]
 
 
 @pytest.mark.parametrize("lockstep", [True, False])

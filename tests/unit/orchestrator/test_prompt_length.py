@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from services.cli.check.data import Tried, try_rows
 from services.common.config.recipe import Recipe
 from services.common.errors import DatasetError
 from services.orchestrator.tasks.prompts import ShortPrompts, open_tokenizer, short_prompts
@@ -108,25 +107,3 @@ def test_neither_torch_nor_transformers_is_imported(model: Path) -> None:
         f"open_tokenizer({str(model)!r}, ''); sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_check_tells_rows_that_the_limit_leaves_out_and_refuses_a_limit_below_every_prompt(model: Path) -> None:
-    rows = of([{"problem": "a", "answer": "1"}, {"problem": "a a a", "answer": "1"}])
-
-    def tried(limit: int) -> Tried:
-        recipe = Recipe.model_validate(
-            {
-                "name": "long",
-                "policies": {"model0": {"model": {"path": str(model)}}},
-                "data": {"train": {"path": "unused", "max_prompt_tokens": limit}},
-                "evaluation": {"at_start": False, "at_end": False},
-                "inference": {"a": {"engine": "scripted"}},
-            }
-        )
-        return try_rows(recipe, {"data.train": rows})
-
-    assert not tried(1).problems and "data.train.max_prompt_tokens (1) leaves out 1 of 2 rows" in tried(1).told
-    rows = of([{"problem": "a a a", "answer": "1"}])
-    assert tried(1).problems == [
-        "data.train.max_prompt_tokens: no prompt of 1 has at most 1 tokens: write a larger limit"
-    ]

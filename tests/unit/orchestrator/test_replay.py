@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from pydantic import ValidationError
 from services.common.config.training import BatchConfig, ReplayConfig
 from services.common.records import RankBatch
 from services.orchestrator.buffer.assembly import Batch
-from services.orchestrator.buffer.buffer import AdvantageGroup, ReplayStore, advantage_groups
+from services.orchestrator.buffer.buffer import AdvantageGroup, ReplayStore
 from services.orchestrator.journal.journal import collect
-from tests.unit.orchestrator.builders import complete_group
+from tests.unit.orchestrator.builders import advantage_groups, complete_group
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
 
@@ -48,7 +47,7 @@ def test_nothing_is_drawn_twice_in_a_batch_or_beyond_its_bound_and_the_store_sta
         drawn = store.draw(step + 1, wanted)
         assert len(names(drawn)) == len(set(names(drawn))) and set(names(drawn)) <= set(trained)
         assert all(step - (group.min_version or 0) <= max_staleness for group in drawn)
-        assert store.num_sequences == sum(group.size for group in store.groups) <= capacity
+        assert sum(group.size for group in store.groups) <= capacity
         have = sum(group.size for group in drawn)
         assert have >= wanted or len(drawn) == len(store.groups)
         assert sum(group.size for group in drawn[:-1]) < max(wanted, 1), "no group more than was wanted"
@@ -81,53 +80,34 @@ def test_more_minibatches_than_fresh_sequences_are_refused() -> None:
         BatchConfig(size=8, minibatches=5, replay=ReplayConfig(ratio=0.5))
 
 
-class LongWorld(World):
-    def open(self) -> None:
-        self.steps = 6
-        super().open()
-
-    async def step(self, number: int) -> Batch:
-        """Run the orders on the newest version, and train a step on them."""
-        replica = self.join(number=number - 1)
-        for order in await self.orders(replica):
-            await self.play(order, version=number - 1)
-        batch = await self.trainer_api.pull_batch("model0", number, WAIT_S)
-        await self.publish(number)
-        return batch
-
-    def stored(self) -> list[tuple[str, float, float, list[tuple[str, float]]]]:
-        groups = self.core.experience.replay["model0"].groups
-        return [
-            (g.task_group_id, g.mean, g.std, [(m.sequence_id, m.sequence.reward) for m in g.members]) for g in groups
-        ]
+Make = Callable[..., World]
 
 
-Make = Callable[..., LongWorld]
+async def stepped(world: World, number: int) -> Batch:
+    """Run the orders on the newest version, and train a step on them."""
+    replica = world.join(number=number - 1)
+    for order in await world.orders(replica):
+        await world.play(order, version=number - 1)
+    batch = await world.trainer_api.pull_batch("model0", number, WAIT_S)
+    await world.publish(number)
+    return batch
 
 
-@pytest.fixture
-async def worlds(tmp_path: Path) -> AsyncIterator[Make]:
-    opened: list[LongWorld] = []
-
-    def make(**batch: Any) -> LongWorld:
-        opened.append(LongWorld(tmp_path / str(len(opened)), **batch))
-        return opened[-1]
-
-    yield make
-    for world in opened:
-        await world.close()
+def stored(world: World) -> list[tuple[str, float, float, list[tuple[str, float]]]]:
+    groups = world.core.experience.replay["model0"].groups
+    return [(g.task_group_id, g.mean, g.std, [(m.sequence_id, m.sequence.reward) for m in g.members]) for g in groups]
 
 
 HALF = {"ratio": 0.5, "capacity": 100, "max_staleness": 2}
 
 
 async def test_fresh_sequences_are_trained_once_and_replayed_ones_are_marked_and_young(worlds: Make) -> None:
-    world = worlds(replay=HALF, minibatches=2)
+    world = worlds(run={"steps": 6}, replay=HALF, minibatches=2)
     await world.publish(0)
     world.train()
     fresh: list[str] = []
     for number in range(1, 7):
-        entries = (await world.step(number)).record.entries
+        entries = (await stepped(world, number)).record.entries
         again = [entry for entry in entries if entry.replayed]
         assert {entry.sequence_id for entry in again} <= set(fresh)
         assert all(entry.staleness <= 2 for entry in again)
@@ -141,11 +121,11 @@ async def test_fresh_sequences_are_trained_once_and_replayed_ones_are_marked_and
 
 
 async def test_a_batch_tells_replayed_and_fresh_staleness_apart(worlds: Make) -> None:
-    world = worlds(replay={**HALF, "max_staleness": 5}, max_staleness=0)
+    world = worlds(run={"steps": 6}, replay={**HALF, "max_staleness": 5}, max_staleness=0)
     await world.publish(0)
     world.train()
     for number in range(1, 5):
-        statistics = (await world.step(number)).record.statistics
+        statistics = (await stepped(world, number)).record.statistics
     assert (statistics["staleness_max"], statistics["num_replayed"], statistics["num_sequences"]) == (0.0, 4.0, 8.0)
     assert 1.0 <= statistics["replayed_staleness_max"] <= 4.0
 
@@ -159,12 +139,12 @@ async def test_a_restart_at_any_moment_gives_the_same_batches_and_the_same_store
     """One world dies between all steps, the other never."""
     penalty = {"max_tokens": 4, "buffer_tokens": 2}
     settings: dict[str, Any] = {"replay": {**HALF, "capacity": 8}, "group_by": group_by, "overlong_penalty": penalty}
-    steady, mortal = worlds(**settings), worlds(**settings)
+    steady, mortal = worlds(run={"steps": 6}, **settings), worlds(run={"steps": 6}, **settings)
     for world in (steady, mortal):
         await world.publish(0)
         world.train()
     for number in range(1, 6):
-        expected = await steady.step(number)
+        expected = await stepped(steady, number)
         replica = mortal.join(number=number - 1)
         for order in await mortal.orders(replica):
             await mortal.play(order, version=number - 1)
@@ -174,62 +154,25 @@ async def test_a_restart_at_any_moment_gives_the_same_batches_and_the_same_store
         assert ids(again.share(0, 1)) == ids(found.share(0, 1)) == ids(expected.share(0, 1))
         assert again.record == found.record
         await mortal.publish(number)
-        assert mortal.stored() == steady.stored()
+        assert stored(mortal) == stored(steady)
         await mortal.crash()
-        assert mortal.stored() == steady.stored()
+        assert stored(mortal) == stored(steady)
         mortal.train()
         accounts = [world.core.experience.admission.accounts["model0"].accepted for world in (steady, mortal)]
         assert accounts[0] == accounts[1]
 
 
 async def test_trajectories_that_may_be_replayed_are_not_collected(worlds: Make) -> None:
-    world = worlds(replay=HALF)
+    world = worlds(run={"steps": 6}, replay=HALF)
     world.segment_bytes = 1  # a record a segment
     await world.crash()
     await world.publish(0)
     world.train()
     for number in (1, 2, 3):
-        await world.step(number)
+        await stepped(world, number)
     live = world.core.experience.buffered_groups()
     assert collect(world.journal, {"model0": 3}, live | set(world.core.groups)), "some are too old to be drawn again"
-    fourth = await world.step(4)
+    fourth = await stepped(world, 4)
     assert any(entry.replayed for entry in fourth.record.entries)
     await world.crash()
     assert (await world.trainer_api.pull_batch("model0", 4, WAIT_S)).record == fourth.record
-
-
-class OtherName(LongWorld):
-    mark = "fff"
-
-
-def places(share: RankBatch) -> list[tuple[str, float]]:
-    """The trained sequences, without the mark of the run's names."""
-    return [(s.sequence_id.partition("-")[2], s.sequence.reward) for s in share.sequences]
-
-
-async def test_runs_of_one_seed_resample_and_replay_alike_whatever_their_names_and_restarts(tmp_path: Path) -> None:
-    """The draws of RoC and of the replay depend on ``run.seed``, and not on the run's mark."""
-    resample = {"keep": 3, "positives": "weighted", "negatives": "uniform"}
-    settings: dict[str, Any] = {"replay": HALF, "resample": resample, "size": 12, "rollout": {"group_size": 8}}
-    kinds = {"one": (LongWorld, 1), "renamed": (OtherName, 1), "seeded apart": (LongWorld, 2)}
-    worlds = {name: kind(tmp_path / name, run={"seed": seed}, **settings) for name, (kind, seed) in kinds.items()}
-    trained: dict[str, list[list[tuple[str, float]]]] = {name: [] for name in worlds}
-    for name, world in worlds.items():
-        await world.publish(0)
-        world.train()
-        for number in range(1, 6):
-            if name == "renamed" and number % 2:
-                replica = world.join(number=number - 1)
-                for order in await world.orders(replica):
-                    await world.play(order, version=number - 1)
-                await world.crash()  # the resampled groups are drawn again from the journal
-                world.train()
-                batch = await world.trainer_api.pull_batch("model0", number, WAIT_S)
-                await world.publish(number)
-            else:
-                batch = await world.step(number)
-            trained[name].append(sorted(places(batch.share(0, 1))))
-        await world.close()
-    assert trained["one"] == trained["renamed"]
-    assert trained["one"] != trained["seeded apart"]
-    assert any(entry in trained["one"][0] for step in trained["one"][1:] for entry in step), "something was replayed"

@@ -14,13 +14,12 @@ from services.common.config.training import BatchConfig, ResampleConfig
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.buffer.buffer import (
     AdvantageGroup,
-    advantage_groups,
     quotas,
     resample_group,
     resample_on_correct,
 )
 from services.orchestrator.groups import TaskGroup, split_sequence_id
-from tests.unit.orchestrator.builders import order, sequence, trajectory
+from tests.unit.orchestrator.builders import advantage_groups, order, sequence, trajectory
 
 
 @given(negative=st.integers(1, 64), positive=st.integers(1, 64), keep=st.integers(2, 64))
@@ -44,11 +43,6 @@ def test_what_is_kept_is_a_sorted_part_of_the_group_and_the_same_every_time(
             again = resample_on_correct(rewards, penalties, keep, positives=positives, negatives=negatives, seed=seed)
             assert kept == again == sorted(set(kept))
             assert len(kept) == (0 if len(set(rewards)) == 1 else min(keep, len(group)))
-
-
-def test_a_group_of_equal_rewards_is_dropped() -> None:
-    assert resample_on_correct([1.0] * 8, [0.0] * 8, 4) == []
-    assert resample_on_correct([0.0] * 8, [0.0] * 8, 4) == []
 
 
 def test_weighted_sampling_prefers_clean_rollouts() -> None:
@@ -84,41 +78,6 @@ def test_what_is_drawn_follows_the_seed_of_the_order_and_not_the_name_of_the_gro
 
     assert kept("a1b2c3-00000001", 7) == kept("a1b2c3-00000001", 7) == kept("ffffff-00000009", 7)
     assert len({tuple(kept("a1b2c3-00000001", seed)) for seed in range(20)}) > 10
-
-
-def test_groups_draw_by_the_seed_of_their_order_when_they_are_complete() -> None:
-    """The pipeline passes the order's seed on, which depends on ``run.seed`` and the task's position."""
-    config = ResampleConfig(keep=3, positives="weighted", negatives="uniform")
-
-    def kept(name: str, seed: int) -> list[int]:
-        experience = ExperiencePipeline({"model0": BatchConfig(size=3, resample=config)}, 10, Counter())
-        task_group = TaskGroup(order=replace(order(name, 12), seed=seed))
-        experience.issued(task_group)
-        for index in range(12):
-            outcome = trajectory(name, index, reward=float(index % 2))
-            task_group.resolve(outcome)
-            experience.resolved(task_group, outcome)
-        [group] = experience.buffers["model0"].take()
-        return [split_sequence_id(member.sequence_id)[1] for member in group.members]
-
-    assert kept("one", 5) == kept("other", 5)
-    assert len({tuple(kept("one", seed)) for seed in range(20)}) > 10
-
-
-def test_what_is_left_out_returns_its_quota_and_is_counted() -> None:
-    counters: Counter[str] = Counter()
-    batch = BatchConfig(size=2, dynamic_sampling=False, resample=ResampleConfig(keep=2))
-    experience = ExperiencePipeline({"model0": batch}, 10, counters)
-    for name, rewards in (("a", [1.0, 1.0, 1.0, 0.0]), ("b", [1.0] * 4)):
-        task_group = TaskGroup(order=order(name, 4))
-        experience.issued(task_group)
-        for index, reward in enumerate(rewards):
-            outcome = trajectory(name, index, reward=reward)
-            task_group.resolve(outcome)
-            experience.resolved(task_group, outcome)
-    assert experience.buffers["model0"].num_sequences == 2
-    assert experience.admission.accounts["model0"].accepted == 2
-    assert counters["sequences_resampled_away"] == 6, "two of the first group, and the second, whose rewards are equal"
 
 
 def test_what_became_of_each_advantage_group_is_told_when_its_task_group_is_complete() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import BatchLostError, InfrastructureError
+from services.common.errors import BatchLostError
 from services.orchestrator.journal import entries as records
 from services.orchestrator.journal.journal import Journal, collect
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.segments import Row, scan, segment_path
+from services.orchestrator.journal.segments import COLLECTED, Row, scan, segment_path
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.damage import loaded, rows
 from tests.unit.orchestrator.world import World
@@ -129,17 +129,6 @@ async def test_a_damaged_segment_is_not_deleted(open_journal: Open, tmp_path: Pa
     assert path.read_bytes() == bytes(data)
 
 
-async def test_the_torn_end_of_a_segment_does_not_keep_it(open_journal: Open, tmp_path: Path) -> None:
-    await filled(open_journal())
-    path = segment_path(tmp_path, records.TRAJECTORY, 1)
-    path.write_bytes(path.read_bytes() + path.read_bytes()[:60])  # a process died while writing
-    journal = open_journal()
-    await store(journal, "new")
-    assert collect(journal, {}, ())
-    assert left(tmp_path) == ["new"]
-    assert facts(tmp_path) == ([], [])
-
-
 @pytest.mark.parametrize("spoil", ["disk", "content"])
 async def test_nothing_is_collected_while_a_batch_that_may_be_replayed_cannot_be_read(
     open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
@@ -187,19 +176,41 @@ async def test_states_that_newer_ones_supersede_are_deleted(open_journal: Open, 
     reader.close()
 
 
-async def test_other_kinds_are_never_collected(open_journal: Open, tmp_path: Path) -> None:
-    journal = open_journal(segment_bytes=1)
-    for kind in (records.GROUP, records.VERDICT, records.FAILURE, records.VERSION, records.EVALUATION):
-        for number in range(3):
-            await journal.append(kind, f"x/{number}", {"n": number})
-    assert not collect(journal, {}, ())
+async def test_a_segment_goes_after_its_numbers_are_on_disk_and_stays_where_they_cannot_be(
+    open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await filled(open_journal())
+    journal = open_journal()
+    await store(journal, "new")
+    done: list[str] = []
+
+    def note(what: str, fails: bool = False) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            if fails:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            done.append(what)
+
+        return call
+
+    with monkeypatch.context() as full:
+        full.setattr("os.fsync", note("sync", fails=True))
+        with pytest.raises(OSError, match="No space"):
+            collect(journal, {}, ())
+    assert len(left(tmp_path)) == 11
+    with monkeypatch.context() as killed:  # before the segment is gone
+        killed.setattr("os.fsync", note("sync"))
+        killed.setattr(Path, "unlink", note("unlink"))
+        collect(journal, {}, ())
+    assert done == ["sync", "sync", "unlink"]
+    assert len(left(tmp_path)) == 11 and facts(tmp_path) == ([], [])
+    with (tmp_path / COLLECTED).open("ab") as file:
+        file.write(b'\n{"kind": "traj')  # a crash
+    assert collect(journal, {}, ()) == [(records.TRAJECTORY, 1)]
+    assert left(tmp_path) == ["new"] and facts(tmp_path) == ([], [])
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), InfrastructureError("it was not deleted within 60 s")]
-)
 async def test_a_run_goes_on_where_there_is_no_room_to_make_room(
-    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch, error: Exception
+    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = worlds()
     await world.publish(0)
@@ -210,7 +221,7 @@ async def test_a_run_goes_on_where_there_is_no_room_to_make_room(
 
     def fail(*args: Any, **kwargs: Any) -> None:
         calls.append(1)
-        raise error
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("services.orchestrator.watch.collect", fail)
     for _ in range(2):  # tried again

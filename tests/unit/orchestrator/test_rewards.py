@@ -18,10 +18,8 @@ from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.processes import RolloutConfig
 from services.common.config.training import BatchConfig
 from services.common.errors import RolloutTimeoutError
-from services.common.records import Purpose, RolloutFailure, StopReason, TaskGroupOrder, Trajectory
-from services.inference.rollouts import RolloutPlayer
+from services.common.records import RolloutFailure, StopReason, Trajectory
 from services.inference.workflows.base import Outcome as WorkflowOutcome
-from services.inference.workflows.single import SingleTurn, SingleTurnSettings
 from services.orchestrator.buffer.assembly import Batch
 from services.orchestrator.buffer.buffer import (
     AdvantageGroup,
@@ -33,8 +31,6 @@ from services.orchestrator.buffer.buffer import (
 )
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.trainer.advantages import sequence_advantages
-from tests.unit.inference.fakes import FakeGateway, Records, make_task, served_policy
-from tests.unit.inference.test_agent_env import Corridor, play
 from tests.unit.orchestrator.builders import failure, order, sequence, trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
@@ -123,43 +119,6 @@ def rewards(group: AdvantageGroup) -> list[float]:
     return [member.sequence.reward for member in group.members]
 
 
-# --- defect 5: returns -----------------------------------------------------------------------------------------------
-
-
-async def test_negative_returns_reach_the_gradient_as_they_are(worlds: Worlds) -> None:
-    """Defect 5: episodes that lose 1, 30, 49 and 30 have four advantages, and the first has the largest."""
-    returns = [-1.0, -30.0, -49.0, -30.0]
-    played = [await play(["fall"], Corridor(), max_turns=int(-lost)) for lost in returns]
-    found, batch = await trained(worlds(size=5), *map(recorded, played))
-    assert list(found.values()) == pytest.approx(expected(returns))
-    statistics = batch.record.statistics
-    assert statistics["rollout_reward_mean"] == statistics["trained_reward_mean"], "nothing is shaped"
-
-
-# --- defect 6: the clip ----------------------------------------------------------------------------------------------
-
-
-async def test_the_clip_moves_mean_and_deviation_of_its_group(worlds: Worlds) -> None:
-    """[0, 100] at a clip of 20 is [0, 20], with the advantages of two different rewards."""
-    world = worlds(size=5, algorithm={"reward_clip": 20.0})
-    found, batch = await trained(world, *map(scored, [0.0, 100.0, 0.0, 100.0]))
-    assert list(found.values()) == pytest.approx(expected([0.0, 20.0, 0.0, 20.0]))
-    assert [round(a, 3) for a in found.values()] == [-0.866, 0.866, -0.866, 0.866]
-    statistics = batch.record.statistics
-    assert statistics["rewards_clipped"] == world.core.counters["rewards_clipped"] == 2
-    assert statistics["trained_reward_mean"] != statistics["rollout_reward_mean"], "both are told"
-
-
-async def test_rewards_that_the_clip_makes_equal_count_as_equal(worlds: Worlds) -> None:
-    """[30, 40, 50, 60] at a clip of 20 has no gradient, so dynamic sampling drops the group, with its clipped rewards
-    counted."""
-    world = worlds(size=4, algorithm={"reward_clip": 20.0})
-    found, batch = await trained(world, *map(scored, [30.0, 40.0, 50.0, 60.0]))
-    assert found == {}
-    assert batch.record.statistics["groups_equal_dropped"] == 1
-    assert batch.record.statistics["rewards_clipped"] == 4
-
-
 async def test_bias_and_scale_come_before_the_clip_and_after_a_restart_too(worlds: Worlds) -> None:
     world = worlds(size=5, algorithm={"reward_bias": -0.5, "reward_scale": 10.0, "reward_clip": 8.0})
     found, batch = await trained(world, *map(scored, [0.0, 1.0, 9.0, 1.0]))
@@ -187,48 +146,6 @@ def test_statistics_are_those_of_the_transformed_rewards(
     assert num_clipped == sum(clip is not None and abs((value + bias) * scale) > clip for value in values)
 
 
-# --- defect 8: time-outs and truncation ------------------------------------------------------------------------------
-
-
-async def test_a_policy_that_is_too_slow_at_its_replica_makes_the_others_better(worlds: Worlds) -> None:
-    """Defect 8, from the engine that is slow to the advantages of its siblings."""
-    world = worlds(size=4, rollout={"group_size": 4})
-    records = Records()
-
-    async def at_replica(order: TaskGroupOrder, indices: tuple[int, ...], latency_s: float, timeout_s: float) -> None:
-        player = RolloutPlayer(
-            workflows=dict.fromkeys(Purpose, SingleTurn(SingleTurnSettings())),
-            policies={"model0": await served_policy(["42"], latency_s=latency_s)},
-            gateway=FakeGateway(), sink=records, replica_id="a", num_slots=4, infra_retries=0,
-        )  # fmt: skip
-        player.play(replace(order, task=make_task(), indices=indices, timeout_s=timeout_s))
-        await player.wait_until_idle()
-
-    await world.publish(0)
-    world.train()
-    first, second = (await world.orders(world.join()))[:2]
-    await at_replica(first, (0, 1), latency_s=0.0, timeout_s=60.0)
-    await at_replica(first, (2, 3), latency_s=3600.0, timeout_s=0.05)
-    await world.send(*records.all)
-    await world.play(second)
-    batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
-    share = [s for s in batch.share(0, 1).sequences if s.sequence_id.startswith(first.task_group_id)]
-    assert sequence_advantages(share, AlgorithmConfig()).tolist() == pytest.approx(expected([1.0, 1.0, 0.0, 0.0])[:2])
-
-
-async def test_a_group_with_time_outs_is_the_same_after_a_restart(worlds: Worlds) -> None:
-    world = worlds(size=4, rollout={"timeout_reward": -2.0})
-    await world.publish(0)
-    world.train()
-    first, *_ = await world.orders(world.join())
-    name = first.task_group_id
-    await world.send(trajectory(name, 0, reward=1.0), timed_out(name, 1), timed_out(name, 2))
-    await world.crash()
-    await world.send(trajectory(name, 3, reward=1.0))
-    (group,) = world.core.experience.buffers["model0"].groups
-    assert (group.size, group.mean, group.num_compared) == (2, -0.5, 4)
-
-
 @pytest.mark.parametrize("on_timeout", ["penalise", "mask", "as_scored"])
 async def test_an_infrastructure_failure_is_never_a_reward(worlds: Worlds, on_timeout: str) -> None:
     """Only time-outs of the policy's own count; other failures are in no statistics, for every setting."""
@@ -236,12 +153,6 @@ async def test_an_infrastructure_failure_is_never_a_reward(worlds: Worlds, on_ti
     found, batch = await trained(world, scored(1.0), scored(1.0), broken, broken)
     assert found == {} and batch.record.statistics["groups_equal_dropped"] == 1
     assert batch.record.statistics["timeouts"] == 0
-
-
-async def test_as_scored_a_time_out_is_a_failure_like_others(worlds: Worlds) -> None:
-    world = worlds(size=4, rollout={"on_timeout": "as_scored"})
-    found, _ = await trained(world, scored(1.0), scored(1.0), timed_out, timed_out)
-    assert found == {}
 
 
 @pytest.mark.parametrize(
@@ -282,13 +193,6 @@ async def test_masked_truncations_count_in_the_statistics_and_are_not_trained(wo
     assert list(found.values()) == pytest.approx([expected([1.0, 0.0, 0.0, 1.0])[i] for i in (0, 2)])
     assert batch.record.statistics["sequences_truncated_masked"] == 2
     assert sum(m.num_sequences for m in batch.record.minibatches) == len(batch.record.entries)
-    assert outstanding(world) == len(batch.record.entries)
-
-
-async def test_a_group_of_which_all_is_masked_returns_its_quota(worlds: Worlds) -> None:
-    world = worlds(size=4, rollout={"on_truncation": "mask"})
-    found, batch = await trained(world, *map(truncated, [1.0, 0.0, 0.0, 1.0]))
-    assert found == {} and batch.record.statistics["sequences_truncated_masked"] == 4
     assert outstanding(world) == len(batch.record.entries)
 
 
@@ -380,18 +284,6 @@ async def test_all_threads_of_a_rollout_have_its_advantage(worlds: Worlds, group
         "0/0": 0.5, "1/0": 0.5, "2/0": 0.5, **{f"3/{position}": -1.5 for position in range(6)},
     }  # fmt: skip
     assert {e.group_size for e in batch.record.entries} == {4}, "rollouts, not sequences"
-
-
-async def test_rollouts_are_compared_over_roles_and_attempts_by_their_mean_reward(worlds: Worlds) -> None:
-    def tried_twice(group: str, index: int) -> Trajectory:
-        return trajectory(
-            group, index, sequence(0.0, role="solver"), sequence(1.0, role="solver", attempt=1), reward=1.0
-        )
-
-    found, _ = await trained(worlds(size=7, group_by="rollout"), tried_twice, *map(scored, [1.0, 0.0, 0.0]))
-    by_rollout = expected([0.5, 1.0, 0.0, 0.0])
-    assert found["0/0"] == found["0/1"] == pytest.approx(by_rollout[0])
-    assert [found[f"{i}/0"] for i in (1, 2, 3)] == pytest.approx(by_rollout[1:])
 
 
 async def test_a_group_of_rollouts_comes_back_from_the_journal_with_its_statistics(worlds: Worlds) -> None:

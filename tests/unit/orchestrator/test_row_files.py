@@ -64,13 +64,6 @@ def test_a_table_gives_back_what_was_written(
     assert opened(write(tmp_path_factory.mktemp("table") / "rows.csv", rows)) == rows
 
 
-@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv"])
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path, suffix: str) -> None:
-    file = write(tmp_path / f"rows{suffix}", ROWS)
-    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
-    assert opened(file) == ROWS
-
-
 def test_columns_are_found_by_name_and_within_columns(tmp_path: Path) -> None:
     rows = [{"question": "1+1?", "extra": {"answer": {"text": "2"}}, "a.b": 3}]
     columns = {"prompt": "question", "answer": "extra.answer.text", "score": "a.b"}
@@ -212,17 +205,3 @@ SYSTEM, USER, SAID = ({"role": role, "content": "x"} for role in ("system", "use
 def test_messages_that_no_policy_can_answer_leave_their_row_out(messages: list[dict[str, Any]], told: str) -> None:
     with pytest.raises(DatasetError, match=f"row 1: messages .*{told}|row 1: messages is {told}"):
         prompt_in({"messages": messages}, None, "row 1")
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [USER],
-        [SYSTEM, USER],
-        [{**SYSTEM, "content": ""}, USER],
-        [USER, SAID, USER],
-        [USER, SAID, {"role": "tool", "content": ""}],
-    ],
-)
-def test_messages_that_a_policy_can_answer_are_taken(messages: list[dict[str, Any]]) -> None:
-    assert prompt_in({"messages": messages}, None, "row 1") == messages

@@ -42,13 +42,6 @@ def test_the_interval_of_a_share_holds_it_and_stays_a_share(items: list[float]) 
     assert found.high > found.low, "no number of items proves a share exactly"
 
 
-def test_samples_of_one_item_are_no_observations_of_their_own() -> None:
-    """Four equal samples per item say no more than one."""
-    once = score("d", ["x"] * 4, [[1.0], [0.0], [1.0], [1.0]], [False] * 4, 1.0).mean_reward
-    fourfold = score("d", ["x"] * 4, [[1.0] * 4, [0.0] * 4, [1.0] * 4, [1.0] * 4], [False] * 4, 1.0).mean_reward
-    assert once == fourfold
-
-
 def test_failed_items_are_named_and_count_as_wrong() -> None:
     found = score("d", ["one", "two"], [[1.0, 1.0], [1.0, 0.0]], [0, 1], 1.0)
     assert found.failed == ("two",)
@@ -59,11 +52,6 @@ def test_failed_items_are_named_and_count_as_wrong() -> None:
 def test_failed_samples_never_pass_whatever_they_are_worth() -> None:
     found = score("d", ["one"], [[-3.0, -9.0, -9.0, -9.0]], [3], -9.0)
     assert (found.mean_reward.value, found.pass_at[0].share.value) == (-7.5, 0.25)
-
-
-def test_a_part_of_a_reward_is_no_pass() -> None:
-    found = score("d", ["one"], [[0.5, 0.9]], [False], 1.0)
-    assert (found.mean_reward.value, found.pass_at[0].share.value) == (0.7, 0.0)
 
 
 def test_overall_counts_each_dataset_once() -> None:

@@ -14,7 +14,6 @@ from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members import Held, Hello, Replica
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 SCORES = -np.linspace(0.5, 7.0, 4, dtype=np.float32)
 
@@ -38,21 +37,6 @@ async def begin(world: World) -> Replica:
     await world.publish(0, policy="student")
     world.train()
     return world.join()
-
-
-async def test_scores_are_in_the_batch_and_the_same_after_a_restart(worlds: Callable[..., World]) -> None:
-    world = taught(worlds)
-    replica = await begin(world)
-    for issued in (await world.orders(replica))[:2]:
-        for i in issued.indices:
-            made = scored(sequence(float(i % 2), policy="student"), SCORES - i)
-            assert await world.send(trajectory(issued.task_group_id, i, made)) == [RecordOutcome.ACCEPTED]
-    batches = [await world.trainer_api.pull_batch("student", 1, WAIT_S)]
-    await world.crash()
-    batches.append(await world.trainer_api.pull_batch("student", 1, WAIT_S))
-    said = [{name: s.segments[1].teacher_logprobs.tobytes() for name, s in b.sequences.items()} for b in batches]
-    assert said[0] == said[1] and len(said[0]) == 8
-    assert set(said[0].values()) == {(SCORES - i).astype(np.float32).tobytes() for i in range(4)}
 
 
 @pytest.mark.parametrize(
@@ -94,10 +78,3 @@ def test_tokens_that_are_masked_for_their_age_lose_their_scores() -> None:
     masked = mask_sequence(old, 2)
     assert masked.num_trained_tokens == 0 and not len(masked.segments[1].teacher_logprobs)
     assert mask_sequence(old, 1).segments[1].teacher_logprobs.tolist() == SCORES.tolist()
-
-
-def test_the_head_of_a_segment_has_the_scores_of_its_tokens() -> None:
-    said = scored(sequence()).segments[1]
-    assert said.head(3).teacher_logprobs.tolist() == SCORES[:3].tolist()
-    with pytest.raises(ValueError, match="3 log-probabilities of a teacher"):
-        replace(said, teacher_logprobs=SCORES[:3])

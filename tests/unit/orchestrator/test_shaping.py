@@ -15,13 +15,12 @@ from services.common.config.training import BatchConfig, OverlongPenaltyConfig, 
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.buffer.buffer import (
     AdvantageGroup,
-    advantage_groups,
     overlong_penalty,
     shape_group,
     statistics,
 )
 from services.orchestrator.groups import TaskGroup
-from tests.unit.orchestrator.builders import order, sequence, trajectory
+from tests.unit.orchestrator.builders import advantage_groups, order, sequence, trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
 
@@ -84,13 +83,6 @@ def test_filters_judge_rewards_as_they_came() -> None:
     groups, found = experience.take_batch("model0", 1)
     assert [rewards(group) for group in groups] == [[0.5, -0.5]]
     assert (found["groups_equal_dropped"], found["overlong_share"], found["overlong_penalty_mean"]) == (1.0, 1.0, 0.5)
-
-
-def test_without_the_setting_nobody_pays_and_nothing_is_said() -> None:
-    experience = take_in(BatchConfig(size=2), task_group("mixed", (1.0, 10_000), (0.0, 1)))
-    groups, found = experience.take_batch("model0", 1)
-    assert rewards(groups[0]) == [1.0, 0.0]
-    assert not any(name.startswith("overlong") for name in found)
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.orchestrator.buffer.assembly import assemble, rank_share, spread
-from services.orchestrator.buffer.buffer import advantage_groups
-from tests.unit.orchestrator.builders import complete_group
+from tests.unit.orchestrator.builders import advantage_groups, complete_group
 
 token_counts = st.lists(st.integers(0, 2000), min_size=1, max_size=60)
 

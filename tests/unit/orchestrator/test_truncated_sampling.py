@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,8 @@ import pytest
 
 from services.common.kept_tokens import KeptRow, kept_rows, left_out_row, pack
 from services.common.records import Sampling, TaskGroupOrder, TokenSequence, Trajectory
-from services.orchestrator.ingest import PolicyBounds, RecordBounds, RecordOutcome, RecordRefusedError
+from services.orchestrator.ingest import PolicyBounds, RecordBounds, RecordRefusedError
 from tests.unit.orchestrator.builders import order, sequence, trajectory
-from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 BOUNDS = RecordBounds({"model0": PolicyBounds(context_length=64)})
 CUT: dict[str, Any] = {"top_p": 0.9, "min_p": 0.05}
@@ -37,30 +34,6 @@ def cut(made: TokenSequence, kept: bytes | None = None, temperature: float | Non
     prompt, said = made.segments
     told = pack(rows_for(said.token_ids), said.num_tokens) if kept is None else kept
     return replace(made, segments=(prompt, replace(said, kept=told, temperature=temperature)))
-
-
-async def test_what_was_kept_is_in_the_batch_and_the_same_after_a_restart(worlds: Callable[..., World]) -> None:
-    world = worlds(sampling=CUT)
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    for issued in (await world.orders(replica))[:2]:
-        assert issued.sampling == Sampling(**CUT)
-        for i in issued.indices:
-            made = cut(sequence(float(i % 2)), temperature=0.5 if i else None)
-            assert await world.send(trajectory(issued.task_group_id, i, made, reward=float(i % 2))) == [
-                RecordOutcome.ACCEPTED
-            ]
-    batches = [await world.trainer_api.pull_batch("model0", 1, WAIT_S)]
-    await world.crash()
-    batches.append(await world.trainer_api.pull_batch("model0", 1, WAIT_S))
-    said = [[trained.segments[1] for _, trained in sorted(batch.sequences.items())] for batch in batches]
-    assert len(said[0]) == 8
-    for before, after in zip(*said, strict=True):
-        assert before.kept == after.kept == pack(rows_for(np.arange(4)), 4)
-        assert before.temperature == after.temperature
-    assert {segment.temperature for segment in said[1]} == {None, 0.5}
-    assert {live.order.sampling for live in world.core.groups.values()} == {Sampling(**CUT)}
 
 
 @pytest.mark.parametrize(

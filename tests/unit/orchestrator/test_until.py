@@ -16,7 +16,7 @@ from services.common.records import Purpose, TaskGroupOrder
 from services.orchestrator.evaluation import Threshold
 from services.orchestrator.groups import RunState
 from services.orchestrator.journal.entries import EvaluationResult, score
-from services.orchestrator.members import AnnounceVersion, Held, Replica, SaveCheckpoint, StopTraining
+from services.orchestrator.members import Held, Replica, SaveCheckpoint, StopTraining
 from services.orchestrator.progress import progress
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World, living
@@ -188,25 +188,6 @@ async def test_training_ends_when_two_evaluations_in_a_row_hold(worlds: Make) ->
         ]
 
 
-async def test_a_batch_that_a_trainer_holds_is_trained_before_the_end(worlds: Make) -> None:
-    world = make(worlds, until={"in_a_row": 1})
-    async with living(world):
-        await world.publish(0)
-        replica = world.join()
-        orders = await train(world, replica, 1)
-        await world.trainer_api.pull_batch(
-            "model0", 2, timeout_s=WAIT_S
-        )  # beside the evaluation, which delays no training
-        await answer(world, orders, 1.0)
-        await until(lambda: progress(world.core).policies[0].num_steps == 2)
-        assert state_of(world) is RunState.TRAINING
-        await world.publish(2)
-        await until(lambda: state_of(world) is RunState.EVALUATING_END)
-        report(world, replica, 2)
-        end = await world.orders(replica)
-        assert [dict(order.required_versions) for order in end] == [{"model0": 2}] * 3
-
-
 async def test_a_crash_after_the_threshold_held_does_not_train_on(worlds: Make) -> None:
     world = make(worlds, until={"in_a_row": 1})
     async with living(world):
@@ -248,34 +229,6 @@ async def test_a_threshold_that_holds_before_training_ends_the_run_without_a_ste
     assert world.core.counters["task_groups_issued"] == 6
 
 
-# --- evaluations beside training --------------------------------------------------------------------------------------
-
-
-async def test_a_lone_replica_plays_what_fits_at_once_on_one_version_and_trains_beside_it(worlds: Make) -> None:
-    world = make(worlds, max_staleness=2)
-    async with living(world):
-        await world.publish(0)
-        replica = world.join()
-        for order in (await world.orders(replica))[:2]:
-            await world.play(order)
-        await world.trainer_api.pull_batch("model0", 1, timeout_s=WAIT_S)
-        await world.publish(1)
-        report(world, replica, 1)
-        orders = await world.orders(replica)
-        evaluation = [order for order in orders if order.purpose is Purpose.EVALUATION]
-        assert [dict(order.required_versions) for order in evaluation] == [{"model0": 1}] * 3
-        assert len(orders) > len(evaluation), "new training groups are issued beside it"
-        await world.play(next(order for order in orders if order.purpose is Purpose.TRAIN), 1)
-        await world.play([order for order in orders if order.purpose is Purpose.TRAIN][1], 1)
-        await world.trainer_api.pull_batch("model0", 2, timeout_s=WAIT_S)
-        await world.publish(2)
-        assert not any(isinstance(command, AnnounceVersion) for command in await world.commands(replica))
-        await answer(world, evaluation, 1.0)
-        assert any(isinstance(command, AnnounceVersion) for command in await world.commands(replica))
-        found = world.core.evaluations.results["step-1/greedy"]
-        assert (found.pinned, dict(found.versions), dict(found.newest_versions)) == (True, {"model0": 1}, {"model0": 1})
-
-
 async def test_evaluations_of_steps_play_their_samplings_and_the_next_tasks(worlds: Make) -> None:
     samplings = {"greedy": {"temperature": 0.0}, "other": {"temperature": 1.0}}
     evaluation = {"during_samplings": ["greedy"], "during_tasks": 1, "samplings": samplings}
@@ -297,23 +250,6 @@ async def test_evaluations_of_steps_play_their_samplings_and_the_next_tasks(worl
     assert found["step-4/greedy"].datasets[0].items == found["step-1/greedy"].datasets[0].items
     assert found["step-2/greedy"].datasets[0].items != found["step-1/greedy"].datasets[0].items
     assert found["step-2/greedy"].num_trajectories == found["step-2/greedy"].datasets[0].num_items == 1
-
-
-async def test_a_crash_in_the_middle_of_such_an_evaluation_plays_the_same_tasks(worlds: Make) -> None:
-    world = make(worlds, evaluation={"during_tasks": 2})
-    async with living(world):
-        await world.publish(0)
-        replica = world.join()
-        orders = await train(world, replica, 1)
-        await answer(world, orders[:1], 1.0)
-        tasks = [order.task.task_id for order in orders]
-    await world.crash()
-    async with living(world):
-        replica = world.join(number=1)
-        left = [order for order in await world.orders(replica) if order.purpose is Purpose.EVALUATION]
-        assert [order.task.task_id for order in left] == tasks[1:]
-        await answer(world, left, 1.0)
-        assert world.core.evaluations.results["step-1/greedy"].num_trajectories == 2
 
 
 async def test_it_reads_the_pass_of_a_lone_policy_of_several_that_play_apart(worlds: Make) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from services.cli.inspect.fate import read_fates
 from services.common.errors import ConfigError
 from services.orchestrator.groups import RunState
 from services.orchestrator.members import Held, Replica
@@ -69,35 +68,6 @@ async def test_its_versions_its_steps_and_its_trainer_hold_nothing_up(worlds: Ca
         await asyncio.wait_for(run, WAIT_S)
     assert world.core.control.phase is RunState.FINISHED
     assert summary(world.core)["steps"] == {"a": world.steps}
-
-
-async def test_a_restarted_orchestrator_holds_what_the_earlier_one_held(worlds: Callable[..., World]) -> None:
-    world = worlds(policies=AB, untrained=("b",))
-    replica = await begin(world)
-    orders = await world.orders(replica)
-    for order in orders[:3]:
-        await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)
-    before = world.core
-    await world.crash()
-    after = world.core
-    assert after.ledgers["b"].knows(0, "d0")
-    was, now = (parts.experience.admission.accounts["a"] for parts in (before, after))
-    assert (now.accepted, now.in_training, now.running_slots) == (was.accepted, was.in_training, was.running_slots)
-    assert (now.accepted, now.in_training, now.running_slots) == (12, 8, 8)
-    assert after.experience.buffers["a"].num_sequences == before.experience.buffers["a"].num_sequences == 4
-
-
-async def test_fates_are_of_the_trained_policy_and_add_up(worlds: Callable[..., World]) -> None:
-    world = worlds(policies=AB, untrained=("b",))
-    replica = await begin(world)
-    for order in await world.orders(replica):
-        await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)
-    await world.publish(1, policy="a")
-    found = read_fates(world.run_dir)
-    assert found.policies == ["a"]
-    assert all(check.holds for check in found.checks), found.checks
 
 
 def test_a_run_with_steps_needs_a_policy_that_is_trained(worlds: Callable[..., World]) -> None:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import orjson
 import pytest
 
 from services.common.errors import (
@@ -18,12 +17,8 @@ from services.common.records import TokenSequence
 from services.orchestrator.buffer import batches
 from services.orchestrator.buffer.assembly import assemble
 from services.orchestrator.journal.entries import BatchRecord
-from services.orchestrator.progress import progress
-from tests.metrics_catalogue import is_documented
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
-
-ENVELOPE = ("time", "kind", "policy", "step")  # of a row of metrics
 
 
 async def test_batch_is_the_same_when_asked_again_with_other_rank_count(worlds: Callable[..., World]) -> None:
@@ -57,19 +52,6 @@ async def test_batch_is_the_same_when_asked_again_with_other_rank_count(worlds: 
             for a, b in zip(left.sequence.segments, right.sequence.segments, strict=True):
                 assert a.token_ids.tobytes() == b.token_ids.tobytes()
                 assert a.logprobs.tobytes() == b.logprobs.tobytes()
-
-
-async def test_all_ranks_get_one_batch_however_they_ask(worlds: Callable[..., World]) -> None:
-    world = worlds()
-    await world.publish(0)
-    asking = [asyncio.ensure_future(world.trainer_api.pull_batch("model0", 1, 20.0)) for _ in range(3)]
-    asking[0].cancel()  # a rank that goes away does not disturb the others
-    world.train()
-    for order in await world.orders(world.join()):
-        await world.play(order)
-    batches = await asyncio.gather(*asking[1:])
-    assert batches[0].record is batches[1].record
-    assert world.core.batches["model0"].newest_step == 1
 
 
 async def test_a_large_batch_is_put_together_beside_the_event_loop(
@@ -127,28 +109,3 @@ async def test_a_pull_without_sequences_names_what_it_waited_for(worlds: Callabl
         await world.trainer_api.pull_batch("model0", 2, 0.05)
     with pytest.raises(InvalidRequestError, match="the run has 3 steps"):
         await world.trainer_api.pull_batch("model0", 4, 0.05)
-
-
-async def test_a_step_before_which_no_rollout_finished_has_no_mean_reward_of_rollouts(
-    worlds: Callable[..., World],
-) -> None:
-    """Defect 12: the mean of the batch is not put in its place, neither in the metrics nor in the progress."""
-    world = worlds()
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    orders = await world.orders(replica)
-    assert len(orders) == 4  # two batches
-    for order in orders:
-        await world.play(order)
-    for step in (1, 2):
-        await world.trainer_api.pull_batch("model0", step, 1.0)
-        await world.publish(step)
-        told = progress(world.core).policies[0].metrics.get("rollout_reward_mean")
-        assert told == (0.5 if step == 1 else None)
-    path = world.run_dir / "metrics" / "orchestrator.jsonl"
-    rows = [row for line in path.read_bytes().splitlines() if (row := orjson.loads(line))["kind"] == "training_step"]
-    assert [row.get("rollout_reward_mean") for row in rows] == [0.5, None]
-    assert [row["batch_reward_mean"] for row in rows] == [0.5, 0.5]
-    assert [row["rollouts_finished"] for row in rows] == [16.0, 0.0]
-    assert [key for row in rows for key in row if key not in ENVELOPE and not is_documented(key)] == []

@@ -108,16 +108,25 @@ async def test_each_source_goes_on_in_its_own_curriculum_and_share_after_a_resta
         assert len(set(tasks)) == count, "no task of a pass comes twice"
 
 
-async def test_sequences_of_a_source_carry_its_advantage_scale_to_the_trainer_also_after_a_restart(
+async def test_two_runs_with_one_seed_issue_equal_tasks_and_seeds_also_after_a_kill(
     worlds: Callable[..., World],
 ) -> None:
-    world = worlds(train=MIXTURE, size=12, max_staleness=0)
-    await world.publish(0)
-    world.train()
-    for order in await world.orders(world.join()):
-        await world.play(order)
-    for _ in range(2):
-        batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
-        scales = sorted(item.advantage_scale for item in batch.share(0, 1).sequences)
-        assert scales == [0.5] * 8 + [1.0] * 4
-        await world.crash()
+    async def issued(mark: str, seed: int) -> list[tuple[object, ...]]:
+        world = worlds(run={"seed": seed})
+        world.mark = mark
+        found = []
+        for step in (1, 2, 3):
+            if mark == "other" or step == 1:
+                await world.crash()
+            await world.publish(step - 1)
+            world.train()
+            for order in await world.orders(world.join(number=step - 1)):
+                assert order.task_group_id.startswith(mark)
+                found.append((order.task.task_id, order.seed, order.sampling, order.indices))
+                await world.play(order, version=step - 1)
+            await world.trainer_api.pull_batch("model0", step, WAIT_S)
+        return found
+
+    one = await issued("one", 7)
+    assert one == await issued("other", 7)
+    assert len({seed for _, seed, *_ in one}) == len(one) and one != await issued("third", 8)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from services.common.records import ClosedReason, SetAsideReason
 from services.orchestrator.groups import RunState
 from services.orchestrator.ingest import Answer, RecordOutcome
 from services.orchestrator.journal import entries
 from tests.unit.orchestrator.builders import trajectory
-from tests.unit.orchestrator.damage import loaded, rows
+from tests.unit.orchestrator.damage import loaded
 from tests.unit.orchestrator.recovery.helpers import (
     Make,
     begun,
@@ -17,10 +15,8 @@ from tests.unit.orchestrator.recovery.helpers import (
     closed,
     set_aside,
     spoiled,
-    stepped,
     trains_on,
 )
-from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
 
 
@@ -80,19 +76,6 @@ async def test_a_damaged_task_group_is_not_waited_for_and_the_curriculum_goes_on
     assert last.task_group_id not in world.core.groups and len(world.core.aside) == 2
 
 
-async def test_the_group_of_a_damaged_assignment_is_issued_again(worlds: Make) -> None:
-    world = worlds()
-    orders = await begun(world)
-    world.clock.now += 31.0
-    world.core.pool.expire()
-    other = world.join("other")
-    name = (await world.orders(other))[0].task_group_id
-    await spoiled(world, entries.ASSIGNMENT, name)
-    assert world.core.pool.owner(name) is None and len(world.core.groups) == len(orders)
-    world.train()
-    assert name in {order.task_group_id for order in await world.orders(world.join("other", running=[name]))}
-
-
 async def test_the_record_of_a_group_of_a_damaged_assignment_is_taken_before_its_replica_has_joined_again(
     worlds: Make,
 ) -> None:
@@ -125,28 +108,6 @@ async def test_a_group_of_which_a_part_was_trained_is_not_played_again(worlds: M
     assert world.core.experience.buffers["model1"].num_sequences == 12
     await world.crash()
     assert name not in world.core.groups
-
-
-def mark_of(world: World) -> str:
-    """The run's mark, in the names of its task groups."""
-    return world.core.names.draw().rpartition("-")[0]
-
-
-@pytest.mark.parametrize("kind", [entries.VERDICT, entries.CLOSED, entries.STATE, entries.OBSERVATION, entries.RUN])
-async def test_a_damaged_record_of_another_kind_stops_nothing(worlds: Make, kind: str) -> None:
-    world = worlds(curation="filter_solved")
-    await begun(world)
-    await stepped(world, 1)
-    world.core.write_state()
-    await world.settle()
-    mark, started = mark_of(world), world.core.started_at
-    if kind == entries.RUN:
-        world.journal.submit(entries.RUN, "", {"run_id": "unit", "mark": "abc", "started_at": 0.0})
-        await world.settle()
-    key = rows(world.run_dir, kind)[-1].key
-    await spoiled(world, kind, key, -1)
-    assert (mark_of(world), world.core.started_at) == (mark, started)
-    await trains_on(world, 2)
 
 
 async def test_the_state_before_a_damaged_one_counts(worlds: Make) -> None:

@@ -87,8 +87,8 @@ async def test_a_trajectory_that_says_nothing_sensible_is_unreadable(worlds: Mak
 @pytest.mark.parametrize(
     ("kind", "key", "record"),
     [
-        (entries.VERSION, "model0/1", {"policy": "nobody", "number": 1, "digest": "x", "sources": [], "checkpoint_step": 0, "metrics": []}),
-        (entries.VERSION, "model0/0", {"policy": "model0", "number": 0, "digest": "other", "sources": [], "checkpoint_step": 0, "metrics": []}),
+        (entries.VERSION, "model0/1", {"policy": "nobody", "number": 1, "digest": "x", "sources": [], "checkpoint_step": 0, "metrics": [], "compute": []}),
+        (entries.VERSION, "model0/0", {"policy": "model0", "number": 0, "digest": "other", "sources": [], "checkpoint_step": 0, "metrics": [], "compute": []}),
         (entries.BATCH, "model0/1", {"policy": "nobody", "training_step": 1, "sequences": [], "minibatches": [], "statistics": []}),
         (entries.EVALUATION_START, "x", {"evaluation_id": "x", "versions": [{"policy": "nobody", "number": 1}]}),
     ],
@@ -115,7 +115,9 @@ async def test_versions_after_a_gap_are_taken_in_the_order_of_their_numbers(worl
     await world.publish(0)
     for number in (3, 4):
         version = WeightVersion(policy="model0", number=number, digest=f"d{number}")
-        world.journal.submit(entries.VERSION, f"model0/{number}", entries.version_to_json(version, 0, {}))
+        world.journal.submit(
+            entries.VERSION, f"model0/{number}", entries.to_json(entries.VersionRecord(version=version))
+        )
     await world.settle()
     await world.crash()
     assert world.core.ledgers["model0"].newest_number == 4

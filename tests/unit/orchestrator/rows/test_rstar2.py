@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -45,14 +43,6 @@ def test_parquet_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     Dataset.from_list([CHAT]).to_parquet(str(tmp_path / "train.parquet"))
     assert process_train_dataset([str(tmp_path / "train.parquet")], tmp_path / "out.jsonl").num_rows == 1
-
-
-def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
-    source = written(tmp_path / "a.jsonl", CHAT, {"problem": "?"}, PLAIN)
-    command = [sys.executable, "-m", "services.cli", "data", "rstar2", source, "-o", str(tmp_path / "train.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, "train.jsonl: 2 rows" in done.stdout) == (0, True), done.stderr
-    assert "a.jsonl: 1 rows left out: row 2: no answer" in done.stdout
 
 
 def test_a_subset_of_a_hub_dataset_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
