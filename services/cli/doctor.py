@@ -29,7 +29,7 @@ from services.common.telemetry.accounts import trainer_component
 from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, TrainerKey
 from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.evaluation import kind_of
-from services.orchestrator.stalls import ADVICE, Cause
+from services.orchestrator.stalls import Cause
 
 LEAST_POINTS = 10  # with fewer there is no telling a change from noise
 FIRST_MOST = 16  # a long run may learn within its first steps, and they are the beginning that counts
@@ -302,7 +302,7 @@ def mismatch(rows: PolicyRows) -> Finding | None:
     if fresh and (first := statistics.median(windows(fresh)[0])) > bound:
         found, limit = (first, found[1] if found else fresh[-1]), 0.0
     elif (stall := rows.open_stalls.get(Cause.NUMERICS)) and stall["component"] == trainer_component(rows.policy):
-        return rows.finding(Failure.MISMATCH, stall["detail"], ADVICE[Cause.NUMERICS])
+        return rows.finding(Failure.MISMATCH, stall["detail"], Cause.NUMERICS.advice)
     elif found is None:
         found, limit, tokens = medians(rows.series(TrainerKey.MISMATCH_ABS.in_row)), MISMATCH_STALE, "all tokens"
     if found is None or (limit and (found[1] < limit or found[1] < MISMATCH_GROWTH * found[0])):

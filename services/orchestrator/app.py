@@ -168,7 +168,7 @@ def _server(core: OrchestratorCore, recipe: Recipe, settings: Settings, sources:
         lambda: gauges(core, sources, counted_before),
         lambda: {"state": core.control.state.value, "waits": "; ".join(waits(core))},
     )
-    server.set_accounts(lambda: [core.stall_state.account.state()])
+    server.set_accounts(lambda: [core.account.state()])
     server.on_stop(pool.closing.set)
     server.on_stop(core.close)
     return server

@@ -25,7 +25,7 @@ from services.common.config.processes import Placement, Tracker
 from services.common.config.recipe import Recipe
 from services.common.errors import StateError
 from services.common.records import WeightVersion
-from services.common.telemetry.accounts import trainer_component
+from services.common.telemetry.accounts import ORCHESTRATOR, Component, TimeAccount, trainer_component
 from services.common.telemetry.logs import LogEvent
 from services.common.telemetry.metrics import StepKey, trainer_key
 from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
@@ -40,7 +40,7 @@ from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import Quarantine
 from services.orchestrator.members import PauseTraining, ReplicaPool, ResumeTraining, SaveCheckpoint, StopTraining
 from services.orchestrator.metrics import DiskForecast, RunMetrics, Timeline
-from services.orchestrator.stalls import PAUSED_ITSELF, Hold, StallState
+from services.orchestrator.stalls import PAUSED_ITSELF, AccountBook, Hold, Stall
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, TrainingOrders
 from services.orchestrator.trainers import DeviceTurns, TrainerLeases
@@ -79,7 +79,10 @@ class OrchestratorCore:
         self.groups: dict[str, TaskGroup] = {}
         self.names = GroupNames(run_mark)
         self.timeline = Timeline()
-        self.stall_state = StallState(clock)
+        self.account = TimeAccount(ORCHESTRATOR, clock=clock)
+        self.book = AccountBook()
+        self.stalls: tuple[Stall, ...] = ()  # that block the run
+        self.lost: dict[Component, float] = {}  # components with a lost lease until they return: time of the loss
         self.metrics = RunMetrics(run_dir, tensorboard=Tracker.TENSORBOARD in recipe.run.trackers)
         kept = sum(policy.trainer.keep_checkpoints for policy in recipe.trained_policies.values())
         self.disk = DiskForecast(recipe.orchestrator.min_free_bytes, kept)
@@ -374,19 +377,19 @@ class OrchestratorCore:
         for replica in self.pool.expire():
             log.warning(LogEvent.LEASE_LOST, replica=replica.replica_id, incarnation=replica.incarnation)
             self.counters[fates.RunCount.REPLICA_LEASES_LOST.value] += 1
-            self.stall_state.lost[replica.component] = self.clock()
+            self.lost[replica.component] = self.clock()
             self.dispatcher.schedule()
         for trainer in self.trainers.expire():
             log.warning("trainer.lease_lost", policy=trainer.policy, incarnation=trainer.incarnation)
             self.counters[fates.RunCount.TRAINER_LEASES_LOST.value] += 1
-            self.stall_state.lost[trainer_component(trainer.policy)] = self.clock()
+            self.lost[trainer_component(trainer.policy)] = self.clock()
             self.experience.admission.absent.add(trainer.policy)
             self.dispatcher.schedule()
         self.turns.settle()
 
     def trainer_found(self, policy: str) -> None:
         """Forget the absence of a policy's trainer."""
-        self.stall_state.lost.pop(trainer_component(policy), None)
+        self.lost.pop(trainer_component(policy), None)
         self.experience.admission.absent.discard(policy)
 
     # --- phases ------------------------------------------------------------------------------------------------------

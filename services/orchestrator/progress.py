@@ -58,11 +58,11 @@ def progress(core: OrchestratorCore) -> run_pb2.RunProgress:
                 cause=stall.cause.value,
                 detail=stall.detail,
                 since=timestamp_to_proto(wall_s + stall.since),
-                advice=stall.advice,
+                advice=stall.cause.advice,
             )
-            for stall in core.stall_state.stalls
+            for stall in core.stalls
         ],
-        accounts=[write(account, account_pb2.TimeAccount()) for account in core.stall_state.book.totals()],
+        accounts=[write(account, account_pb2.TimeAccount()) for account in core.book.totals()],
         disk=None if disk is None else run_pb2.DiskOutlook(**by_name(disk)),
         set_aside=[
             run_pb2.SetAsideRecords(kind=kind, reason=reason.value, count=count)
@@ -110,8 +110,8 @@ def summary(core: OrchestratorCore) -> RunSummary:
         "max_staleness": max((batches.staleness_max for batches in core.batches.values()), default=0),
         "seconds": time.time() - core.started_at,
         "counters": dict(core.counters),
-        "time": core.stall_state.book.summary(),
-        "waited_for": core.stall_state.book.waits(),
+        "time": core.book.summary(),
+        "waited_for": core.book.waits(),
     }
 
 
@@ -252,7 +252,7 @@ def gauges(
         **{f"set_aside/{kind}/{why.value}": float(count) for (kind, why), count in core.aside.counts().items()},
         **_disk(core.disk.outlook),
         "overlap_share": core.timeline.overlap_share,
-        **{f"stall/{stall.cause.value}/{stall.component}": now - stall.since for stall in core.stall_state.stalls},
+        **{f"stall/{stall.cause.value}/{stall.component}": now - stall.since for stall in core.stalls},
         **_policy_gauges(core),
         **_replica_gauges(core),
         **{f"counter/{name}": float(count - counted_before.get(name, 0)) for name, count in core.counters.items()},

@@ -18,7 +18,7 @@ import enum
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -477,20 +477,3 @@ def during_here(name: AnyActivity, on: Component = NOBODY) -> AbstractContextMan
     """Like ``during`` of the account with this task's lane; without a lane, no time is counted."""
     lane = _LANE.get()
     return nullcontext() if lane is None else lane.account.during(name, on, lane)
-
-
-Matrix = dict[tuple[Component, Component], float]
-
-
-def wait_shares(accounts: Iterable[AccountState]) -> Matrix:
-    """(component, component waited for) -> share of the first one's time; "" means its own work.
-
-    >>> waits = ActivityTime(name="waiting for a batch", on="orchestrator", seconds=3.0)
-    >>> wait_shares([AccountState(component="t", activities=(waits, ActivityTime(name="training", seconds=1.0)))])
-    {('t', 'orchestrator'): 0.75, ('t', ''): 0.25}
-    """
-    matrix: defaultdict[tuple[Component, Component], float] = defaultdict(float)
-    for account in accounts:
-        for activity, share in account.shares().items():
-            matrix[account.component, activity.on] += share
-    return dict(matrix)

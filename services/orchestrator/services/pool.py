@@ -110,7 +110,7 @@ class ReplicaApi:
                 by=hello.incarnation,
             )
         replica = self._core.pool.join(hello)
-        self._core.stall_state.lost.pop(replica.component, None)
+        self._core.lost.pop(replica.component, None)
         log.info(
             LogEvent.REPLICA_JOINED, replica=hello.replica_id, incarnation=hello.incarnation, slots=hello.num_slots
         )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.pb import account_pb2
-from services.common.telemetry.accounts import AccountState, Activity, ActivityTime, PeerState, TimeAccount, wait_shares
+from services.common.telemetry.accounts import AccountState, Activity, ActivityTime, PeerState, TimeAccount
 from services.common.wire import read, write
 
 
@@ -149,19 +149,6 @@ def test_many_threads_lose_no_time() -> None:
     assert sum(activity.num_now for activity in state.activities) == 8
     assert state.seconds >= begun
     assert sum(state.shares().values()) == pytest.approx(1.0)
-
-
-def test_wait_shares_is_a_matrix_whose_rows_sum_to_one() -> None:
-    trainer = AccountState(
-        component="trainer/model0",
-        activities=(
-            ActivityTime(name="waiting for a batch", on="orchestrator", seconds=3.0),
-            ActivityTime(name="publishing", on="orchestrator", seconds=1.0),
-            ActivityTime(name="training", seconds=4.0),
-        ),
-    )
-    matrix = wait_shares([trainer, AccountState(component="young")])
-    assert matrix == {("trainer/model0", "orchestrator"): 0.5, ("trainer/model0", ""): 0.5}
 
 
 def test_accounts_and_peers_pass_the_wire_unchanged() -> None:

@@ -300,7 +300,7 @@ async def test_a_replica_whose_every_record_is_refused_is_named_and_one_good_rec
         for _ in range(3):
             world.clock.now += 1.0
             watch.look()
-        return {(stall.component, stall.cause.value) for stall in world.core.stall_state.stalls}
+        return {(stall.component, stall.cause.value) for stall in world.core.stalls}
 
     with structlog.testing.capture_logs() as logs:
         for slot in slots[:7]:

@@ -50,12 +50,12 @@ async def test_a_silent_replica_is_named_in_log_metrics_and_progress_and_so_is_i
     watch = world.stall_watch()
     with structlog.testing.capture_logs() as logs:
         pass_seconds(world, watch, 20, lambda: report(world))
-        assert not world.core.stall_state.stalls
+        assert not world.core.stalls
         pass_seconds(world, watch, 20)
         (stall,) = progress(world.core).stalls
         assert (stall.component, stall.cause) == ("replica/a", "silent")
         pass_seconds(world, watch, 5, lambda: report(world))
-    assert not world.core.stall_state.stalls
+    assert not world.core.stalls
     told = [entry for entry in logs if entry["event"].startswith("run.")]
     assert [(entry["event"], entry["component"], entry["cause"]) for entry in told] == [
         ("run.stalled", "replica/a", "silent"),
@@ -99,11 +99,11 @@ async def test_orders_that_the_reports_know_nothing_of_are_named_and_sent_again(
     assert lost
     watch = world.stall_watch()
     pass_seconds(world, watch, 14, lambda: report(world))
-    (stall,) = world.core.stall_state.stalls
+    (stall,) = world.core.stalls
     assert (stall.component, stall.cause.value) == ("replica/a", "order_lost")
     assert {order.task_group_id for order in await world.orders(replica)} == lost
     pass_seconds(world, watch, 5, lambda: report(world, running=tuple(lost)))
-    assert not world.core.stall_state.stalls
+    assert not world.core.stalls
 
 
 async def test_of_two_replicas_the_one_that_hears_the_gateway_best_is_believed(worlds: Callable[..., World]) -> None:
