@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import cast
 
 from services.common import codec
 from services.common.checkpoints import CheckpointGauge
@@ -15,7 +14,7 @@ from services.common.config.data import is_training
 from services.common.pb import account_pb2, run_pb2
 from services.common.prometheus import Metric
 from services.common.records import FAILURES_PREFIX, RunCount, by_name
-from services.common.telemetry.metrics import RunSummary, StepKey, ThresholdSummary
+from services.common.telemetry.metrics import RunSummary, StepKey
 from services.common.wire import timestamp_to_proto, write
 from services.orchestrator.groups import RunState
 from services.orchestrator.journal.entries import DatasetScore, EvaluationResult
@@ -105,7 +104,7 @@ def summary(core: OrchestratorCore) -> RunSummary:
         "state": core.control.phase.value,
         "steps": {policy: max(ledger.newest_number, 0) for policy, ledger in ledgers.items()},
         "evaluations": {result.name: evaluation_values(result) for result in core.evaluations.results.values()},
-        "until": None if until is None else cast(ThresholdSummary, asdict(until.state())),
+        "until": None if until is None else asdict(until.state()),
         "overlap_share": core.timeline.overlap_share,
         "max_staleness": max((batches.staleness_max for batches in core.batches.values()), default=0),
         "seconds": time.time() - core.started_at,

@@ -140,7 +140,7 @@ class ReplicaApi:
         replica = self._core.pool.report(replica_id, incarnation, **report)
         self._core.turns.settle()
         self._core.counters[RunCount.TOKENS_SAMPLED.value] += replica.new_tokens
-        self._core.timeline.emitted(replica_id, emission)
+        self._core.timeline.emitted(emission)
         self._core.dispatcher.announcer.sync(replica)
         if self._core.pool.takers != before:  # otherwise its availability is unchanged, as in most reports
             self._core.dispatcher.schedule()

@@ -15,8 +15,8 @@ def covered(found: list[tuple[float, float]]) -> set[int]:
 def test_overlap_share_is_the_share_of_compute_time_in_which_tokens_were_emitted() -> None:
     timeline = Timeline()
     timeline.computed("model0", [(0.0, 10.0), (20.0, 30.0)])
-    timeline.emitted("a", [(5.0, 12.0)])
-    timeline.emitted("b", [(8.0, 25.0)])
+    timeline.emitted([(5.0, 12.0)])
+    timeline.emitted([(8.0, 25.0)])
     assert timeline.overlap_share == (5.0 + 5.0) / 20.0
 
 
@@ -24,7 +24,7 @@ def test_settling_and_restoring_change_no_total() -> None:
     timeline = Timeline()
     for second in range(0, 1000, 10):
         timeline.computed("model0", [(second, second + 6.0)])
-        timeline.emitted("a", [(second + 4.0, second + 10.0)])
+        timeline.emitted([(second + 4.0, second + 10.0)])
         timeline.settle(float(second))
     assert timeline.overlap_share == 2.0 / 6.0
     restored = Timeline()
@@ -50,7 +50,7 @@ def test_the_overlap_of_steps_of_any_length_is_the_share_in_which_replicas_gener
         at = begin
         for _ in range(200):  # reports
             until = min(at + max(report_s, step_s / 100), generated)
-            timeline.emitted("a", [(at, until)])
+            timeline.emitted([(at, until)])
             timeline.settle(until)
             at = until
             if at >= generated:
