@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
-from services.common.config.data import EvaluationConfig
+from services.common.config.recipe import Recipe
 from services.common.kept_tokens import REPLICAS_LOST
 from services.common.records import TOO_OLD, VERSION_GONE, ClosedReason, RunCount, TaskGroupOrder
 from services.common.telemetry.logs import LogEvent
@@ -31,31 +31,26 @@ from services.orchestrator.journal.journal import Journal
 from services.orchestrator.members import CancelGroup, Held, PlayGroup, Replica, ReplicaPool
 from services.orchestrator.stalls import Hold
 from services.orchestrator.tasks.orders import TrainingOrders
-from services.orchestrator.versions import Announcer, FanOut, VersionLedger
+from services.orchestrator.versions import Announcer, VersionLedger
 
 log = structlog.get_logger()
 MAX_LOST = 5  # replicas that may be lost under a task group before its open slots are given up
-MOST_CANCELLED = (
-    512  # task groups of an earlier run or process, at once: half of the commands that a stream has room for
-)
+MOST_CANCELLED = 512  # task groups of an earlier process, at once: half of the commands that a stream has room for
 
 
 class Dispatcher:
     def __init__(
         self,
+        recipe: Recipe,
         *,
         pool: ReplicaPool,
         groups: dict[str, TaskGroup],
         experience: ExperiencePipeline,
         ledgers: Mapping[str, VersionLedger],
-        max_staleness: Mapping[str, int],
-        teachers: Mapping[str, str],
         training: TrainingOrders,
         evaluations: Evaluations,
-        evaluation: EvaluationConfig,
         journal: Journal,
         counters: Counter[str],
-        fanout: FanOut,
         ingest: Ingest,
         clock: Callable[[], float],
     ) -> None:
@@ -64,18 +59,18 @@ class Dispatcher:
         self._experience = experience
         self._admission = experience.admission
         self._ledgers = ledgers
-        self._max_staleness = max_staleness
-        self._teachers = teachers
+        self._max_staleness = {name: policy.batch.max_staleness for name, policy in recipe.trained_policies.items()}
+        self._teachers = recipe.teachers
         self._training = training
         self._evaluations = evaluations
         self.evaluators = Evaluators(
-            evaluation, evaluations, pool, self.may_play, lambda policy: ledgers[policy].newest_number
+            recipe.evaluation, evaluations, pool, self.may_play, lambda policy: ledgers[policy].newest_number
         )
         self._journal = journal
         self._counters = counters
         self._ingest = ingest
         self._cancelled: set[str] = set()  # task groups whose cancellation is on its way to the journal
-        self.announcer = Announcer(pool, ledgers, self.evaluators, fanout, counters, clock)
+        self.announcer = Announcer(pool, ledgers, self.evaluators, counters, clock)
         self._orphans = OrphanedGroups()
         self._scheduled = False
         self.train = False  # training groups may be issued

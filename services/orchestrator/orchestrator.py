@@ -44,7 +44,7 @@ from services.orchestrator.stalls import PAUSED_ITSELF, AccountBook, Hold, Stall
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, TrainingOrders
 from services.orchestrator.trainers import DeviceTurns, TrainerLeases
-from services.orchestrator.versions import MAX_RELAYS, FanOut, VersionLedger
+from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
 
@@ -101,23 +101,10 @@ class OrchestratorCore:
             on_granted=self._wake_ranks,
             clock=clock,
         )
-        self._make_experience(vocab_sizes)
-        self.training_orders = TrainingOrders.of(recipe, training_sources, self.names)
-        self.evaluations = Evaluations.of(
-            recipe, evaluation_sources, self.names, self.rewards, self._evaluated, started_at
-        )
-        self.threshold = Threshold.of(recipe, self.evaluations.results)
-        self.trained_ledgers = {policy: self.ledgers[policy] for policy in self.batches}
-        self.last_metrics: dict[str, dict[str, float]] = {policy: {} for policy in self.ledgers}  # of the newest steps
-        self._make_ingest()
-        self._make_dispatcher()
-
-    def _make_experience(self, vocab_sizes: Mapping[str, int | None]) -> None:
-        recipe = self.recipe
-        self._batch_configs = {name: policy.batch for name, policy in recipe.trained_policies.items()}
+        configs = {name: policy.batch for name, policy in recipe.trained_policies.items()}
         self.rewards = RewardRules.of(recipe)
         self.experience = ExperiencePipeline(
-            self._batch_configs,
+            configs,
             self.num_steps,
             self.counters,
             admit=recipe.rollout.admit,
@@ -128,7 +115,6 @@ class OrchestratorCore:
             seed=recipe.run.seed,
             sources=recipe.data.sources,
         )
-        self.bounds = RecordBounds.of(recipe, vocab_sizes)
         shared = recipe.placement is Placement.SHARED
         self.batches = {
             name: Batches(
@@ -136,14 +122,19 @@ class OrchestratorCore:
                 config,
                 self.experience,
                 self.journal,
-                clock=self.clock,
+                clock=clock,
                 may_compute=partial(self.turns.may_compute, name) if shared else None,
             )
-            for name, config in self._batch_configs.items()
+            for name, config in configs.items()
         }
-
-    def _make_ingest(self) -> None:
-        rollout = self.recipe.rollout
+        self.training_orders = TrainingOrders.of(recipe, training_sources, self.names)
+        self.evaluations = Evaluations.of(
+            recipe, evaluation_sources, self.names, self.rewards, self._evaluated, started_at
+        )
+        self.threshold = Threshold.of(recipe, self.evaluations.results)
+        self.trained_ledgers = {policy: self.ledgers[policy] for policy in self.batches}
+        self.last_metrics: dict[str, dict[str, float]] = {policy: {} for policy in self.ledgers}  # of the newest steps
+        self.bounds = RecordBounds.of(recipe, vocab_sizes)
         self.ingest = Ingest(
             self.groups,
             self.names.was_issued,
@@ -152,28 +143,22 @@ class OrchestratorCore:
             self.counters,
             self._resolved,
             bounds=self.bounds,
-            refusals=Refusals(self.counters, self.clock),
+            refusals=Refusals(self.counters, clock),
             is_member=self.pool.has_met,
         )
-        self.masked = MaskedSamples(self.counters, rollout.max_masked_share)
-
-    def _make_dispatcher(self) -> None:
-        recipe = self.recipe
+        self.masked = MaskedSamples(self.counters, recipe.rollout.max_masked_share)
         self.dispatcher = Dispatcher(
+            recipe,
             pool=self.pool,
             groups=self.groups,
             experience=self.experience,
             ledgers=self.ledgers,
-            max_staleness={name: config.max_staleness for name, config in self._batch_configs.items()},
-            teachers=recipe.teachers,
             training=self.training_orders,
             evaluations=self.evaluations,
-            evaluation=recipe.evaluation,
             journal=self.journal,
             counters=self.counters,
-            fanout=FanOut(dict.fromkeys(recipe.policies, MAX_RELAYS)),
             ingest=self.ingest,
-            clock=self.clock,
+            clock=clock,
         )
         self.pool.on_orphaned = self.dispatcher.orphaned
         self.experience.issuable = self.dispatcher.may_issue

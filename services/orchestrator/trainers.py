@@ -34,7 +34,6 @@ class Trainer:
     num_ranks: int
     recovered_version: int
     lease_until: float
-    labels: Mapping[str, str] = field(default_factory=dict)
     mailbox: Mailbox[TrainerCommand] | None = None
     state: str = "joined"
     training_step: int = 0
@@ -79,7 +78,6 @@ class TrainerLeases:
         incarnation: str,
         num_ranks: int,
         recovered_version: int,
-        labels: Mapping[str, str],
         kept_checkpoint_steps: Iterable[int] = (),
     ) -> Trainer:
         """A stream of a trainer begins; a new incarnation ends the lease of the older one."""
@@ -96,7 +94,6 @@ class TrainerLeases:
                 num_ranks=num_ranks,
                 recovered_version=recovered_version,
                 lease_until=0.0,
-                labels=labels,
                 checkpoint_step=max(recovered_version, 0),
             )
             self._trainers[policy] = trainer

@@ -137,7 +137,7 @@ class Watch:
         """Issue task groups again whose replicas live but never end a rollout."""
         core, now = self._core, self._core.clock()
         for replica in core.pool:
-            for name in replica.given_before(now - self._overdue_s):
+            for name in [name for name, given in replica.assignments.items() if now - given.since > self._overdue_s]:
                 core.counters[RunCount.TASK_GROUPS_OVERDUE.value] += 1
                 core.dispatcher.take_back(name, f"not done after {self._overdue_s:g} s")
 

@@ -53,7 +53,6 @@ from services.orchestrator.ingest import (
     check_held,
     check_id,
     check_number,
-    finite_gauges,
     possible_intervals,
 )
 from services.orchestrator.members import (
@@ -293,7 +292,6 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
                 num_slots=check_number("num_slots", request.num_slots, 1, MOST_SLOTS),
                 held=self._held(request.held_versions),
                 running=tuple(request.running_task_group_ids),
-                labels=dict(request.labels),
                 weights_address=request.weights_address[:MOST_TEXT],
             )
         )
@@ -384,7 +382,6 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
             held=self._held(request.held_versions),
             num_tokens=check_number("num_generated_tokens", request.num_generated_tokens, 0, MOST_SAMPLED),
             emission=possible_intervals(interval_from_proto(interval) for interval in request.emission_intervals),
-            gauges=finite_gauges(request.gauges),
             running=request.running_task_group_ids if request.accounts else None,
             accounts=tuple([read(AccountState, account) for account in request.accounts]),
             peers=tuple([read(PeerState, peer) for peer in request.peers]),

@@ -60,7 +60,6 @@ class TrainerApi:
         incarnation: str,
         num_ranks: int,
         recovered_version: int,
-        labels: Mapping[str, str],
         kept_checkpoint_steps: Iterable[int] = (),
         vocab_size: int = 0,
     ) -> Trainer:
@@ -70,7 +69,7 @@ class TrainerApi:
         # Retention may delete records up to a checkpoint: one ahead of the ledger belongs to another history.
         recovered = min(recovered_version, newest)
         before = self._core.trainers.get(policy)
-        trainer = self._core.trainers.join(policy, incarnation, num_ranks, recovered, labels, kept_checkpoint_steps)
+        trainer = self._core.trainers.join(policy, incarnation, num_ranks, recovered, kept_checkpoint_steps)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
         self._core.bounds.learn_vocabulary(policy, vocab_size)
         self._core.trainer_found(policy)
@@ -161,7 +160,6 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             request.incarnation,
             max(check_number("num_ranks", request.num_ranks, 0, MOST_RANKS), 1),
             check_number("recovered_version", request.recovered_version, -1),
-            dict(request.labels),
             self._kept_steps(request.policy, request.kept_checkpoint_steps),
             check_number("vocab_size", request.vocab_size, 0, MOST_ROWS),
         )

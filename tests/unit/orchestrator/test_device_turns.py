@@ -29,7 +29,7 @@ class Shared:
         return self.world.turns.holder
 
     def join_trainer(self, policy: str = "model0", incarnation: str = "t") -> None:
-        self.trainers[policy] = self.world.trainer_api.join(policy, incarnation, 1, 0, {})
+        self.trainers[policy] = self.world.trainer_api.join(policy, incarnation, 1, 0)
 
     def join_replica(self, name: str = "a", incarnation: str = "1", number: int = 0) -> None:
         self.replicas[name] = self.world.join(name, number=number, incarnation=incarnation)
@@ -237,7 +237,7 @@ async def test_the_time_of_another_turn_does_not_count_against_a_task_group(shar
 async def test_apart_members_are_told_nothing(tmp_path: Path) -> None:
     world = World(tmp_path)
     replica = world.join()
-    trainer = world.trainer_api.join("model0", "t", 1, 0, {})
+    trainer = world.trainer_api.join("model0", "t", 1, 0)
     await world.publish(0)
     world.train()
     buffer, found = world.core.experience.buffers["model0"], await world.commands(replica)

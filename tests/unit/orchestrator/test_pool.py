@@ -31,7 +31,7 @@ def pool_with_orphans() -> tuple[ReplicaPool, Clock, list[str]]:
 
 
 def report(pool: ReplicaPool, name: str = "a", incarnation: str = "1") -> None:
-    pool.report(name, incarnation, held={"model0": Held(0, "d0")}, num_tokens=0, gauges={})
+    pool.report(name, incarnation, held={"model0": Held(0, "d0")}, num_tokens=0)
 
 
 def test_what_a_replica_played_whose_stream_broke_is_given_away_once_it_has_been_silent() -> None:

@@ -28,7 +28,6 @@ def report(world: World, name: str = "a", *, running: tuple[str, ...] = (), peer
         held=replica.held,
         num_tokens=0,
         emission=[],
-        gauges={},
         running=running,
         accounts=(slots,),
         peers=peers,
@@ -132,7 +131,7 @@ async def test_the_orchestrators_own_time_says_whom_the_run_waits_for(worlds: Ca
 
 async def test_ranks_report_beside_the_first_and_renew_no_lease(worlds: Callable[..., World]) -> None:
     world = worlds()
-    world.trainer_api.join("model0", "1", 2, 0, {})
+    world.trainer_api.join("model0", "1", 2, 0)
     before = world.core.trainers.get("model0")
     assert before is not None
     lease = before.lease_until

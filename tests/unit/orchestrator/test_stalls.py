@@ -306,7 +306,7 @@ def order_lost(run: MadeUpRun) -> None:
 
 
 def announcement_lost(run: MadeUpRun) -> None:
-    run.set_replica(moving=("model0",), held={"model0": Held(3, "d3")})
+    run.set_replica(announced={"model0": (4, 0.0)}, held={"model0": Held(3, "d3")})
 
 
 def all_filtered(run: MadeUpRun) -> None:
@@ -522,7 +522,7 @@ def test_rollouts_that_wait_for_a_function_are_named_with_it_and_no_full_quota(d
 
 def test_a_replica_that_takes_versions_one_after_the_other_has_lost_nothing(run: MadeUpRun) -> None:
     for held in range(60):
-        run.set_replica(moving=("model0",), held={"model0": Held(held, "")})  # always one behind
+        run.set_replica(announced={"model0": (held + 1, 0.0)}, held={"model0": Held(held, "")})  # always one behind
         run.tick()
         assert not run.stalls
 

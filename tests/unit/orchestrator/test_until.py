@@ -115,7 +115,6 @@ def make(worlds: Make, **settings: Any) -> World:
 def report(world: World, replica: Replica, number: int) -> None:
     world.replica_api.report(
         replica.replica_id, replica.incarnation, held={"model0": Held(number, f"d{number}")}, num_tokens=0, emission=[],
-        gauges={},
     )  # fmt: skip
 
 
@@ -156,7 +155,7 @@ async def test_training_ends_when_two_evaluations_in_a_row_hold(worlds: Make) ->
         await world.publish(0)
         replica = world.join()
         await world.settle()
-        trainer = world.trainer_api.join("model0", "t", 1, 0, {})
+        trainer = world.trainer_api.join("model0", "t", 1, 0)
         for step, reward in ((1, 1.0), (2, 0.5), (3, 1.0)):
             await answer(world, await train(world, replica, step), reward)
             assert state_of(world) is RunState.TRAINING
@@ -171,7 +170,7 @@ async def test_training_ends_when_two_evaluations_in_a_row_hold(worlds: Make) ->
         assert not any("trainer model0 waits" in wait for wait in now.waits)
         assert trainer.mailbox is not None
         assert [await trainer.mailbox.get() for _ in range(len(trainer.mailbox))] == [SaveCheckpoint()]
-        again = world.trainer_api.join("model0", "t", 1, 0, {})
+        again = world.trainer_api.join("model0", "t", 1, 0)
         assert again.mailbox is not None and await again.mailbox.get() == SaveCheckpoint()
         end = await world.orders(replica)
         assert [order.purpose for order in end] == [Purpose.EVALUATION] * 3, "and nothing to train"

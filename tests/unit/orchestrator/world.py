@@ -204,7 +204,7 @@ class World:
 
     def lose_trainer(self, policy: str) -> None:
         """End the lease of the policy's trainer, as the periodic checks do when the lease runs out."""
-        trainer = self.core.trainers.get(policy) or self.trainer_api.join(policy, "t", 1, 0, {})
+        trainer = self.core.trainers.get(policy) or self.trainer_api.join(policy, "t", 1, 0)
         trainer.lease_until = self.clock.now - 1.0
         self.core.check_leases()
 

@@ -27,7 +27,7 @@ async def test_a_replica_with_an_unknown_digest_gets_no_work_and_is_told_to_fetc
     assert [c.version.digest for c in commands if isinstance(c, AnnounceVersion)] == ["right"]
     assert not any(isinstance(c, PlayGroup) for c in commands)
     assert "no replica holds a version" in world.core.dispatcher.waits_for
-    world.replica_api.report("a", "1", held={"model0": Held(0, "right")}, num_tokens=0, emission=[], gauges={})
+    world.replica_api.report("a", "1", held={"model0": Held(0, "right")}, num_tokens=0, emission=[])
     assert len(await world.orders(replica)) == 4
 
 
@@ -61,7 +61,7 @@ async def test_a_replica_that_still_holds_the_version_before_gets_only_what_can_
     await world.publish(1)  # its batch returns 8, but 8 of version 0 are ahead of any sample of that replica
     assert await world.orders(replica) == []
     assert "only for replicas that hold newer versions" in world.core.dispatcher.waits_for
-    world.replica_api.report("a", "1", held={"model0": Held(1, "d1")}, num_tokens=0, emission=[], gauges={})
+    world.replica_api.report("a", "1", held={"model0": Held(1, "d1")}, num_tokens=0, emission=[])
     assert len(await world.orders(replica)) == 2
 
 
@@ -82,7 +82,7 @@ async def test_replicas_share_the_fetching_of_a_new_version_and_later_ones_fetch
     assert [plan.own_shard for plan in plans if plan is not None] == [0, 1, None]
     assert all(announced[0].version.sources == ("x:1",) for announced in told)
 
-    world.replica_api.report("a", "1", held={"model0": Held(1, "d1")}, num_tokens=0, emission=[], gauges={})
+    world.replica_api.report("a", "1", held={"model0": Held(1, "d1")}, num_tokens=0, emission=[])
     late = world.join("d", weights_address="d:1")
     [announced] = [c for c in await world.commands(late) if isinstance(c, AnnounceVersion)]
     assert announced.plan is None and announced.version.sources == ("a:1", "x:1")
@@ -90,12 +90,12 @@ async def test_replicas_share_the_fetching_of_a_new_version_and_later_ones_fetch
 
 async def test_version_conflicts_and_stale_trainers_are_refused(worlds: Callable[..., World]) -> None:
     world = worlds()
-    world.trainer_api.join("model0", "t", 1, 0, {})
+    world.trainer_api.join("model0", "t", 1, 0)
     assert await world.publish(0) == 0
     assert await world.publish(0) == 0
     with pytest.raises(VersionConflictError):
         await world.publish(0, digest="other")
-    world.trainer_api.join("model0", "t2", 1, 0, {})
+    world.trainer_api.join("model0", "t2", 1, 0)
     with pytest.raises(LeaseLostError):
         await world.publish(0)
     assert await world.publish(0, incarnation="t2") == 0
@@ -125,7 +125,7 @@ async def test_a_report_that_changes_nothing_does_not_look_for_work(worlds: Call
     async def report(number: int) -> None:
         held = {"model0": Held(number, f"d{number}")}
         for replica in replicas:
-            world.replica_api.report(*replica.key, held=held, num_tokens=0, emission=[], gauges={})
+            world.replica_api.report(*replica.key, held=held, num_tokens=0, emission=[])
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 

@@ -20,7 +20,7 @@ from tests.waiting import WAIT_S, until
 
 async def test_pause_issues_nothing_and_starts_no_step_and_resume_goes_on(worlds: Callable[..., World]) -> None:
     world = worlds()
-    trainer = world.trainer_api.join("model0", "t", 1, 0, {})
+    trainer = world.trainer_api.join("model0", "t", 1, 0)
     await world.publish(0)
     replica = world.join()
     world.core.pause()
@@ -29,7 +29,7 @@ async def test_pause_issues_nothing_and_starts_no_step_and_resume_goes_on(worlds
     assert await world.orders(replica) == []
     await world.crash()
     assert world.core.control.state is RunState.PAUSED
-    trainer = world.trainer_api.join("model0", "t", 1, 0, {})
+    trainer = world.trainer_api.join("model0", "t", 1, 0)
     assert trainer.mailbox is not None
     assert type(await trainer.mailbox.get()).__name__ == "PauseTraining"
     replica = world.join()
@@ -298,7 +298,7 @@ async def test_a_run_paused_because_replicas_could_not_reach_a_peer_goes_on_when
 
     async def heard(silent_s: float) -> None:
         gateway = PeerState(component="envgateway", silent_s=silent_s)
-        world.replica_api.report("a", "1", held=replica.held, num_tokens=0, emission=[], gauges={}, peers=(gateway,))
+        world.replica_api.report("a", "1", held=replica.held, num_tokens=0, emission=[], peers=(gateway,))
         world.clock.now += 2
         await watch.tick()
 

@@ -22,7 +22,7 @@ async def test_only_unresolved_indices_are_reissued_after_a_lost_lease(worlds: C
     other = world.join("other")
     assert await world.orders(other) == []
     world.clock.now += 20.0
-    world.replica_api.report("other", "1", held=other.held, num_tokens=0, emission=[], gauges={})
+    world.replica_api.report("other", "1", held=other.held, num_tokens=0, emission=[])
     world.clock.now += 15.0
     await world.watch().tick()
     reissued = {order.task_group_id: order.indices for order in await world.orders(other)}
