@@ -2,8 +2,7 @@
 
 ``PoolServicer`` converts messages; ``ReplicaApi`` and ``GatewayApi`` handle the calls, independent of grpc.
 
-Records of a trajectory stream are acknowledged in order, up to ``MAX_ACKS`` per message, whatever the order in which they
-are durable. A single acknowledgement is sent at once; in a stream of them, ``LINGER_S`` follows each message that is not
+Records of a trajectory stream are acknowledged as they become durable, up to ``MAX_ACKS`` per message. A single acknowledgement is sent at once; in a stream of them, ``LINGER_S`` follows each message that is not
 full. Only the memory of the sender waits for an acknowledgement: the sender keeps unacknowledged records.
 """
 
@@ -49,7 +48,6 @@ from services.orchestrator.ingest import (
     MOST_SLOTS,
     MOST_TEXT,
     Answer,
-    RecordOutcome,
     check_held,
     check_id,
     check_number,
@@ -80,14 +78,6 @@ LINGER_S = 0.05  # after a message that is not full
 MAX_OPEN = 256  # records read and not yet acknowledged: beyond this the stream is not read
 LAST_ACKS_S = 4.0  # below the server's grace
 MOST_DETAIL = 512  # characters of an acknowledgement
-
-_OUTCOME = {
-    RecordOutcome.ACCEPTED: pool_pb2.RECORD_OUTCOME_ACCEPTED,
-    RecordOutcome.DUPLICATE: pool_pb2.RECORD_OUTCOME_DUPLICATE,
-    RecordOutcome.UNKNOWN: pool_pb2.RECORD_OUTCOME_UNKNOWN,
-    RecordOutcome.INVALID: pool_pb2.RECORD_OUTCOME_INVALID,
-    RecordOutcome.REFUSED: pool_pb2.RECORD_OUTCOME_REFUSED,
-}
 
 
 class ReplicaApi:
@@ -208,20 +198,13 @@ class GatewayApi:
         self._dispatcher.hold(Hold.GATEWAY, "" if self._joined else away)
 
 
-class _Slot(Generic[T]):
-    __slots__ = ("number", "outcome")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.outcome: T | None = None
-
-
 class AckQueue(Generic[T]):
-    """Acknowledgements of one stream: answered in any order, sent in order. Belongs to one event loop."""
+    """Acknowledgements of one stream. Belongs to one event loop."""
 
     def __init__(self, linger_s: float = LINGER_S) -> None:
         self._linger_s = linger_s
-        self._slots: deque[_Slot[T]] = deque()
+        self._ready: deque[tuple[int, T]] = deque()
+        self._num_open = 0  # records without an acknowledgement that was taken
         self._answered = asyncio.Event()  # the sender checks the queue
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -229,16 +212,14 @@ class AckQueue(Generic[T]):
 
     def open(self, number: int) -> Callable[[T], None]:
         """Register a received record; returns the callback for its outcome."""
-        slot: _Slot[T] = _Slot(number)
-        self._slots.append(slot)
-        if len(self._slots) >= MAX_OPEN:
+        self._num_open += 1
+        if self._num_open >= MAX_OPEN:
             self._has_room.clear()
-        return partial(self._answer, slot)
+        return partial(self._answer, number)
 
-    def _answer(self, slot: _Slot[T], outcome: T) -> None:
-        slot.outcome = outcome
-        if self._slots[0].outcome is not None:
-            self._answered.set()
+    def _answer(self, number: int, outcome: T) -> None:
+        self._ready.append((number, outcome))
+        self._answered.set()
 
     @property
     def full(self) -> bool:
@@ -254,15 +235,14 @@ class AckQueue(Generic[T]):
         self._answered.set()
 
     async def next(self) -> list[tuple[int, T]]:
-        """The next acknowledgements, in order; empty after the end of the stream when all are sent."""
+        """The next acknowledgements; empty after the end of the stream when all are taken."""
         while True:
-            ready: list[tuple[int, T]] = []
-            while self._slots and len(ready) < MAX_ACKS and (outcome := self._slots[0].outcome) is not None:
-                ready.append((self._slots.popleft().number, outcome))
-            if len(self._slots) < MAX_OPEN:
+            taken = [self._ready.popleft() for _ in range(min(MAX_ACKS, len(self._ready)))]
+            self._num_open -= len(taken)
+            if self._num_open < MAX_OPEN:
                 self._has_room.set()
-            if ready or (self._ended.is_set() and not self._slots):
-                return ready
+            if taken or (self._ended.is_set() and not self._num_open):
+                return taken
             self._answered.clear()
             await self._answered.wait()
 
@@ -457,7 +437,7 @@ async def _send_acks(acks: AckQueue[Answer], context: Context) -> None:
 
 
 def _ack(number: int, answer: Answer) -> pool_pb2.RecordAck:
-    ack = pool_pb2.RecordAck(record_number=number, outcome=_OUTCOME[answer.outcome])
+    ack = pool_pb2.RecordAck(record_number=number, outcome=f"RECORD_OUTCOME_{answer.outcome.name}")
     if answer.refusal is not None:
         ack.reason = REFUSAL_NUMBERS[answer.refusal.reason]  # type: ignore[assignment]
         ack.detail = answer.refusal.detail[:MOST_DETAIL]

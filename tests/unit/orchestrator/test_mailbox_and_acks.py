@@ -36,16 +36,17 @@ async def test_a_mailbox_closed_with_an_error_tells_it_at_once() -> None:
         await reading
 
 
-async def test_acknowledgements_keep_the_order_of_the_records() -> None:
+async def test_records_are_acknowledged_as_they_are_answered_and_all_before_the_end() -> None:
     acks = AckQueue()
     first, second = acks.open(1), acks.open(2)
     second(RecordOutcome.DUPLICATE)
+    assert await acks.next() == [(2, RecordOutcome.DUPLICATE)]
+    acks.end()
     pending = asyncio.ensure_future(acks.next())
     await asyncio.sleep(0)
     assert not pending.done()
     first(RecordOutcome.ACCEPTED)
-    assert await pending == [(1, RecordOutcome.ACCEPTED), (2, RecordOutcome.DUPLICATE)]
-    acks.end()
+    assert await pending == [(1, RecordOutcome.ACCEPTED)]
     assert await acks.next() == []
 
 
