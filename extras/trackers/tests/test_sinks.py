@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -140,31 +139,6 @@ def test_a_collector_that_comes_late_gets_everything(
 # --- trackio ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.needs("trackio")
-@pytest.mark.slow
-def test_trackio_keeps_the_scalars_of_a_resumed_run_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    import subprocess
-    import sys
-
-    write_run(tmp_path, steps=range(1, 3), summary=False)
-    # Each launch has a process of its own; trackio reads its variables when it is imported.
-    script = (
-        "import sys; from pathlib import Path; from extras.trackers.follow import Follower; "
-        "from extras.trackers.sinks import RunFacts, TrackioSink; "
-        "run = Path(sys.argv[1]); facts = RunFacts(run_id='run0', project='quickstart', directory=run, settings={}); "
-        "follower = Follower(run, 'trackio', lambda: TrackioSink(facts)); assert follower.poll(); follower.close()"
-    )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=120)
-    write_run(tmp_path, steps=range(3, 5))
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=120)
-    with sqlite3.connect(tmp_path / "trackio" / "quickstart.db") as database:
-        found = database.execute(
-            "select run_name, step from metrics where cast(metrics as text) like '%trainer/loss%'"
-        ).fetchall()
-    assert sorted(found) == [("run0", step) for step in range(1, 5)]
-
-
 # --- Weights & Biases ------------------------------------------------------------------------------------------------
 
 
@@ -216,17 +190,3 @@ def test_wandb_offline_has_the_scalars_under_one_id_when_resumed(
     # W&B's own process may write the end of the file after `finish` has returned.
     wait_until(lambda: len(steps_seen()) >= 4, "four steps in the files")
     assert steps_seen() == ["1", "2", "3", "4"]
-
-
-@pytest.mark.needs("wandb")
-@pytest.mark.slow
-def test_a_wandb_server_that_is_down_keeps_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.ports import free_port
-
-    monkeypatch.setattr(sinks, "INIT_TIMEOUT_S", 3)
-    monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
-    write_run(tmp_path)
-    follower = Follower(tmp_path, "wandb", lambda: WandbSink(facts(tmp_path)))
-    assert not follower.poll() and follower.is_down and not all_sent(tmp_path, "wandb")

@@ -12,22 +12,6 @@ from services.common.pb import run_pb2
 from services.common.records import RunCount
 
 
-def told(policy: run_pb2.PolicyProgress) -> str:
-    console = Console(record=True, width=140)
-    console.print(render(run_pb2.RunProgress(policies=[policy]), "run"))
-    return console.export_text()
-
-
-def test_where_no_rollout_finished_since_the_batch_before_there_is_no_mean_reward() -> None:
-    """Without a reward the view shows a dash, never 0."""
-    policy = run_pb2.PolicyProgress(policy="model0", version=3, num_steps=9, metrics={"rollout_reward_mean": 0.25})
-    assert "rollout" in told(policy) and "reward" in told(policy)
-    assert "0.250" in told(policy)
-    without = run_pb2.PolicyProgress(policy="model0", version=3, num_steps=9, metrics={"batch_reward_mean": 0.25})
-    assert "0.250" not in told(without)
-    assert "0.000" not in told(without)
-
-
 def test_damaged_checkpoints_are_told_once_with_the_command_that_lists_them() -> None:
     progress = run_pb2.RunProgress(counters={"damaged_checkpoints": 1, "failed_checkpoints": 2})
     plain = StringIO()
@@ -37,22 +21,6 @@ def test_damaged_checkpoints_are_told_once_with_the_command_that_lists_them() ->
     assert plain.getvalue().count("checkpoints: 1 set aside as damaged (rollmill checkpoints RUN); 2 could not be") == 1
 
 
-def test_failed_rollouts_of_an_evaluation_are_told_with_their_reasons() -> None:
-    result = run_pb2.EvaluationResult(name="start/greedy", mean_reward=0.0, num_trajectories=8, num_failed=8)
-    plain = StringIO()
-    with ProgressView(Console(file=plain, width=200), "run") as view:
-        view.show(run_pb2.RunProgress(evaluations=[result], counters={"failures_typeerror": 16, "failures_timeout": 1}))
-    assert "0.000 over 8; 8 failed (failures of the run: typeerror 16, timeout 1; the log of" in plain.getvalue()
-
-
-def test_rewards_of_an_evaluation_that_programs_can_forge_are_told() -> None:
-    result = run_pb2.EvaluationResult(name="start/greedy", mean_reward=0.5, num_trajectories=8, num_opaque=3)
-    plain = StringIO()
-    with ProgressView(Console(file=plain, width=200), "run") as view:
-        view.show(run_pb2.RunProgress(evaluations=[result]))
-    assert "0.500 over 8; 3 rewards by opaque tests, which programs can forge" in plain.getvalue()
-
-
 WANTED = "sampled reward at least 0.9, 2 evaluations in a row"
 
 
@@ -60,12 +28,6 @@ def shown(threshold: run_pb2.Threshold | None) -> str:
     console = Console(record=True, width=160)
     console.print(render(run_pb2.RunProgress(threshold=threshold), "run"))
     return console.export_text()
-
-
-def test_the_threshold_that_ends_training_is_shown_with_the_newest_value() -> None:
-    assert "at least" not in shown(None)
-    assert f"training ends at {WANTED} (newest: not evaluated yet)" in shown(run_pb2.Threshold(wanted=WANTED))
-    assert f"training ends at {WANTED} (newest: 0.125)" in shown(run_pb2.Threshold(wanted=WANTED, newest=0.125))
 
 
 def test_the_threshold_is_told_once_when_it_is_reached() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from rich.console import Console
 
 from services.cli.console import source_words
-from services.cli.inspect.curves import part_lines
 from services.cli.watch import render
 from services.common.pb import run_pb2
 from services.common.telemetry.metrics import StepKey, source_key
@@ -39,20 +38,6 @@ def test_the_line_of_a_run_has_the_reward_of_the_batch_where_no_rollout_ended_si
     assert "(wanted 66.7%), reward 0.125" in source_words(row)
 
 
-def test_sources_of_several_policies_are_told_apart() -> None:
-    policies = [run_pb2.PolicyProgress(policy=name, metrics=ROW) for name in ("a", "b")]
-    text = shown(policies)
-    assert "a/code" in text and "b/maths" in text
-
-
 def test_a_run_with_one_dataset_has_no_table_of_sources() -> None:
     assert "wanted" not in shown([run_pb2.PolicyProgress(policy="model0", metrics={"rollout_reward_mean": 0.5})])
     assert source_words({"rollout_reward_mean": 0.5}) == ""
-
-
-def test_status_tells_the_sources_in_one_line() -> None:
-    assert source_words(ROW).endswith("code 66.0% of the sequences (wanted 66.7%), reward 0.125")
-
-
-def test_the_picture_draws_the_reward_of_each_source() -> None:
-    assert [line.label for line in part_lines([[{"step": 1, **ROW}]])] == ["source maths", "source code"]

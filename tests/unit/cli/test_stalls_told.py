@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
 from rich.console import Console
 
 from services.cli.watch import OrchestratorLiveness, ProgressView, StallsAtStart, StallsTold, render
 from services.common.errors import InfrastructureError
 from services.common.pb import account_pb2, run_pb2
-from services.common.system.machine import RESERVE_BYTES
 from tests.clock import Clock
 
 STALL = run_pb2.Stall(
@@ -88,19 +83,6 @@ def test_a_stopped_process_is_told_as_such() -> None:
         process.wait()
 
 
-def test_an_orchestrator_that_waits_for_room_on_its_disk_is_told_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock()
-    liveness = OrchestratorLiveness("127.0.0.1:1", clock=clock, run_dir=tmp_path)
-    liveness.missed()
-    clock.now = 11.0
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=RESERVE_BYTES - 1))
-    assert liveness.stall is not None and f"the disk of {tmp_path} is full" in liveness.stall.detail
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=RESERVE_BYTES))
-    assert "is full" not in liveness.stall.detail
-
-
 class Answers:
     """An orchestrator that is not up at first, and then has a stall."""
 
@@ -126,17 +108,3 @@ def test_a_stall_is_told_while_the_run_still_starts() -> None:
     assert answers.asked == 4
     assert output.getvalue().count("STALLED") == 1
     assert "goes on again: envgateway, silent" in output.getvalue()
-
-
-def test_the_panel_cuts_no_word_at_80_columns() -> None:
-    progress = run_pb2.RunProgress()
-    progress.policies.add(policy="model0", version=42, num_steps=600, trainer_state="checkpointing")
-    result = progress.evaluations.add(name="start/sampled", num_trajectories=512, versions={"model0": 0})
-    result.datasets.add(name="held_out", num_items=512, samples_per_item=1)
-    waits = account_pb2.ActivityTime(activity="waiting for the first version", on="publisher/model0", seconds=1.0)
-    progress.accounts.append(account_pb2.TimeAccount(component="replica/a/weights/model0", activities=[waits]))
-    output = io.StringIO()
-    Console(file=output, width=80).print(render(progress, "run"))
-    assert "…" not in output.getvalue()
-    for word in ("checkpointing", "start/sampled", "replica/a/weights/model0"):
-        assert word in output.getvalue()

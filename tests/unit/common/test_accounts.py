@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from contextlib import ExitStack
 
 import pytest
@@ -117,38 +116,6 @@ def test_what_nothing_occupies_is_in_the_rest_and_a_call_without_a_lane_is_nobod
             Activity("waiting for weights", "publisher/model0"): 0.5,
         }
     )
-
-
-def test_what_is_going_on_now_is_told_with_its_age_and_its_note() -> None:
-    clock = Clock()
-    account = TimeAccount("replica/a/weights/model0", clock=clock)
-    with account.during("fetching", on="publisher/model0") as wait:
-        clock.now += 12.0
-        wait.note("nobody answers")
-        (now,) = account.state().now()
-    assert (now.name, now.on, now.longest_now_s, now.detail) == ("fetching", "publisher/model0", 12.0, "nobody answers")
-    (fetching,) = [a for a in account.state().activities if a.name == "fetching"]
-    assert (fetching.num_done, fetching.num_now) == (1, 0)
-
-
-def test_many_threads_lose_no_time() -> None:
-    account = TimeAccount("busy", num_lanes=8)
-    begun = account.state().seconds
-
-    def work() -> None:
-        for _ in range(300):
-            with account.lane("a"), account.during("b"):
-                pass
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    state = account.state()
-    assert sum(activity.num_now for activity in state.activities) == 8
-    assert state.seconds >= begun
-    assert sum(state.shares().values()) == pytest.approx(1.0)
 
 
 def test_accounts_and_peers_pass_the_wire_unchanged() -> None:

@@ -68,18 +68,6 @@ async def test_ids_reach_the_tasks_that_are_started_later_and_no_others(tmp_path
     assert seen == [("r1", "g1"), ("r1", "g2"), ("r1", None)]
 
 
-def test_a_trace_is_in_the_file(tmp_path: Path) -> None:
-    logs.configure("orchestrator", tmp_path)
-    try:
-        raise OSError("no space left")
-    except OSError:
-        structlog.get_logger().exception("journal.failed")
-    (line,) = lines(tmp_path / "logs" / "orchestrator.jsonl")
-    assert line["level"] == "error"
-    assert "OSError: no space left" in line["exception"]
-    assert "test_logs.py" in line["exception"]
-
-
 def test_the_launchers_terminal_shows_warnings_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("launcher", tmp_path)
     structlog.get_logger().info("process.started")
@@ -91,32 +79,11 @@ def test_the_launchers_terminal_shows_warnings_only(tmp_path: Path, capsys: pyte
     assert events == ["process.started", "process.died"]
 
 
-def test_levels_below_the_chosen_one_are_dropped(tmp_path: Path) -> None:
-    logs.configure("trainer", tmp_path, level="warning")
-    structlog.get_logger().info("quiet")
-    structlog.get_logger().warning("loud")
-    assert [line["event"] for line in lines(tmp_path / "logs" / "trainer.jsonl")] == ["loud"]
-
-
-def test_without_a_run_directory_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logs.configure("trainer")
-    structlog.get_logger().info("hello")
-    assert "hello" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_any_value_can_be_logged(tmp_path: Path) -> None:
     logs.configure("trainer", tmp_path)
     structlog.get_logger().info("odd", path=Path("a/b"), array=np.arange(2), by_step={1: "x"}, error=ValueError("v"))
     (line,) = lines(tmp_path / "logs" / "trainer.jsonl")
     assert (line["path"], line["array"], line["by_step"], line["error"]) == ("a/b", [0, 1], {"1": "x"}, "v")
-
-
-def test_a_restarted_process_appends(tmp_path: Path) -> None:
-    for event in ("first", "second"):
-        logs.configure("trainer", tmp_path)
-        structlog.get_logger().info(event)
-    assert [line["event"] for line in lines(tmp_path / "logs" / "trainer.jsonl")] == ["first", "second"]
 
 
 def test_what_libraries_log_is_an_event(tmp_path: Path) -> None:

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 import structlog
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.common.security.keys import Role
 from services.common.telemetry import logs
-from services.common.telemetry.logs import HIDDEN, redacted, without_passwords
+from services.common.telemetry.logs import HIDDEN, redacted
 from tests.keys import as_role, make_keys
 
 TOKEN = "eyJhbGciOiJFUzI1NiJ9.eyJydW4iOiJyMSJ9.c2lnbmF0dXJlLW9mLXRoZS10b2tlbg"
@@ -43,12 +41,6 @@ def test_what_is_no_secret_stays() -> None:
         assert redacted(text) == text
 
 
-@given(st.text(), st.text())
-def test_a_token_is_hidden_wherever_it_stands(before: str, after: str) -> None:
-
-    assert TOKEN.rpartition(".")[2] not in redacted(f"{before} {TOKEN} {after}")
-
-
 def test_neither_log_file_nor_terminal_has_the_secrets_of_a_real_bundle(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,15 +61,6 @@ def test_neither_log_file_nor_terminal_has_the_secrets_of_a_real_bundle(
     body = bundle.key.decode().splitlines()[1]
     for secret in (bundle.token, bundle.token.split(".")[1], bundle.token.split(".")[2], body):
         assert secret not in written
-
-
-def test_passwords_in_settings_are_hidden_and_all_else_stays() -> None:
-    tree = {
-        "queue": {"redis_uri": "rediss://user:pass-word@host:6379/0"},
-        "prompts": ["Authorization: say eyJ"],
-        "n": 3,
-    }
-    assert without_passwords(tree) == {**tree, "queue": {"redis_uri": f"rediss://{HIDDEN}@host:6379/0"}}
 
 
 def test_a_recipe_that_is_printed_shows_no_password() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from services.common.errors import DeadlineError
 from services.common.records import DeviceTurn, TaskGroupOrder
-from services.orchestrator.members import PlayGroup
 from services.orchestrator.trainers import REPLICAS
 from tests.unit.orchestrator.world import World
 
@@ -106,20 +105,6 @@ async def test_a_ready_batch_gives_the_device_to_the_trainer_and_an_empty_buffer
     assert not await shared.asks(2)
     await shared.carry_out()
     assert shared.holder == REPLICAS
-
-
-async def test_a_second_batch_that_is_ready_keeps_the_turn(shared: Shared) -> None:
-    await shared.begin()
-    await shared.world.publish(0)
-    shared.world.train()
-    await shared.fill_buffer()
-    await shared.asks()
-    await shared.carry_out()
-    assert await shared.asks()
-    await shared.fill_buffer()  # rollouts that ended before their engine stopped
-    await shared.world.publish(1)
-    assert await shared.asks(2)
-    assert shared.world.turns.num_handed_over == 3
 
 
 async def test_nobody_gets_the_device_before_all_members_are_there(shared: Shared) -> None:
@@ -232,19 +217,3 @@ async def test_the_time_of_another_turn_does_not_count_against_a_task_group(shar
     await shared.carry_out()
     assert shared.holder == REPLICAS
     assert all(replica.assignments[name].since == since + 500.0 for name, since in began.items())
-
-
-async def test_apart_members_are_told_nothing(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    replica = world.join()
-    trainer = world.trainer_api.join("model0", "t", 1, 0)
-    await world.publish(0)
-    world.train()
-    buffer, found = world.core.experience.buffers["model0"], await world.commands(replica)
-    for command in found:
-        if isinstance(command, PlayGroup) and not buffer.ready:
-            await world.play(command.order)
-    await world.trainer_api.pull_batch("model0", 1, 5.0)  # without a turn
-    assert not any(isinstance(command, DeviceTurn) for command in [*found, *await world.commands(replica)])
-    assert trainer.mailbox is not None and not len(trainer.mailbox)
-    await world.close()

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import contextlib
 import errno
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 from services.orchestrator.metrics import (
     LEAST_SAMPLES_S,
     SAMPLE_S,
-    WINDOW_S,
     DiskForecast,
     DiskOutlook,
     bytes_below,
@@ -63,12 +60,6 @@ def test_the_growth_of_the_run_alone_counts(shrinks: float) -> None:
     assert outlook.bytes_per_s == pytest.approx(20_000, rel=1e-3)
 
 
-def test_neighbours_that_fill_a_disk_make_no_forecast_of_a_run_that_writes_little() -> None:
-    assert after(DiskForecast(0), 570, used=0, free=80 * GIB, shrinks=2.6e6).full_in_s is None
-    outlook = after(DiskForecast(0), 570, used=3_700, free=80 * GIB, shrinks=2.6e6)
-    assert outlook.full_in_s is None or outlook.full_in_s > 30 * 86400
-
-
 @pytest.mark.parametrize("num_bytes", [GIB // 2, 2 * GIB, 5 * GIB])
 def test_the_first_checkpoints_are_not_extrapolated(num_bytes: int) -> None:
     assert checkpoints(DiskForecast(0), 1, num_bytes, 60 * GIB).full_in_s is None
@@ -94,14 +85,6 @@ def test_nothing_is_foretold_of_a_short_time_or_of_a_run_that_does_not_grow() ->
     assert after(DiskForecast(0), 600, used=0, shrinks=-10_000).full_in_s is None
 
 
-def test_what_lies_longer_back_than_the_window_is_forgotten() -> None:
-    forecast = DiskForecast(0)
-    after(forecast, 600, used=100_000)
-    outlook = after(forecast, WINDOW_S + SAMPLE_S, used=0, begin=700.0)
-    assert outlook.full_in_s is None or outlook.full_in_s > 1e6
-    assert math.isfinite(outlook.bytes_per_s)
-
-
 def test_below_the_reserve_it_is_full_now() -> None:
     assert after(DiskForecast(2 * 10**9), 600, used=10_000).full_in_s == 0.0
     assert after(DiskForecast(2 * 10**9), 600, used=0).full_in_s == 0.0
@@ -113,22 +96,6 @@ def test_bytes_below_a_directory_are_those_on_the_disk(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     assert 100_000 <= bytes_below(tmp_path) < 200_000
     assert bytes_below(tmp_path / "nothing") == 0
-
-
-def test_a_file_that_vanishes_does_not_take_the_others_of_its_directory_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in "abc":
-        (tmp_path / name).write_bytes(b"x" * 100_000)
-    listed = os.scandir
-
-    def vanishing(path: str) -> Any:
-        entries = list(listed(path))
-        Path(entries[0].path).unlink()
-        return contextlib.nullcontext(entries)
-
-    monkeypatch.setattr(os, "scandir", vanishing)
-    assert 200_000 <= bytes_below(tmp_path) < 300_000
 
 
 def test_a_directory_that_cannot_be_read_counts_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

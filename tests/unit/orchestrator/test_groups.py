@@ -8,17 +8,8 @@ import pytest
 from services.common.config.training import BatchConfig
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.buffer.buffer import advantage_groups, statistics
-from services.orchestrator.groups import TaskGroup, sequence_id, split_sequence_id
+from services.orchestrator.groups import TaskGroup
 from tests.unit.orchestrator.builders import complete_group, failure, group, sequence, trajectory
-
-
-def test_first_record_of_a_slot_wins() -> None:
-    made = group(size=2)
-    first, second = trajectory(index=0, reward=1.0), trajectory(index=0, reward=0.0)
-    assert made.resolve(first)
-    assert not made.resolve(second)
-    assert not made.resolve(failure(index=0))
-    assert made.outcomes[0] is first
 
 
 def test_a_group_completes_with_failures_too() -> None:
@@ -42,26 +33,6 @@ def test_statistics_are_stamped_over_the_whole_group_with_sample_deviation() -> 
     assert found.mean == 0.5
     assert math.isclose((1.0 - found.mean) / (found.std + 1e-5), 0.86601, rel_tol=1e-4)
     assert [m.sequence_id for m in found.members] == ["g/0/0", "g/1/0", "g/2/0", "g/3/0"]
-
-
-def test_a_singleton_has_deviation_one() -> None:
-    assert statistics([0.3]) == (0.3, 1.0)
-
-
-def test_sequences_of_other_policies_roles_and_attempts_are_compared_apart() -> None:
-    made = group(size=2)
-    for index in range(2):
-        made.resolve(
-            trajectory(
-                "g", index, sequence(1.0, role="solver"), sequence(0.0, role="checker"), sequence(0.5, policy="b")
-            )
-        )
-    found = advantage_groups(made)
-    assert [(g.policy, g.role, g.size, g.mean) for g in found] == [
-        ("model0", "solver", 2, 1.0),
-        ("model0", "checker", 2, 0.0),
-        ("b", "agent", 2, 0.5),
-    ]
 
 
 def retried() -> TaskGroup:
@@ -109,7 +80,3 @@ def test_dynamic_sampling_drops_equal_rewards_and_off_is_truly_off() -> None:
                 made.resolve(outcome)
                 experience.resolved(made, outcome)
         assert [found.task_group_id for found in experience.buffers["model0"].groups] == kept
-
-
-def test_sequence_ids_are_read_back() -> None:
-    assert split_sequence_id(sequence_id("ab-1", 3, 2)) == ("ab-1", 3, 2)

@@ -19,22 +19,12 @@ def report(trainers: TrainerLeases, **said: Any) -> None:
     trainers.report("p", "a", **{"training_step": 9, "state": "training", "checkpoint_step": 0, "gauges": {}, **said})
 
 
-def test_everything_is_kept_for_a_trainer_without_a_checkpoint() -> None:
-    assert leases().join("p", "a", 1, 0).oldest_checkpoint_step == 0
-
-
 def test_batches_after_the_oldest_kept_checkpoint_are_kept() -> None:
     trainers = leases()
     trainer = trainers.join("p", "a", 1, 6, kept_checkpoint_steps=(6, 4))
     assert (trainer.checkpoint_step, trainer.oldest_checkpoint_step) == (6, 4)
     report(trainers, checkpoint_step=8, kept_checkpoint_steps=(6, 8))
     assert (trainer.checkpoint_step, trainer.oldest_checkpoint_step) == (8, 6)
-
-
-def test_a_trainer_that_opens_another_stream_says_again_what_it_keeps() -> None:
-    trainers = leases()
-    trainers.join("p", "a", 1, 6, kept_checkpoint_steps=(4, 6))
-    assert trainers.join("p", "a", 1, 8, kept_checkpoint_steps=(6, 8)).oldest_checkpoint_step == 6
 
 
 def test_a_trainer_that_went_back_to_the_initial_model_keeps_everything() -> None:

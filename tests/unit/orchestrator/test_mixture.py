@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from services.common.config.data import SourceConfig
 from services.common.config.training import BatchConfig
-from services.common.telemetry.metrics import StepKey, source_key, sources_in
+from services.common.telemetry.metrics import StepKey, source_key
 from services.orchestrator.admission import Mixture
 from services.orchestrator.buffer.assembly import assemble
 from services.orchestrator.buffer.batches import ExperiencePipeline
@@ -172,33 +172,6 @@ def test_a_source_that_may_come_is_waited_for_and_another_is_not() -> None:
     assert mixture.plan(4, {"a": [2, 2, 2]}, lambda source: False) == (["a", "a"], "")
     assert mixture.plan(4, {"a": [2], "b": []}, lambda source: False) == ([], "")
     assert mixture.plan(4, {"a": [2], "b": [2]}, lambda source: True) == (["a", "b"], "")
-
-
-def test_statistics_of_a_batch_tell_each_source() -> None:
-    ring = Ring(CONFIG, {"fast": 3.0, "slow": 1.0}, DROPPED, steps=4)
-    ring.train(4)
-    row = ring.records[-1].statistics
-    assert sources_in(row) == ["fast", "slow"]
-    assert row[source_key("fast", StepKey.SHARE)] == pytest.approx(0.75, abs=0.02)
-    assert row[source_key("fast", StepKey.BATCH_REWARD_MEAN)] == 0.5
-    finished = {s: row[source_key(s, StepKey.ROLLOUTS_FINISHED)] for s in ("fast", "slow")}
-    means = {s: row.get(source_key(s, StepKey.ROLLOUT_REWARD_MEAN), 0.0) for s in ("fast", "slow")}
-    total = sum(finished[s] * means[s] for s in finished)
-    assert total / sum(finished.values()) == pytest.approx(row[StepKey.ROLLOUT_REWARD_MEAN])
-    for key in (
-        StepKey.NUM_SEQUENCES,
-        StepKey.ROLLOUTS_FINISHED,
-        StepKey.GROUPS_EQUAL_DROPPED,
-        StepKey.FAILURES,
-    ):
-        assert sum(row[source_key(s, key)] for s in ("fast", "slow")) == row[StepKey(key.value)]
-    assert row[StepKey.STALENESS_MAX] == max(row[source_key(s, StepKey.STALENESS_MAX)] for s in ("fast", "slow"))
-
-
-def test_one_dataset_has_no_statistics_of_sources() -> None:
-    mixture = Mixture()
-    mixture.taken({"": 4})
-    assert mixture.facts({"": 4}) == {} and not mixture.is_mixed
 
 
 @given(

@@ -67,25 +67,6 @@ def test_a_replica_that_reports_or_rejoins_after_its_stream_broke_keeps_its_work
         assert replica.assignments["g"].open_slots == {0, 1}
 
 
-def test_one_that_is_expected_after_a_restart_has_a_whole_lease_to_come_back() -> None:
-    pool, clock, orphans = pool_with_orphans()
-    replica = pool.expect("a", "1")
-    pool.assign(replica, "g", [0, 1], {})
-    clock.now = 29.0
-    assert pool.give_away() == [] and orphans == []
-
-
-def test_time_in_which_the_orchestrator_stood_still_is_no_silence() -> None:
-    pool, clock, orphans = pool_with_orphans()
-    replica = pool.join(hello())
-    pool.assign(replica, "g", [0, 1], {})
-    assert replica.mailbox is not None
-    pool.stream_ended(replica, replica.mailbox)
-    clock.now = 60.0
-    pool.prolong(60.0)
-    assert pool.give_away() == [] and orphans == []
-
-
 def test_a_lost_lease_orphans_its_task_groups_and_later_reports_are_refused() -> None:
     pool, clock, orphans = pool_with_orphans()
     replica = pool.join(hello())
@@ -130,20 +111,6 @@ async def test_a_replica_that_does_not_read_loses_its_stream_and_not_its_lease()
         await mailbox.get()
     assert pool.get("a") is replica
     assert orphans == []
-
-
-def test_free_slots_follow_what_is_resolved_whoever_played_it() -> None:
-    pool, _, _ = pool_with_orphans()
-    replica = pool.join(hello())
-    pool.assign(replica, "g", [0, 1, 2, 3], {})
-    assert (replica.num_free, replica.fits(5), replica.fits(4)) == (4, False, True)
-    pool.resolved("g", 2)
-    assert replica.num_free == 5
-    for index in (0, 1, 3):
-        pool.resolved("g", index)
-    assert replica.num_free == 8
-    assert pool.owner("g") is None
-    assert replica.fits(9)  # a group larger than the replica plays alone
 
 
 def test_a_drained_replica_that_left_early_is_gone_once_its_last_slot_is_resolved() -> None:

@@ -105,15 +105,6 @@ async def test_orders_that_the_reports_know_nothing_of_are_named_and_sent_again(
     assert not world.core.stalls
 
 
-async def test_of_two_replicas_the_one_that_hears_the_gateway_best_is_believed(worlds: Callable[..., World]) -> None:
-    world = worlds()
-    world.join("a")
-    world.join("b")
-    report(world, "a", peers=(PeerState(component="envgateway", silent_s=20.0, detail="no route"),))
-    report(world, "b", peers=(PeerState(component="envgateway", gauges={"queue_workers": 1.0}),))
-    assert facts(world.core).peers["envgateway"].silent_s == 0.0
-
-
 async def test_the_orchestrators_own_time_says_whom_the_run_waits_for(worlds: Callable[..., World]) -> None:
     world = worlds()
     assert own_activity(world.core) == ("waiting for a replica", "inference")
@@ -142,21 +133,6 @@ async def test_ranks_report_beside_the_first_and_renew_no_lease(worlds: Callable
     assert before.rank_reports == {1: 1}
     assert before.lease_until == lease
     assert "trainer/model0/rank1" in facts(world.core).accounts
-
-
-async def test_curation_that_refuses_every_task_is_named(worlds: Callable[..., World]) -> None:
-    world = worlds()
-    orders = world.core.training_orders
-    orders.next_group()
-    assert not orders.nothing_to_play
-
-    class RefuseAll(type(orders.streams[""].curation)):  # type: ignore[misc]
-        def accepts(self, row: int, position: int) -> bool:
-            return False
-
-    orders.streams[""].curation = RefuseAll()
-    orders.next_group()
-    assert orders.nothing_to_play
 
 
 async def test_a_run_without_training_waits_for_no_trainer(worlds: Callable[..., World]) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
-from typing import Any
 
 import orjson
 import pytest
@@ -14,10 +12,6 @@ from services.common.errors import (
     DeadlineError,
     InvalidRequestError,
 )
-from services.common.records import TokenSequence
-from services.orchestrator.buffer import batches
-from services.orchestrator.buffer.assembly import assemble
-from services.orchestrator.journal.entries import BatchRecord
 from services.orchestrator.progress import progress
 from tests.metrics_catalogue import is_documented
 from tests.unit.orchestrator.world import World
@@ -44,16 +38,8 @@ async def test_batch_is_the_same_when_asked_again_with_other_rank_count(worlds: 
         assert {share.minibatches for share in shares} == {whole.minibatches}
         found = sorted((s for share in shares for s in share.sequences), key=lambda s: (s.minibatch, s.position))
         for left, right in zip(whole.sequences, found, strict=True):
-            assert (left.sequence_id, left.minibatch, left.position) == (
-                right.sequence_id,
-                right.minibatch,
-                right.position,
-            )
-            assert (left.group_mean, left.group_std, left.staleness) == (
-                right.group_mean,
-                right.group_std,
-                right.staleness,
-            )
+            for name in ("sequence_id", "minibatch", "position", "group_mean", "group_std", "staleness"):
+                assert getattr(left, name) == getattr(right, name)
             for a, b in zip(left.sequence.segments, right.sequence.segments, strict=True):
                 assert a.token_ids.tobytes() == b.token_ids.tobytes()
                 assert a.logprobs.tobytes() == b.logprobs.tobytes()
@@ -70,35 +56,6 @@ async def test_all_ranks_get_one_batch_however_they_ask(worlds: Callable[..., Wo
     batches = await asyncio.gather(*asking[1:])
     assert batches[0].record is batches[1].record
     assert world.core.batches["model0"].newest_step == 1
-
-
-async def test_a_large_batch_is_put_together_beside_the_event_loop(
-    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: set[int] = set()
-
-    def noted(*arguments: Any) -> tuple[BatchRecord, dict[str, TokenSequence]]:
-        threads.add(threading.get_ident())
-        return assemble(*arguments)
-
-    monkeypatch.setattr(batches, "assemble", noted)
-    found = []
-    for most_at_once in (1024, 1):
-        monkeypatch.setattr(batches, "MOST_AT_ONCE", most_at_once)
-        world = worlds()
-        await world.publish(0)
-        asking = [asyncio.ensure_future(world.trainer_api.pull_batch("model0", 1, WAIT_S)) for _ in range(3)]
-        world.train()
-        for order in await world.orders(world.join()):
-            await world.play(order)
-        pulled = await asyncio.gather(*asking)
-        assert all(batch.record is pulled[0].record for batch in pulled)
-        assert world.core.batches["model0"].newest_step == 1
-        is_beside = threading.get_ident() not in threads
-        found.append((is_beside, [(e.minibatch, e.position, e.num_tokens, e.reward) for e in pulled[0].record.entries]))
-        threads.clear()
-    assert [is_beside for is_beside, _ in found] == [False, True]
-    assert found[0][1] == found[1][1]
 
 
 async def test_a_trained_sequence_is_never_in_a_second_batch(worlds: Callable[..., World]) -> None:

@@ -65,29 +65,6 @@ async def test_a_replica_that_still_holds_the_version_before_gets_only_what_can_
     assert len(await world.orders(replica)) == 2
 
 
-async def test_replicas_share_the_fetching_of_a_new_version_and_later_ones_fetch_from_those_that_hold_it(
-    worlds: Callable[..., World],
-) -> None:
-    world = worlds()
-    await world.publish(0)
-    first, second = (world.join(name, weights_address=f"{name}:1") for name in "ab")
-    hidden = world.join("c")
-    for replica in (first, second, hidden):
-        await world.commands(replica)
-    await world.publish(1)
-    told = [[c for c in await world.commands(r) if isinstance(c, AnnounceVersion)] for r in (first, second, hidden)]
-    assert [len(announced) for announced in told] == [1, 1, 1]
-    plans = [announced[0].plan for announced in told]
-    assert all(plan is not None and plan.relays == ("a:1", "b:1") for plan in plans)
-    assert [plan.own_shard for plan in plans if plan is not None] == [0, 1, None]
-    assert all(announced[0].version.sources == ("x:1",) for announced in told)
-
-    world.replica_api.report("a", "1", held={"model0": Held(1, "d1")}, num_tokens=0, emission=[])
-    late = world.join("d", weights_address="d:1")
-    [announced] = [c for c in await world.commands(late) if isinstance(c, AnnounceVersion)]
-    assert announced.plan is None and announced.version.sources == ("a:1", "x:1")
-
-
 async def test_version_conflicts_and_stale_trainers_are_refused(worlds: Callable[..., World]) -> None:
     world = worlds()
     world.trainer_api.join("model0", "t", 1, 0)
@@ -109,34 +86,6 @@ async def test_work_goes_to_the_replica_with_the_most_free_slots(worlds: Callabl
     assert len(await world.orders(large)) == 3
     assert len(await world.orders(small)) == 1
     assert "staleness quota full (model0: 16 of 16)" in world.core.dispatcher.waits_for
-
-
-async def test_a_report_that_changes_nothing_does_not_look_for_work(worlds: Callable[..., World]) -> None:
-    """A thousand replicas report at intervals, and most reports repeat the held versions."""
-    world = worlds(max_staleness=0)
-    replicas = [world.join(f"r{number}") for number in range(5)]
-    await world.publish(0)
-    world.train()
-    await world.settle()
-    looks: list[str] = []
-    pump = world.core.dispatcher.pump
-    world.core.dispatcher.pump = lambda: (looks.append("look"), pump())[1]  # type: ignore[func-returns-value, method-assign]
-
-    async def report(number: int) -> None:
-        held = {"model0": Held(number, f"d{number}")}
-        for replica in replicas:
-            world.replica_api.report(*replica.key, held=held, num_tokens=0, emission=[])
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-
-    for _ in range(10):
-        await report(0)
-    assert looks == []
-    await report(1)
-    assert looks == ["look"], "what replicas hold by now decides what they may play"
-    await world.watch().tick()
-    await asyncio.sleep(0)
-    assert looks == ["look"] * 2, "what only time changes is looked at now and then"
 
 
 async def test_an_order_leaves_only_after_its_issue_is_durable(
