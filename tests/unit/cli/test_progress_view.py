@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from services.cli.watch import RARE_AFTER, ProgressView, rare_groups_warning, render, time_words
+from services.cli.watch import RARE_AFTER, ProgressView, render, time_words, warnings_of
 from services.common.pb import run_pb2
 from services.common.records import RunCount
 
@@ -106,9 +106,10 @@ def test_an_evaluation_is_followed_line_by_line_where_output_is_no_terminal(monk
     [(0, RARE_AFTER - 8, False), (0, RARE_AFTER, True), (12, 588, True), (200, 400, False), (0, 0, False)],
 )
 def test_rare_success_is_told_with_its_share(kept: int, equal: int, warns: bool) -> None:
-    told = rare_groups_warning({RunCount.SEQUENCES_KEPT: kept, RunCount.SEQUENCES_EQUAL_REWARDS: equal})
-    assert bool(told) is warns
-    assert not warns or f"{kept} of {kept + equal} sequences ({kept / (kept + equal):.0%})" in told
+    counters = {RunCount.SEQUENCES_KEPT: kept, RunCount.SEQUENCES_EQUAL_REWARDS: equal}
+    told = warnings_of(run_pb2.RunProgress(counters=counters))
+    assert len(told) == warns
+    assert not warns or f"{kept} of {kept + equal} sequences ({kept / (kept + equal):.0%})" in told[0]
 
 
 TRAINING, PAUSED = run_pb2.RUN_STATE_TRAINING, run_pb2.RUN_STATE_PAUSED

@@ -58,7 +58,6 @@ def test_what_peers_say_is_no_markup() -> None:
 def test_an_orchestrator_that_does_not_answer_is_named_after_ten_seconds_and_not_while_it_restarts() -> None:
     clock = Clock()
     liveness = OrchestratorLiveness("127.0.0.1:1", clock=clock)
-    liveness.missed()
     clock.now = 9.0
     assert liveness.stall is None
     clock.now = 11.0
@@ -74,7 +73,6 @@ def test_a_stopped_process_is_told_as_such() -> None:
     try:
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         liveness = OrchestratorLiveness("127.0.0.1:1", pid=lambda: process.pid, clock=clock)
-        liveness.missed()
         clock.now = 11.0
         assert liveness.stall is not None
         assert "SIGCONT" in liveness.stall.detail

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import structlog
 
-from services.cli.watch import refusal_warning
+from services.cli.watch import warnings_of
 from services.common.errors import InvalidRequestError
 from services.common.kept_tokens import KeptRow, left_out_row, pack
+from services.common.pb import run_pb2
 from services.common.records import (
     Purpose,
     Refusal,
@@ -325,8 +326,8 @@ def test_refusals_remember_a_bounded_number_of_senders_and_what_was_refused_most
     assert {name: n for name, n in counters.items() if n} == {
         counter_of(Reason.NAME): MOST_SENDERS + 50, counter_of(Reason.TIME): 1
     }  # fmt: skip
-    assert refusal_warning(counters).startswith(f"refused records: {MOST_SENDERS + 51}, most because of name")
-    assert refusal_warning({"failures_other": 3}) == ""
+    (told,) = warnings_of(run_pb2.RunProgress(counters=counters))
+    assert told.startswith(f"refused records: {MOST_SENDERS + 51}, most because of name")
 
 
 # -- reports ----------------------------------------------------------------------------------------------------------
