@@ -54,9 +54,10 @@ from services.common.security.identity import refusal_now
 from services.common.security.keys import VARIABLE, Peer
 from services.common.system.machine import RESERVE_BYTES
 from services.common.telemetry import accounts as components
-from services.common.telemetry.accounts import ActivityName
+from services.common.telemetry.accounts import AccountState, ActivityName
 from services.common.telemetry.logs import LogEvent
 from services.common.telemetry.metrics import StepKey, TrainerKey, sources_in
+from services.common.wire import read
 from services.orchestrator.evaluation import played_by
 from services.orchestrator.stalls import Cause
 from services.orchestrator.trackers import all_sent, followed, read_position
@@ -547,14 +548,8 @@ def time_table(shares: Mapping[str, Mapping[str, float]]) -> Table:
 
 def shares_of(accounts: Iterable[account_pb2.TimeAccount]) -> dict[str, dict[str, float]]:
     """As ``time_table`` takes them."""
-    found: dict[str, dict[str, float]] = {}
-    for account in accounts:
-        whole = sum(activity.seconds for activity in account.activities) or 1.0
-        found[account.component] = {
-            f"{activity.activity} -> {activity.on}" if activity.on else activity.activity: activity.seconds / whole
-            for activity in sorted(account.activities, key=lambda activity: -activity.seconds)
-        }
-    return found
+    read_accounts = (read(AccountState, account) for account in accounts)
+    return {account.component: account.named_shares() for account in read_accounts}
 
 
 log = structlog.get_logger()

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,26 +77,16 @@ METRICS = (INFO, ACTIVITY, LANES, OTHER)
 Sample = tuple[Metric, tuple[str, ...], float]  # with the values of its metric's labels
 
 
-class Translation:
-    """Turns gauges into samples. The first metric whose source matches a gauge takes it."""
-
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._rules = [(metric, _pattern(metric.source)) for metric in metrics if metric.source]
-        self._known: dict[str, tuple[Metric, tuple[str, ...]]] = {}  # gauge -> its metric; gauges keep their names
-
-    def samples(self, gauges: Mapping[str, float]) -> Iterator[Sample]:
-        for gauge, value in gauges.items():
-            if gauge not in self._known:
-                self._known[gauge] = self._find(gauge)
-            yield *self._known[gauge], float(value)
-
-    def _find(self, gauge: str) -> tuple[Metric, tuple[str, ...]]:
-        for metric, pattern in self._rules:
-            if found := pattern.fullmatch(gauge):
-                return metric, tuple(found.groups())
-        return OTHER, (gauge,)
+def samples_of(gauges: Mapping[str, float], metrics: Sequence[Metric]) -> Iterator[Sample]:
+    """Gauges as samples. The first metric whose source matches a gauge takes it, and ``OTHER`` what none does."""
+    patterns = [(metric, _pattern(metric.source)) for metric in metrics if metric.source]
+    for gauge, value in gauges.items():
+        matches = ((metric, found.groups()) for metric, pattern in patterns if (found := pattern.fullmatch(gauge)))
+        metric, labels = next(matches, (OTHER, (gauge,)))
+        yield metric, labels, float(value)
 
 
+@cache
 def _pattern(source: str) -> re.Pattern[str]:
     parts = _PLACE.split(source)  # text, label, text, label, ..., text
     return re.compile("".join(re.escape(part) if number % 2 == 0 else "(.+?)" for number, part in enumerate(parts)))
@@ -124,7 +115,7 @@ class MetricsServer:
         from services.common.http import Listener
 
         self._status = status
-        self._translation = Translation(metrics)
+        self._metrics = metrics
         self._name = name
         self._host = host
         self._target = run_files.prometheus_target(run_dir, name) if run_dir is not None else None
@@ -174,7 +165,7 @@ class MetricsServer:
             yield LANES, (account.component,), float(account.num_lanes)
             for activity in account.activities:
                 yield ACTIVITY, (account.component, activity.name, activity.on), activity.seconds
-        yield from self._translation.samples(now.gauges)
+        yield from samples_of(now.gauges, self._metrics)
 
     async def _answer(self, request: web.Request) -> web.Response:
         from aiohttp import web

@@ -7,6 +7,7 @@ counters, so a choice among replicas does not sum over task groups. Independent 
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -55,19 +56,12 @@ class UseGateway:
 ReplicaCommand = PlayGroup | CancelGroup | AnnounceVersion | LeavePool | UseGateway | DeviceTurn
 
 
-@dataclass(frozen=True, slots=True)
-class PauseTraining:
-    pass
+class TrainerRequest(enum.StrEnum):
+    """Requests without a value; each is the name of its field in the stream."""
 
-
-@dataclass(frozen=True, slots=True)
-class ResumeTraining:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class SaveCheckpoint:
-    pass
+    PAUSE = "pause"
+    RESUME = "resume"
+    SAVE_CHECKPOINT = "checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +69,7 @@ class StopTraining:
     reason: str
 
 
-TrainerCommand = PauseTraining | ResumeTraining | SaveCheckpoint | StopTraining | DeviceTurn
+TrainerCommand = TrainerRequest | StopTraining | DeviceTurn
 
 
 class Mailbox(Generic[T]):

@@ -38,7 +38,7 @@ from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import EvaluationResult, GroupVerdict, Verdicts
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import Quarantine
-from services.orchestrator.members import PauseTraining, ReplicaPool, ResumeTraining, SaveCheckpoint, StopTraining
+from services.orchestrator.members import ReplicaPool, StopTraining, TrainerRequest
 from services.orchestrator.metrics import DiskForecast, RunMetrics, Timeline
 from services.orchestrator.stalls import PAUSED_ITSELF, AccountBook, Hold, Stall
 from services.orchestrator.tasks.datasets import TaskSource
@@ -385,7 +385,7 @@ class OrchestratorCore:
         self.dispatcher.schedule()
 
     def save_checkpoints(self) -> None:
-        self.trainers.send_all(SaveCheckpoint())
+        self.trainers.send_all(TrainerRequest.SAVE_CHECKPOINT)
         self.turns.trainers_need_it()
 
     def dismiss(self, reason: str) -> None:
@@ -441,11 +441,11 @@ class OrchestratorCore:
 
     def pause(self) -> None:
         if self.control.pause():
-            self.trainers.send_all(PauseTraining())
+            self.trainers.send_all(TrainerRequest.PAUSE)
 
     def resume(self) -> None:
         if self.control.resume():
-            self.trainers.send_all(ResumeTraining())
+            self.trainers.send_all(TrainerRequest.RESUME)
 
     def write_state(self) -> None:
         """Journal values that no other record holds."""

@@ -683,10 +683,7 @@ class AccountBook:
     def summary(self) -> dict[str, dict[str, float]]:
         """For ``summary.json``: component -> "activity" or "activity -> awaited component" -> share of its time."""
         return {
-            account.component: {
-                f"{activity.name} -> {activity.on}" if activity.on else activity.name: round(share, 4)
-                for activity, share in sorted(account.shares().items(), key=lambda item: -item[1])
-            }
+            account.component: {name: round(share, 4) for name, share in account.named_shares().items()}
             for account in self.totals()
         }
 

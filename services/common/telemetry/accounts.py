@@ -254,6 +254,13 @@ class AccountState:
         whole = self.seconds
         return {Activity(a.name, a.on): a.seconds / whole for a in self.activities} if whole > 0 else {}
 
+    def named_shares(self) -> dict[str, float]:
+        """By "activity" or "activity -> component waited for", largest first."""
+        found = sorted(self.shares().items(), key=lambda item: -item[1])
+        return {
+            f"{activity.name} -> {activity.on}" if activity.on else activity.name: share for activity, share in found
+        }
+
     def now(self) -> list[ActivityTime]:
         """The present activities, longest first."""
         return sorted((a for a in self.activities if a.num_now), key=lambda a: -a.longest_now_s)

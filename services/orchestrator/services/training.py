@@ -34,7 +34,7 @@ from services.orchestrator.ingest import (
     possible_intervals,
 )
 from services.orchestrator.journal import entries
-from services.orchestrator.members import PauseTraining, ResumeTraining, SaveCheckpoint, StopTraining, TrainerCommand
+from services.orchestrator.members import StopTraining, TrainerCommand, TrainerRequest
 from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.trainers import Trainer
 
@@ -77,9 +77,9 @@ class TrainerApi:
         if self._core.control.ended:
             trainer.mailbox.put(StopTraining(f"the run has {self._core.control.phase.value}"))
         elif self._core.control.paused:
-            trainer.mailbox.put(PauseTraining())
+            trainer.mailbox.put(TrainerRequest.PAUSE)
         elif self._core.ended_early:
-            trainer.mailbox.put(SaveCheckpoint())
+            trainer.mailbox.put(TrainerRequest.SAVE_CHECKPOINT)
         self._core.turns.trainer_joined(trainer, again=trainer is before)
         return trainer
 
@@ -274,12 +274,10 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
 
 def _command(command: TrainerCommand) -> training_pb2.JoinTrainingResponse:
     match command:
-        case PauseTraining():
-            return training_pb2.JoinTrainingResponse(pause=training_pb2.PauseTraining())
-        case ResumeTraining():
-            return training_pb2.JoinTrainingResponse(resume=training_pb2.ResumeTraining())
-        case SaveCheckpoint():
-            return training_pb2.JoinTrainingResponse(checkpoint=training_pb2.SaveCheckpoint())
+        case TrainerRequest():
+            response = training_pb2.JoinTrainingResponse()
+            getattr(response, command.value).SetInParent()
+            return response
         case StopTraining(reason):
             return training_pb2.JoinTrainingResponse(stop=training_pb2.StopTraining(reason=reason))
         case DeviceTurn():

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.common.config.processes import MetricsConfig
 from services.common.errors import ConfigError
-from services.common.prometheus import Metric, MetricsServer, Translation, metrics_server
+from services.common.prometheus import Metric, MetricsServer, metrics_server, samples_of
 from services.common.security import identity
 from services.common.security.keys import Peer, Role
 from services.common.telemetry.accounts import TimeAccount
@@ -29,8 +29,8 @@ STALLED = Metric("rollmill_stalled_seconds", "gauge", "Standing still.", "stall/
 
 def test_a_gauge_becomes_the_first_metric_that_fits_with_its_labels() -> None:
     anything = Metric("rollmill_events_total", "counter", "Events.", "{event}")
-    found = Translation([BUFFERED, STALLED, anything]).samples(
-        {"buffered/actor": 3, "stall/dead peer/replica/a": 2.5, "oddities": 1}
+    found = samples_of(
+        {"buffered/actor": 3, "stall/dead peer/replica/a": 2.5, "oddities": 1}, [BUFFERED, STALLED, anything]
     )
     assert list(found) == [
         (BUFFERED, ("actor",), 3.0),

@@ -16,7 +16,7 @@ from services.common.records import Purpose, TaskGroupOrder
 from services.orchestrator.evaluation import Threshold
 from services.orchestrator.groups import RunState
 from services.orchestrator.journal.entries import EvaluationResult, score
-from services.orchestrator.members import AnnounceVersion, Held, Replica, SaveCheckpoint, StopTraining
+from services.orchestrator.members import AnnounceVersion, Held, Replica, StopTraining, TrainerRequest
 from services.orchestrator.progress import progress
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World, living
@@ -169,9 +169,9 @@ async def test_training_ends_when_two_evaluations_in_a_row_hold(worlds: Make) ->
         assert now.policies[0].num_steps == 4
         assert not any("trainer model0 waits" in wait for wait in now.waits)
         assert trainer.mailbox is not None
-        assert [await trainer.mailbox.get() for _ in range(len(trainer.mailbox))] == [SaveCheckpoint()]
+        assert [await trainer.mailbox.get() for _ in range(len(trainer.mailbox))] == [TrainerRequest.SAVE_CHECKPOINT]
         again = world.trainer_api.join("model0", "t", 1, 0)
-        assert again.mailbox is not None and await again.mailbox.get() == SaveCheckpoint()
+        assert again.mailbox is not None and await again.mailbox.get() == TrainerRequest.SAVE_CHECKPOINT
         end = await world.orders(replica)
         assert [order.purpose for order in end] == [Purpose.EVALUATION] * 3, "and nothing to train"
         await answer(world, end, 1.0)

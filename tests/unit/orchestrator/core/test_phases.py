@@ -12,7 +12,7 @@ from services.common.errors import ConfigError
 from services.common.records import RunCount, WeightVersion
 from services.common.telemetry.accounts import PeerState
 from services.orchestrator.groups import RunState
-from services.orchestrator.members import AnnounceVersion, LeavePool
+from services.orchestrator.members import AnnounceVersion, LeavePool, TrainerRequest
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World, living
 from tests.waiting import WAIT_S, until
@@ -31,12 +31,12 @@ async def test_pause_issues_nothing_and_starts_no_step_and_resume_goes_on(worlds
     assert world.core.control.state is RunState.PAUSED
     trainer = world.trainer_api.join("model0", "t", 1, 0)
     assert trainer.mailbox is not None
-    assert type(await trainer.mailbox.get()).__name__ == "PauseTraining"
+    assert await trainer.mailbox.get() is TrainerRequest.PAUSE
     replica = world.join()
     world.train()
     assert await world.orders(replica) == []
     world.core.resume()
-    assert type(await trainer.mailbox.get()).__name__ == "ResumeTraining"
+    assert await trainer.mailbox.get() is TrainerRequest.RESUME
     assert len(await world.orders(replica)) == 4
 
 
