@@ -145,7 +145,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
             failed.cancel()
             await server.stop()
             await journal.close()
-            core.close_metrics()
+            core.metrics.close()
             await asyncio.to_thread(trackers.end)
 
 

@@ -14,12 +14,13 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import structlog
 
 from services.common.config.recipe import Recipe
 from services.common.kept_tokens import REPLICAS_LOST
-from services.common.records import TOO_OLD, VERSION_GONE, ClosedReason, RunCount, TaskGroupOrder
+from services.common.records import TOO_OLD, VERSION_GONE, ClosedReason, RunCount
 from services.common.telemetry.logs import LogEvent
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.evaluation import Evaluations, Evaluators
@@ -102,14 +103,13 @@ class Dispatcher:
     def pump(self) -> None:
         """Issue all task groups that are possible now."""
         self._scheduled = False
-        self.waits_for = self.held_back or self._issue()
-
-    def _issue(self) -> str:
-        if not any(self._pool.workers()):
-            return "no replica has joined" if not len(self._pool) else "no replica takes work"
-        wait = self._issue_orphans()
-        wait = self._issue_evaluations() or wait
-        return self._issue_training() or wait
+        if self.held_back:
+            self.waits_for = self.held_back
+        elif not any(self._pool.workers()):
+            self.waits_for = "no replica takes work" if len(self._pool) else "no replica has joined"
+        else:
+            waits = self._issue_orphans(), self._issue_evaluations(), self._issue_training()
+            self.waits_for = next(filter(None, reversed(waits)), "")
 
     def _issue_evaluations(self) -> str:
         for current in self._evaluations:
@@ -120,7 +120,8 @@ class Dispatcher:
                     return f"evaluation {current.name}: evaluation.max_in_flight trajectories are played"
                 replica = self.evaluators.freest(current, current.next_samples)
                 if replica is None:
-                    return f"evaluation {current.name}: no free replica holds {_versions(current.versions)}"
+                    wanted = ", ".join(f"{policy} version {number}" for policy, number in current.versions.items())
+                    return f"evaluation {current.name}: no free replica holds {wanted}"
                 self._issue_to(self._evaluations.draw(current), replica)
         return ""
 
@@ -131,14 +132,16 @@ class Dispatcher:
             if name not in self._groups or group.complete:
                 self._orphans.discard(name)
                 continue
-            replica = self._freest(group.order, len(group.unresolved))
+            required, policies = group.order.required_versions, group.order.policies
+            fits = partial(self._plays, required=required, policies=policies)
+            replica = self._pool.freest(len(group.unresolved), fits)
             if replica is None:
                 wait = f"no free replica for task group {name}"
                 continue
             self._orphans.discard(name)
             self._assign(replica, group)
             self._counters[RunCount.SLOTS_REISSUED.value] += len(group.unresolved)
-            born = self._born(replica, group.order.policies)
+            born = self._born(replica, policies)
             if group.is_training:
                 self._experience.reissued(group, born)
             record = entries.assignment_to_json(name, replica.replica_id, replica.incarnation, born)
@@ -152,13 +155,18 @@ class Dispatcher:
         wait = ""
         while True:
             # Lowest quota use first, so no policy starves.
-            for policies in sorted(self._training.compositions, key=self._fullness):
+            accounts = self._admission.accounts
+            fullest = {
+                found: max(accounts[p].fullness for p in self._all(found)) for found in self._training.compositions
+            }
+            for policies in sorted(fullest, key=fullest.__getitem__):
                 issued, reason = self._issue_training_group(policies, reserved)
                 if issued:
                     break
                 wait = reason or wait
             else:
-                return wait or self._full_quotas()
+                full = [f"{p}: {round(a.counted)} of {a.quota}" for p, a in accounts.items() if a.is_full]
+                return wait or (f"staleness quota full ({', '.join(full)})" if full else "")
 
     def _issue_training_group(self, policies: tuple[str, ...], reserved: frozenset[str]) -> tuple[bool, str]:
         """Issue one task group of these policies; returns whether that was possible, and the missing condition."""
@@ -176,7 +184,10 @@ class Dispatcher:
         if replica is None:
             if self._pool.freest(size, plays) is not None:
                 return False, "the quota has room only for replicas that hold newer versions"
-            return False, self._why_no_replica(size, policies)
+            if any(self.may_play(replica.held, {}, policies) for replica in self._pool.workers()):
+                return False, f"no replica has {size} free slots"
+            named = f" of {', '.join(policies)}" if policies else ""
+            return False, f"no replica holds a version{named} that the ledger knows and that is new enough"
         group = self._training.next_group(policies, self._experience.next_source(trained))
         group.born = self._born(replica, policies)
         self._experience.issued(group)
@@ -196,17 +207,6 @@ class Dispatcher:
         """The policies that a replica must hold for rollouts of these policies: all without a name, teachers included."""
         taught_by = [self._teachers[policy] for policy in policies if policy in self._teachers]
         return (*policies, *taught_by) or tuple(self._ledgers)
-
-    def _fullness(self, policies: tuple[str, ...]) -> float:
-        return max(self._admission.accounts[policy].fullness for policy in self._all(policies))
-
-    def _full_quotas(self) -> str:
-        full = [
-            f"{policy}: {round(account.counted)} of {account.quota}"
-            for policy, account in self._admission.accounts.items()
-            if account.is_full
-        ]
-        return f"staleness quota full ({', '.join(full)})" if full else ""
 
     def _issue_to(self, group: TaskGroup, replica: Replica) -> None:
         self._groups[group.id] = group
@@ -235,9 +235,8 @@ class Dispatcher:
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
-    def _freest(self, order: TaskGroupOrder, num_slots: int) -> Replica | None:
-        required, policies = order.required_versions, order.policies
-        return self._pool.freest(num_slots, lambda replica: self.may_play(replica.held, required, policies))
+    def _plays(self, replica: Replica, required: Mapping[str, int], policies: tuple[str, ...]) -> bool:
+        return self.may_play(replica.held, required, policies)
 
     def _born(self, replica: Replica, policies: tuple[str, ...]) -> dict[str, int]:
         """The versions on which rollouts begin at this replica, per policy."""
@@ -261,12 +260,6 @@ class Dispatcher:
             elif not required and ledger.newest_number - held.number > self._max_staleness.get(policy, 0):
                 return False
         return True
-
-    def _why_no_replica(self, num_slots: int, policies: tuple[str, ...]) -> str:
-        if not any(self.may_play(replica.held, {}, policies) for replica in self._pool.workers()):
-            named = f" of {', '.join(policies)}" if policies else ""
-            return f"no replica holds a version{named} that the ledger knows and that is new enough"
-        return f"no replica has {num_slots} free slots"
 
     # --- replicas that return ----------------------------------------------------------------------------------------
 
@@ -368,7 +361,3 @@ def _record(group: TaskGroup, replica_id: str, incarnation: str) -> GroupRecord:
         incarnation=incarnation,
         born=dict(group.born),
     )
-
-
-def _versions(required: Mapping[str, int]) -> str:
-    return ", ".join(f"{policy} version {number}" for policy, number in required.items())

@@ -472,10 +472,6 @@ class OrchestratorCore:
         self.pool.close()
         self.trainers.close()
 
-    def close_metrics(self) -> None:
-        """Close the files of metrics; the last call."""
-        self.metrics.close()
-
     def withdraw(self) -> None:
         """Drop the submitted records and close the files of metrics; only before the start of the journal."""
         self.metrics.close()

@@ -16,9 +16,8 @@ from services.common.prometheus import Metric
 from services.common.records import FAILURES_PREFIX, RunCount, by_name
 from services.common.telemetry.metrics import RunSummary, StepKey
 from services.common.wire import timestamp_to_proto, write
-from services.orchestrator.groups import RunState
 from services.orchestrator.journal.entries import DatasetScore, EvaluationResult
-from services.orchestrator.metrics import DiskOutlook, evaluation_values
+from services.orchestrator.metrics import evaluation_values
 from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.tasks.datasets import TaskSource
 
@@ -30,9 +29,10 @@ def progress(core: OrchestratorCore) -> run_pb2.RunProgress:
     """The run at this moment."""
     disk, threshold = core.disk.outlook, core.threshold
     wall_s = time.time() - core.clock()
+    checkpoints = {gauge.value: sum(int(t.gauges.get(gauge, 0)) for t in core.trainers) for gauge in CheckpointGauge}
     return run_pb2.RunProgress(
         at=timestamp_to_proto(time.time()),
-        state=_state(core.control.state),
+        state=run_pb2.RunState.Value(f"RUN_STATE_{core.control.state.name}"),
         policies=[_policy(core, policy) for policy in core.batches],
         replicas=[
             run_pb2.ReplicaProgress(
@@ -48,7 +48,7 @@ def progress(core: OrchestratorCore) -> run_pb2.RunProgress:
         ],
         tokens_per_s=core.pool.tokens_per_s,
         evaluations=[evaluation_to_proto(result) for result in core.evaluations.results.values()],
-        counters={**core.counters, **_of_checkpoints(core)},
+        counters={**core.counters, **{name: count for name, count in checkpoints.items() if count}},
         waits=waits(core),
         started_at=timestamp_to_proto(core.started_at),
         stalls=[
@@ -69,10 +69,6 @@ def progress(core: OrchestratorCore) -> run_pb2.RunProgress:
         ],
         threshold=None if threshold is None else run_pb2.Threshold(**by_name(threshold.state())),
     )
-
-
-def _state(state: RunState) -> run_pb2.RunState.ValueType:
-    return run_pb2.RunState.Value(f"RUN_STATE_{state.name}")
 
 
 def _policy(core: OrchestratorCore, policy: str) -> run_pb2.PolicyProgress:
@@ -171,12 +167,6 @@ def _not_served(core: OrchestratorCore, policy: str, number: int) -> str:
     )
 
 
-def _of_checkpoints(core: OrchestratorCore) -> dict[str, int]:
-    """Reports of trainers about their checkpoints, where they have any."""
-    found = {gauge.value: sum(int(t.gauges.get(gauge, 0)) for t in core.trainers) for gauge in CheckpointGauge}
-    return {name: count for name, count in found.items() if count}
-
-
 # --- gauges ----------------------------------------------------------------------------------------------------------
 
 METRICS = (
@@ -235,8 +225,12 @@ def gauges(
     Counters are relative to that start: a restart may lose counts of the last seconds, and a monitor would read a
     decrease as a reset.
     """
-    now = core.clock()
+    now, disk = core.clock(), core.disk.outlook
+    on_disk = {}
+    if disk is not None:
+        on_disk = {"disk_free_bytes": disk.free_bytes, "run_bytes": disk.run_bytes, "disk_full_in_s": disk.full_in_s}
     return {
+        **{name: float(value) for name, value in on_disk.items() if value is not None},
         "tasks": float(sum(len(source) for where, source in sources.items() if is_training(where))),
         **{f"tasks_too_long/{where}": float(getattr(source, "num_too_long", 0)) for where, source in sources.items()},
         **{f"rows_left_out/{where}": float(source.left_out.count) for where, source in sources.items()},
@@ -249,7 +243,6 @@ def gauges(
         "journal_commits": float(core.journal.num_commits),
         "journal_blocked": float(bool(core.journal.blocked)),
         **{f"set_aside/{kind}/{why.value}": float(count) for (kind, why), count in core.aside.counts().items()},
-        **_disk(core.disk.outlook),
         "overlap_share": core.timeline.overlap_share,
         **{f"stall/{stall.cause.value}/{stall.component}": now - stall.since for stall in core.stalls},
         **_policy_gauges(core),
@@ -261,13 +254,6 @@ def gauges(
             if r.mean_reward is not None
         },
     }
-
-
-def _disk(disk: DiskOutlook | None) -> dict[str, float]:
-    if disk is None:
-        return {}
-    known = {"disk_free_bytes": float(disk.free_bytes), "run_bytes": float(disk.run_bytes)}
-    return known if disk.full_in_s is None else {**known, "disk_full_in_s": disk.full_in_s}
 
 
 def _policy_gauges(core: OrchestratorCore) -> dict[str, float]:

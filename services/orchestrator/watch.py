@@ -89,11 +89,21 @@ class Watch:
             await self.tick()
 
     async def tick(self) -> None:
-        core = self._core
-        self._prolong_leases()
+        core, now, before = self._core, self._core.clock(), self._ticked_at
+        self._ticked_at = now
+        if before is not None and now - before > STOOD_STILL_S:
+            # This process did not run, so no member could renew its lease.
+            log.warning("orchestrator.stood_still", seconds=round(now - before, 1))
+            core.pool.prolong(now - before)
+            core.trainers.prolong(now - before)
         core.check_leases()
         if self._is_due("disk", DISK_S):
-            self._hold_back(await asyncio.to_thread(core.journal.free_bytes))
+            free_bytes, least = (
+                await asyncio.to_thread(core.journal.free_bytes),
+                core.recipe.orchestrator.min_free_bytes,
+            )
+            little = f"free disk is below orchestrator.min_free_bytes ({least})" if free_bytes < least else ""
+            core.dispatcher.hold(Hold.DISK, "the journal has no free disk" if core.journal.blocked else little)
             self._failures.check()
             self._take_back_overdue()
             self._end_evaluations_of_gone_versions()
@@ -116,15 +126,6 @@ class Watch:
                 core.write_state()
             if self._deletes:
                 await self._collect()
-
-    def _prolong_leases(self) -> None:
-        """Extend the leases by the time during which this process did not run: no member could renew its lease."""
-        now, before = self._core.clock(), self._ticked_at
-        self._ticked_at = now
-        if before is not None and now - before > STOOD_STILL_S:
-            log.warning("orchestrator.stood_still", seconds=round(now - before, 1))
-            self._core.pool.prolong(now - before)
-            self._core.trainers.prolong(now - before)
 
     def _is_due(self, name: str, every_s: float) -> bool:
         now = self._core.clock()
@@ -157,15 +158,6 @@ class Watch:
         elif now - self._gone_since >= GONE_S:
             core.abandon_evaluations(gone)
             self._gone_since = None
-
-    def _hold_back(self, free_bytes: int) -> None:
-        least = self._core.recipe.orchestrator.min_free_bytes
-        reason = ""
-        if self._core.journal.blocked:
-            reason = "the journal has no free disk"
-        elif free_bytes < least:
-            reason = f"free disk is below orchestrator.min_free_bytes ({least})"
-        self._core.dispatcher.hold(Hold.DISK, reason)
 
     def _write_throughput(self) -> None:
         """Write the row of the run's throughput and of the shares of idle time."""

@@ -129,12 +129,12 @@ class World:
     async def crash(self) -> None:
         """Drop all memory; the journal's thread ends after its queue."""
         await self.journal.close()
-        self.core.close_metrics()
+        self.core.metrics.close()
         self.open()
 
     async def close(self) -> None:
         await self.journal.close()
-        self.core.close_metrics()
+        self.core.metrics.close()
 
     # --- peers ---
 

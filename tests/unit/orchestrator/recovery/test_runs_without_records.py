@@ -52,7 +52,7 @@ async def test_the_run_goes_on_without_all_records_of_a_kind(worlds: Make, kind:
     seen = {e["sequence_id"] for batch in loaded(world.run_dir, entries.BATCH) for e in batch["sequences"]}
     await world.journal.close()
     remove(world.run_dir, kind)
-    world.core.close_metrics()
+    world.core.metrics.close()
     world.open()
     newest = world.core.ledgers["model0"]
     if kind == entries.VERSION:
@@ -79,7 +79,7 @@ async def test_the_run_goes_on_when_a_record_does_not_even_tell_which_it_was(wor
     seen = {e["sequence_id"] for batch in loaded(world.run_dir, entries.BATCH) for e in batch["sequences"]}
     await world.journal.close()
     flip_header(world.run_dir, kind, rows(world.run_dir, kind)[-1].key, -1)
-    world.core.close_metrics()
+    world.core.metrics.close()
     world.open()
     if world.core.ledgers["model0"].lacks_newest or kind == entries.VERSION:
         await world.publish(2)
