@@ -132,7 +132,11 @@ def waits(core: OrchestratorCore) -> list[str]:
         elif ledger.newest is None:
             found.append(f"run waits for the first version of {policy}")
         if ledger.offered_otherwise and not core.control.ended:
-            found.append(_not_served(core, policy, ledger.newest_number))
+            found.append(
+                f"version {ledger.newest_number} of {policy} cannot be fetched: its trainer replayed the batch to other bits (not "
+                "deterministic). Replicas that hold a version that is new enough play on until the next; without any, stop the run "
+                "and begin another one from its newest checkpoint (rollmill export RUN, then policies.<name>.model.path)"
+            )
         if core.reached_threshold:
             continue
         buffer = core.experience.buffers[policy]
@@ -151,20 +155,6 @@ def waits(core: OrchestratorCore) -> list[str]:
     if core.dispatcher.waits_for:
         found.append(f"dispatcher waits: {core.dispatcher.waits_for}")
     return found
-
-
-def _not_served(core: OrchestratorCore, policy: str, number: int) -> str:
-    """The wait for another version than the newest, which no trainer serves as it was recorded."""
-    playing = sum(core.dispatcher.may_play(replica.held, {}, (policy,)) for replica in core.pool)
-    told = f"version {number} of {policy} cannot be fetched: its trainer replayed the batch to other bits (not deterministic)"
-    if playing:
-        return (
-            f"{told}; {playing} of {len(core.pool)} replicas hold a version to play on with until version {number + 1}"
-        )
-    return (
-        f"{told}, and no replica holds a version that is new enough: stop the run and begin another one from its newest "
-        "checkpoint (rollmill export RUN, then policies.<name>.model.path)"
-    )
 
 
 # --- gauges ----------------------------------------------------------------------------------------------------------

@@ -437,7 +437,9 @@ async def _send_acks(acks: AckQueue[Answer], context: Context) -> None:
 
 
 def _ack(number: int, answer: Answer) -> pool_pb2.RecordAck:
-    ack = pool_pb2.RecordAck(record_number=number, outcome=f"RECORD_OUTCOME_{answer.outcome.name}")
+    ack = pool_pb2.RecordAck(
+        record_number=number, outcome=pool_pb2.RecordOutcome.Value(f"RECORD_OUTCOME_{answer.outcome.name}")
+    )
     if answer.refusal is not None:
         ack.reason = REFUSAL_NUMBERS[answer.refusal.reason]  # type: ignore[assignment]
         ack.detail = answer.refusal.detail[:MOST_DETAIL]

@@ -118,12 +118,6 @@ async def test_a_version_that_was_replayed_to_other_bits_is_told_with_who_can_pl
     with pytest.raises(VersionConflictError, match="wait for the next version"):
         await world.publish(1, digest="other")
     (told,) = [wait for wait in waits(world.core) if "other bits" in wait]
-    assert "version 1 of model0" in told and "1 of 1 replicas hold a version to play on with until version 2" in told
-    await world.crash()
-    world.join(number=0)
-    with pytest.raises(VersionConflictError):
-        await world.publish(1, digest="other")
-    (told,) = [wait for wait in waits(world.core) if "other bits" in wait]
-    assert "no replica holds a version that is new enough" in told and "rollmill export" in told
+    assert "version 1 of model0" in told and "rollmill export" in told
     await world.publish(2)
     assert not [wait for wait in waits(world.core) if "other bits" in wait], "replicas fetch version 2"
