@@ -188,17 +188,9 @@ def silent_replica(run: MadeUpRun) -> None:
     run.freeze("replica reports", "tokens", "reward", "generations", "records", "acks")
 
 
-def silent_trainer(run: MadeUpRun) -> None:
-    run.freeze("trainer reports", "micro-batches")
-
-
 def silent_rank(run: MadeUpRun) -> None:
     run.freeze("micro-batches")
     run.set_trainer(rank_reports={1: 7})
-
-
-def lost_replica(run: MadeUpRun) -> None:
-    run.set(replicas=(), lost={"replica/a": run.now})
 
 
 def lost_trainer(run: MadeUpRun) -> None:
@@ -221,14 +213,6 @@ def silent_publisher(run: MadeUpRun) -> None:
     )
 
 
-def redis_away(run: MadeUpRun) -> None:
-    run.set_peer("envgateway", gauges={"queue_redis_connected": 0.0, "queue_workers": 2.0})
-
-
-def no_workers(run: MadeUpRun) -> None:
-    run.set_peer("envgateway", gauges={"queue_redis_connected": 1.0, "queue_workers": 0.0, "queue_unanswered": 3.0})
-
-
 def records_wait(run: MadeUpRun) -> None:
     run.freeze("acks", "records")
     acks = run.count("acks")
@@ -242,18 +226,6 @@ def records_wait(run: MadeUpRun) -> None:
 def full_disk(run: MadeUpRun) -> None:
     run.set(journal_blocked="0 bytes free")
     records_wait(run)
-
-
-def journal_stuck(run: MadeUpRun) -> None:
-    run.set(journal_oldest_s=lambda age: age)
-
-
-def frozen_engine(run: MadeUpRun) -> None:
-    run.freeze("tokens", "generations")
-
-
-def stuck_step(run: MadeUpRun) -> None:
-    run.freeze("micro-batches")
 
 
 def rank_elsewhere(run: MadeUpRun) -> None:
@@ -305,18 +277,6 @@ def order_lost(run: MadeUpRun) -> None:
     run.set_replica(assignments={"g": unseen})
 
 
-def announcement_lost(run: MadeUpRun) -> None:
-    run.set_replica(announced={"model0": (4, 0.0)}, held={"model0": Held(3, "d3")})
-
-
-def all_filtered(run: MadeUpRun) -> None:
-    run.set_policy(num_kept=run.count("kept"), num_filtered_in_a_row=64)
-
-
-def all_fail(run: MadeUpRun) -> None:
-    run.set(failures_in_a_row=300, last_failure="INFRASTRUCTURE: the grader is gone", group_size=8)
-
-
 def too_many_masked(run: MadeUpRun) -> None:
     run.set(held_back={Hold.MASKED: "30% of the newest 64 rollouts have no reward"}, failures_in_a_row=2, group_size=8)
 
@@ -327,60 +287,71 @@ def all_masked(run: MadeUpRun) -> None:
     run.set(failures_in_a_row=64)
 
 
-def batch_refused(run: MadeUpRun) -> None:
-    run.set_trainer(refusal="engine and trainer of model0 disagree by 0.3 nats a token")
-
-
 def all_refused(run: MadeUpRun) -> None:
     began, refusal = run.now, Refusal(reason=RefusalReason.TOKEN_ID, detail="99999")
     run.set(refused=lambda age: {"a": Streak(8, began, began + age, refusal)})
 
 
-def curated_away(run: MadeUpRun) -> None:
-    run.set(nothing_to_play=True)
-
-
-CASES: dict[Callable[[MadeUpRun], None], tuple[str, Cause]] = {
-    silent_replica: ("replica/a", Cause.SILENT),
-    silent_trainer: ("trainer/model0", Cause.SILENT),
-    silent_rank: ("trainer/model0/rank1", Cause.SILENT),
-    lost_replica: ("replica/a", Cause.LOST),
-    lost_trainer: ("trainer/model0", Cause.LOST),
-    silent_gateway: ("envgateway", Cause.SILENT),
-    silent_publisher: ("publisher/model0", Cause.SILENT),
-    redis_away: ("redis", Cause.UNREACHABLE),
-    no_workers: ("envgateway/workers", Cause.NO_WORKERS),
-    full_disk: ("disk", Cause.NO_FREE_DISK),
-    journal_stuck: ("orchestrator", Cause.JOURNAL_STUCK),
-    frozen_engine: ("replica/a/engine/model0", Cause.FROZEN),
-    stuck_step: ("trainer/model0", Cause.STUCK),
-    rank_elsewhere: ("trainer/model0/rank1", Cause.STUCK),
-    deadlocked_reward: ("replica/a", Cause.STUCK),
-    gateway_hangs: ("envgateway", Cause.STUCK),
-    sandbox_full: ("envgateway", Cause.EXHAUSTED),
-    weights_do_not_come: ("replica/a/weights/model0", Cause.WEIGHTS_NOT_ARRIVING),
-    records_wait: ("replica/a", Cause.NOT_ACKNOWLEDGED),
-    order_lost: ("replica/a", Cause.ORDER_LOST),
-    announcement_lost: ("replica/a", Cause.ORDER_LOST),
-    all_filtered: ("workflow", Cause.ALL_FILTERED),
-    all_fail: ("rollouts", Cause.ALL_FAIL),
-    too_many_masked: ("rollouts", Cause.MASKED),
-    all_masked: ("rollouts", Cause.ALL_FAIL),
-    batch_refused: ("trainer/model0", Cause.NUMERICS),
-    all_refused: ("replica/a", Cause.RECORDS_REFUSED),
-    curated_away: ("dataset", Cause.NOTHING_TO_PLAY),
+CASES: dict[str, tuple[Callable[[MadeUpRun], Any], tuple[str, Cause]]] = {
+    "silent replica": (silent_replica, ("replica/a", Cause.SILENT)),
+    "silent trainer": (lambda run: run.freeze("trainer reports", "micro-batches"), ("trainer/model0", Cause.SILENT)),
+    "silent rank": (silent_rank, ("trainer/model0/rank1", Cause.SILENT)),
+    "lost replica": (lambda run: run.set(replicas=(), lost={"replica/a": run.now}), ("replica/a", Cause.LOST)),
+    "lost trainer": (lost_trainer, ("trainer/model0", Cause.LOST)),
+    "silent gateway": (silent_gateway, ("envgateway", Cause.SILENT)),
+    "silent publisher": (silent_publisher, ("publisher/model0", Cause.SILENT)),
+    "redis away": (
+        lambda run: run.set_peer("envgateway", gauges={"queue_redis_connected": 0.0, "queue_workers": 2.0}),
+        ("redis", Cause.UNREACHABLE),
+    ),
+    "no workers": (
+        lambda run: run.set_peer(
+            "envgateway", gauges={"queue_redis_connected": 1.0, "queue_workers": 0.0, "queue_unanswered": 3.0}
+        ),
+        ("envgateway/workers", Cause.NO_WORKERS),
+    ),
+    "full disk": (full_disk, ("disk", Cause.NO_FREE_DISK)),
+    "journal stuck": (lambda run: run.set(journal_oldest_s=lambda age: age), ("orchestrator", Cause.JOURNAL_STUCK)),
+    "frozen engine": (lambda run: run.freeze("tokens", "generations"), ("replica/a/engine/model0", Cause.FROZEN)),
+    "stuck step": (lambda run: run.freeze("micro-batches"), ("trainer/model0", Cause.STUCK)),
+    "rank elsewhere": (rank_elsewhere, ("trainer/model0/rank1", Cause.STUCK)),
+    "deadlocked reward": (deadlocked_reward, ("replica/a", Cause.STUCK)),
+    "gateway hangs": (gateway_hangs, ("envgateway", Cause.STUCK)),
+    "sandbox full": (sandbox_full, ("envgateway", Cause.EXHAUSTED)),
+    "weights do not come": (weights_do_not_come, ("replica/a/weights/model0", Cause.WEIGHTS_NOT_ARRIVING)),
+    "records wait": (records_wait, ("replica/a", Cause.NOT_ACKNOWLEDGED)),
+    "order lost": (order_lost, ("replica/a", Cause.ORDER_LOST)),
+    "announcement lost": (
+        lambda run: run.set_replica(announced={"model0": (4, 0.0)}, held={"model0": Held(3, "d3")}),
+        ("replica/a", Cause.ORDER_LOST),
+    ),
+    "all filtered": (
+        lambda run: run.set_policy(num_kept=run.count("kept"), num_filtered_in_a_row=64),
+        ("workflow", Cause.ALL_FILTERED),
+    ),
+    "all fail": (
+        lambda run: run.set(failures_in_a_row=300, last_failure="INFRASTRUCTURE: the grader is gone", group_size=8),
+        ("rollouts", Cause.ALL_FAIL),
+    ),
+    "too many masked": (too_many_masked, ("rollouts", Cause.MASKED)),
+    "all masked": (all_masked, ("rollouts", Cause.ALL_FAIL)),
+    "batch refused": (
+        lambda run: run.set_trainer(refusal="engine and trainer of model0 disagree by 0.3 nats a token"),
+        ("trainer/model0", Cause.NUMERICS),
+    ),
+    "all refused": (all_refused, ("replica/a", Cause.RECORDS_REFUSED)),
+    "curated away": (lambda run: run.set(nothing_to_play=True), ("dataset", Cause.NOTHING_TO_PLAY)),
 }
 
 
-@pytest.mark.parametrize("inject", CASES, ids=lambda inject: inject.__name__)
-def test_a_stall_is_named_within_30_s_and_ends_when_it_ends(
-    run: MadeUpRun, inject: Callable[[MadeUpRun], None]
-) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_stall_is_named_within_30_s_and_ends_when_it_ends(run: MadeUpRun, case: str) -> None:
+    inject, expected = CASES[case]
     inject(run)
-    assert run.named_within(30) == {CASES[inject]}
+    assert run.named_within(30) == {expected}
     assert all(stall.cause.advice for stall in run.stalls)
     run.run(20)
-    assert run.pairs == {CASES[inject]}, "it stays the same while it lasts"
+    assert run.pairs == {expected}, "it stays the same while it lasts"
     run.thaw()
     run.run(5)
     assert not run.stalls
@@ -563,9 +534,9 @@ def stalled_looks(success: float, seed: int, num_groups: int = 600, group_s: flo
     return stalled
 
 
-@pytest.mark.parametrize("success", [0.02, 0.05, 0.2, 0.5, 0.98])
+@pytest.mark.parametrize("success", [0.02, 0.2, 0.98])
 def test_rare_success_is_no_stall(success: float) -> None:
-    runs = [stalled_looks(success, seed) for seed in range(20)]
+    runs = [stalled_looks(success, seed) for seed in range(12)]
     assert sum(map(bool, runs)) <= 1, "hardly ever by chance"
 
 
