@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.common.prometheus import OTHER, samples_of
+from extras.prometheus.server import OTHER, samples_of
 from services.orchestrator.progress import METRICS, gauges
 from services.orchestrator.tasks.prompts import ShortPrompts
 from services.orchestrator.tasks.rows import ListRows, UsableRows

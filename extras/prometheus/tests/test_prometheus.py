@@ -12,9 +12,10 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from extras.prometheus.server import MetricsServer, samples_of
 from services.common.config.processes import MetricsConfig
 from services.common.errors import ConfigError
-from services.common.prometheus import Metric, MetricsServer, metrics_server, samples_of
+from services.common.prometheus import Metric, metrics_server
 from services.common.security import identity
 from services.common.security.keys import Peer, Role
 from services.common.telemetry.accounts import TimeAccount
