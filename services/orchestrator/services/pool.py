@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
@@ -147,10 +147,9 @@ class GatewayApi:
         self._pool = core.pool
         self._dispatcher = core.dispatcher
         self._is_elsewhere = self._config is not None and self._config.node != 0
-        self._joined: dict[int, str] = {}  # addresses, by the order in which they came
-        self._number = 0
+        self._joined: list[str] = []  # addresses of the streams, newest last
         self._known = ""  # of the gateway on another node that joined last
-        self._hold()
+        self._changed()
 
     @property
     def address(self) -> str:
@@ -159,8 +158,8 @@ class GatewayApi:
             return self._known
         return address(self._config.host, self._config.port)
 
-    def join(self, place: str) -> int:
-        """Register a gateway's stream; returns its number, for ``left``.
+    def join(self, place: str) -> None:
+        """Register a gateway's stream.
 
         Raises ``InvalidRequestError`` for a run without a gateway, and for an address that cannot be dialled.
         """
@@ -170,30 +169,23 @@ class GatewayApi:
             check_place(place)
         except ConfigError as error:
             raise InvalidRequestError(error.message) from None
-        self._number += 1
-        self._joined[self._number] = place
+        self._joined.append(place)
         log.info("envgateway.joined", address=place)
         self._changed()
-        return self._number
 
-    def left(self, number: int) -> None:
+    def left(self, place: str) -> None:
         """Remove a gateway whose stream has ended."""
-        log.info("envgateway.left", address=self._joined.pop(number))
+        self._joined.remove(place)
+        log.info("envgateway.left", address=place)
         self._changed()
 
     def _changed(self) -> None:
-        if not self._is_elsewhere:
-            return
-        newest = next(reversed(self._joined.values()), self._known)
-        if newest != self._known:
-            self._known = newest
-            for replica in self._pool:
-                self._pool.send(replica, UseGateway(newest))
-        self._hold()
-
-    def _hold(self) -> None:
         if self._config is None or not self._is_elsewhere:
             return
+        if self._joined and self._joined[-1] != self._known:
+            self._known = self._joined[-1]
+            for replica in self._pool:
+                self._pool.send(replica, UseGateway(self._known))
         away = f"the environment gateway of node {self._config.node} (envgateway.node) has not joined, or has left"
         self._dispatcher.hold(Hold.GATEWAY, "" if self._joined else away)
 
@@ -319,7 +311,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def JoinGateway(
         self, request: pool_pb2.JoinGatewayRequest, context: Context
     ) -> AsyncIterator[pool_pb2.JoinGatewayResponse]:
-        number = self._gateway.join(request.address)
+        self._gateway.join(request.address)
         try:
             yield pool_pb2.JoinGatewayResponse(welcome=pool_pb2.GatewayWelcome(run_id=self._core.run_id))
             # Without a deadline: until this process ends, when replicas, which may still call the gateway, have left.
@@ -328,32 +320,24 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
                 reason = f"the run has {self._core.control.phase.value}"
                 yield pool_pb2.JoinGatewayResponse(leave=pool_pb2.Drain(reason=reason))
         finally:
-            self._gateway.left(number)
+            self._gateway.left(request.address)
 
     async def StreamReports(  # type: ignore[override]  # a coroutine that writes, so that no write is cancelled
         self, request_iterator: AsyncIterator[pool_pb2.StreamReportsRequest], context: Context
     ) -> None:
-        writing = asyncio.Lock()
-        reader = asyncio.ensure_future(self._answer_reports(request_iterator, context, writing))
-        closing = asyncio.ensure_future(self.closing.wait())
-        try:
-            await asyncio.wait({reader, closing}, return_when=asyncio.FIRST_COMPLETED)
+        writing = asyncio.Lock()  # gRPC cannot end a call in the middle of a write
+
+        async def answer() -> None:
+            async for request in request_iterator:
+                noted = self._note_report(request)
+                async with writing:
+                    await context.write(noted)
+
+        async with self._until_closing(answer()) as (reader,):
             if reader.done():
                 reader.result()
-            async with writing:  # gRPC cannot end a call in the middle of a write
-                reader.cancel()
-        finally:
-            for task in (reader, closing):
-                task.cancel()
-            await asyncio.gather(reader, closing, return_exceptions=True)
-
-    async def _answer_reports(
-        self, requests: AsyncIterator[pool_pb2.StreamReportsRequest], context: Context, writing: asyncio.Lock
-    ) -> None:
-        async for request in requests:
-            answer = self._note_report(request)
             async with writing:
-                await context.write(answer)
+                reader.cancel()
 
     def _note_report(self, request: pool_pb2.StreamReportsRequest) -> pool_pb2.StreamReportsResponse:
         self._replicas.report(
@@ -377,11 +361,10 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         self, request_iterator: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], context: Context
     ) -> None:
         acks: AckQueue[Answer] = AckQueue()
-        reader = asyncio.ensure_future(self._read(request_iterator, acks))
-        writer = asyncio.ensure_future(_send_acks(acks, context))
-        closing = asyncio.ensure_future(self.closing.wait())
-        try:
-            await asyncio.wait({reader, writer, closing}, return_when=asyncio.FIRST_COMPLETED)
+        async with self._until_closing(self._read(request_iterator, acks), _send_acks(acks, context)) as (
+            reader,
+            writer,
+        ):
             # The peer has ended the stream or sent an unreadable record, or the service stops: acknowledge the records
             # read so far. Report the peer's mistake only after that: gRPC cannot end a call in the middle of a write.
             reader.cancel()
@@ -390,10 +373,19 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
                 await writer
             if reader.done() and not reader.cancelled():
                 reader.result()
+
+    @contextlib.asynccontextmanager
+    async def _until_closing(self, *work: Coroutine[Any, Any, None]) -> AsyncIterator[list[asyncio.Task[None]]]:
+        """The tasks of a stream, when one of them has ended or the service stops; all have ended after the body."""
+        tasks = [asyncio.ensure_future(part) for part in work]
+        closing = asyncio.ensure_future(self.closing.wait())
+        try:
+            await asyncio.wait([*tasks, closing], return_when=asyncio.FIRST_COMPLETED)
+            yield tasks
         finally:
-            for task in (reader, writer, closing):
+            for task in (*tasks, closing):
                 task.cancel()
-            await asyncio.gather(reader, writer, closing, return_exceptions=True)
+            await asyncio.gather(*tasks, closing, return_exceptions=True)
 
     async def _read(self, requests: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], acks: AckQueue[Answer]) -> None:
         async for request in requests:
