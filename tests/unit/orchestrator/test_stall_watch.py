@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import orjson
+import pytest
 import structlog
 
 from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
 from services.common.telemetry.logs import LogEvent
+from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.progress import progress
 from services.orchestrator.stalls import Hold
 from services.orchestrator.watch import StallWatch, facts, own_activity
@@ -87,6 +90,22 @@ async def test_no_lease_runs_out_while_the_orchestrator_itself_stood_still(world
         world.clock.now += 1.0
         await watch.tick()
     assert world.core.pool.get("a") is None
+
+
+@pytest.mark.parametrize("seconds", [3600.0, -3600.0])
+async def test_a_jump_of_the_wall_clock_ends_no_lease(
+    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    world = worlds()
+    world.join()
+    world.trainer_api.join("model0", "t", 1, 0)
+    watch, now = world.watch(), time.time
+    await watch.tick()
+    monkeypatch.setattr(time, "time", lambda: now() + seconds)
+    world.clock.now += 4.0
+    await watch.tick()
+    assert world.core.pool.get("a") is not None and world.core.trainers.get("model0") is not None
+    assert OrchestratorCore.__init__.__kwdefaults__["clock"] is time.monotonic
 
 
 async def test_orders_that_the_reports_know_nothing_of_are_named_and_sent_again(worlds: Callable[..., World]) -> None:
