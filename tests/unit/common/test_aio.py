@@ -29,12 +29,6 @@ async def test_a_timeout_from_inside_is_not_mistaken_for_the_deadline() -> None:
             raise TimeoutError("inner")
 
 
-async def test_the_inner_of_two_deadlines_is_named() -> None:
-    with pytest.raises(DeadlineError, match="inner"):
-        async with deadline(30.0, "outer"), deadline(0.01, "inner"):
-            await forever()
-
-
 async def test_cancelling_a_wait_is_not_a_deadline() -> None:
     async def wait() -> None:
         async with deadline(30.0, "the peer"):
@@ -90,11 +84,6 @@ async def test_nothing_starts_after_the_owner_has_closed() -> None:
     await tasks.close()
     with pytest.raises(RuntimeError, match="late was started after its owner had closed"):
         tasks.start(forever(), "late")
-
-
-async def test_a_task_may_close_its_own_owner() -> None:
-    tasks = TaskOwner()
-    await tasks.start(tasks.close(), "closer")
 
 
 async def test_a_task_that_ignores_its_cancellation_is_named() -> None:

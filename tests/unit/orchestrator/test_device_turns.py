@@ -166,21 +166,6 @@ async def test_a_broken_stream_is_told_the_turn_again(shared: Shared) -> None:
     assert shared.holder == REPLICAS, "a trainer that had its model keeps waiting"
 
 
-async def test_a_recorded_batch_waits_for_the_turn_too(shared: Shared) -> None:
-    await shared.begin()
-    await shared.world.publish(0)
-    shared.world.train()
-    await shared.fill_buffer()
-    await shared.asks()
-    await shared.carry_out()
-    assert await shared.asks()
-    assert not await shared.asks(2)
-    shared.join_trainer(incarnation="second")
-    assert not await shared.asks()
-    await shared.carry_out()
-    assert await shared.asks(), "it is replayed"
-
-
 async def test_trainers_of_two_policies_take_turns(tmp_path: Path) -> None:
     world = World(tmp_path, policies=("a", "b"), placement="shared")
     shared = Shared(world)

