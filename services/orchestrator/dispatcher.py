@@ -24,7 +24,7 @@ from services.common.records import TOO_OLD, VERSION_GONE, ClosedReason, RunCoun
 from services.common.telemetry.logs import LogEvent
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.evaluation import Evaluations, Evaluators
-from services.orchestrator.groups import OrphanedGroups, TaskGroup
+from services.orchestrator.groups import TaskGroup
 from services.orchestrator.ingest import Ingest
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import GroupRecord
@@ -72,7 +72,7 @@ class Dispatcher:
         self._ingest = ingest
         self._cancelled: set[str] = set()  # task groups whose cancellation is on its way to the journal
         self.announcer = Announcer(pool, ledgers, self.evaluators, counters, clock)
-        self._orphans = OrphanedGroups()
+        self._orphans: dict[str, TaskGroup] = {}  # with open slots and without a replica, in the order of their loss
         self._scheduled = False
         self.train = False  # training groups may be issued
         self.holds: dict[Hold, str] = {}  # reasons that block all issues
@@ -127,18 +127,22 @@ class Dispatcher:
 
     def _issue_orphans(self) -> str:
         wait = ""
-        for group in self._orphans.in_turn():
-            name = group.id
+        unmet = set()  # needs for which no replica is free
+        for name, group in list(self._orphans.items()):
             if name not in self._groups or group.complete:
-                self._orphans.discard(name)
+                del self._orphans[name]
                 continue
             required, policies = group.order.required_versions, group.order.policies
+            need = tuple(sorted(required.items())), policies, len(group.unresolved)
+            if need in unmet:
+                continue
             fits = partial(self._plays, required=required, policies=policies)
             replica = self._pool.freest(len(group.unresolved), fits)
             if replica is None:
                 wait = f"no free replica for task group {name}"
+                unmet.add(need)
                 continue
-            self._orphans.discard(name)
+            del self._orphans[name]
             self._assign(replica, group)
             self._counters[RunCount.SLOTS_REISSUED.value] += len(group.unresolved)
             born = self._born(replica, policies)
@@ -282,7 +286,7 @@ class Dispatcher:
                     self._pool.send(replica, CancelGroup(name, "the run no longer needs the task group"))
                 num_cancelled += 1
             elif name in self._orphans and group.was_given_to(replica.key):
-                self._orphans.discard(name)
+                del self._orphans[name]
                 group.num_lost = max(0, group.num_lost - 1)  # only the connection was lost, not the replica
                 self._assign(replica, group)
                 replica.assignments[name].issued = True
@@ -296,7 +300,7 @@ class Dispatcher:
             if group is None or group.complete:
                 continue
             group.num_lost += 1
-            self._orphans.add(group)
+            self._orphans.setdefault(name, group)
             log.info(LogEvent.TASK_GROUP_ORPHANED, task_group=name, open_slots=len(group.unresolved))
             if group.num_lost > MAX_LOST:
                 self.give_up(group, REPLICAS_LOST, f"{group.num_lost} replicas were lost while they ran the task group")
@@ -340,12 +344,12 @@ class Dispatcher:
     def resolved(self, group: TaskGroup) -> None:
         """Handle the outcome of a slot, from any replica."""
         if group.complete:
-            self._orphans.discard(group.id)
+            self._orphans.pop(group.id, None)
         self.schedule()
 
     def cancel(self, name: str, reason: str) -> None:
         """Cancel a task group on its replica or in the queue."""
-        self._orphans.discard(name)
+        self._orphans.pop(name, None)
         replica = self._pool.release(name)
         if replica is not None:
             self._pool.send(replica, CancelGroup(name, reason))

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import CapacityError, LeaseLostError
-from services.orchestrator.groups import OrphanedGroups, TaskGroup
 from services.orchestrator.members import (
     MOST_REPORT_S,
     MOST_REPORTS_PER_S,
@@ -15,7 +14,6 @@ from services.orchestrator.members import (
     ReplicaPool,
 )
 from tests.clock import Clock
-from tests.unit.orchestrator.builders import order
 
 
 def hello(name: str = "a", incarnation: str = "1", num_slots: int = 8) -> Hello:
@@ -148,16 +146,3 @@ def test_the_freest_replica_that_serves_and_fits_is_chosen() -> None:
     assert pool.freest(11, lambda replica: replica.replica_id != "d") is pool.get("c"), "idle: a larger group fits"
     pool.drain_all("test")
     assert pool.freest(1, lambda replica: True) is None
-
-
-def test_orphans_are_tried_in_the_order_of_their_loss_and_each_need_once_where_none_fits() -> None:
-    orphans = OrphanedGroups()
-    for name, version in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):
-        orphans.add(TaskGroup(order=order(name, 2, required={"p": version})))
-    tried = []
-    for group in orphans.in_turn():
-        tried.append(group.id)
-        if group.order.required_versions["p"] == 1:
-            orphans.discard(group.id)
-    assert tried == ["a", "b", "d"], "c needs what found no place for a"
-    assert next(orphans.in_turn()).id == "a" and len(orphans) == 2
