@@ -1,15 +1,34 @@
-"""The view of a run in progress."""
+"""The view of a run in progress: problems first, each told once, in words that are no markup."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from io import StringIO
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from services.cli.watch import RARE_AFTER, ProgressView, render, time_words, warnings_of
-from services.common.pb import run_pb2
+from services.cli.console import source_words
+from services.cli.watch import (
+    RARE_AFTER,
+    OrchestratorLiveness,
+    ProgressView,
+    StallsAtStart,
+    StallsTold,
+    render,
+    time_words,
+    warnings_of,
+)
+from services.common.errors import InfrastructureError
+from services.common.pb import account_pb2, run_pb2
 from services.common.records import RunCount
+from services.common.telemetry.metrics import StepKey, source_key
+from tests.clock import Clock
+
+# --- progress
 
 
 def test_damaged_checkpoints_are_told_once_with_the_command_that_lists_them() -> None:
@@ -24,9 +43,9 @@ def test_damaged_checkpoints_are_told_once_with_the_command_that_lists_them() ->
 WANTED = "sampled reward at least 0.9, 2 evaluations in a row"
 
 
-def shown(threshold: run_pb2.Threshold | None) -> str:
-    console = Console(record=True, width=160)
-    console.print(render(run_pb2.RunProgress(threshold=threshold), "run"))
+def shown(**progress: Any) -> str:
+    console = Console(record=True, width=160, file=StringIO())
+    console.print(render(run_pb2.RunProgress(**progress), "run"))
     return console.export_text()
 
 
@@ -39,7 +58,7 @@ def test_the_threshold_is_told_once_when_it_is_reached() -> None:
         view.show(progress)
         view.show(progress)
     assert output.getvalue().count("threshold reached after training step 30, 61 s into the run") == 1
-    assert "before training" in shown(run_pb2.Threshold(wanted=WANTED, newest=1.0, reached=True, seconds=2.0))
+    assert "before training" in shown(threshold=run_pb2.Threshold(wanted=WANTED, newest=1.0, reached=True, seconds=2.0))
 
 
 def busy(num_stalls: int = 0) -> run_pb2.RunProgress:
@@ -141,3 +160,133 @@ def test_only_a_pause_that_a_run_makes_itself_and_a_person_ends_is_told_as_one(
             counters = {RunCount.PAUSES_FOR_FAILURES.value: count}
             view.show(run_pb2.RunProgress(state=state, stalls=stalls, counters=counters))
         assert view.paused_itself == ("the reason" if itself else "")
+
+
+# --- stalls
+
+
+STALL = run_pb2.Stall(
+    component="envgateway",
+    cause="silent",
+    detail="no component has reached it for 12 s",
+    advice="start it again",
+)
+
+
+def test_a_stall_is_told_once_with_its_advice_and_its_end() -> None:
+    output = StringIO()
+    with ProgressView(Console(file=output, width=200), "run") as view:
+        for _ in range(3):
+            view.show(run_pb2.RunProgress(stalls=[STALL]))
+        view.show(run_pb2.RunProgress())
+    text = output.getvalue()
+    assert text.count("STALLED") == 1
+    for words in (
+        "envgateway, silent",
+        "no component has reached",
+        "start it again",
+        "goes on again",
+    ):
+        assert words in text
+
+
+def test_what_peers_say_is_no_markup() -> None:
+    output = StringIO()
+    console = Console(file=output, force_terminal=False, width=200)
+    stall = run_pb2.Stall(component="replica/[/a]", cause="stuck", detail="no answer from [fd00::7]:50080 [/tmp/x]")
+    account = account_pb2.TimeAccount(
+        component="replica/[/a]", activities=[account_pb2.ActivityTime(activity="calling [fd00::8]", seconds=1.0)]
+    )
+    replica = run_pb2.ReplicaProgress(replica_id="[/a]")
+    progress = run_pb2.RunProgress(stalls=[stall], accounts=[account], replicas=[replica], waits=["for [/b]"])
+    with ProgressView(console, "run") as view:
+        view.show(progress)
+    console.print(render(progress, "run"))
+    for words in ("replica/[/a]", "[fd00::7]:50080 [/tmp/x]", "calling [fd00::8]", "for [/b]"):
+        assert words in output.getvalue()
+
+
+def test_an_orchestrator_that_does_not_answer_is_named_after_ten_seconds_and_not_while_it_restarts() -> None:
+    clock = Clock()
+    liveness = OrchestratorLiveness("127.0.0.1:1", clock=clock)
+    clock.now = 9.0
+    assert liveness.stall is None
+    clock.now = 11.0
+    assert liveness.stall is not None
+    assert (liveness.stall.component, liveness.stall.cause) == ("orchestrator", "silent")
+    liveness.answered()
+    assert liveness.stall is None
+
+
+def test_a_stopped_process_is_told_as_such() -> None:
+    clock = Clock()
+    process = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"])
+    try:
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        liveness = OrchestratorLiveness("127.0.0.1:1", pid=lambda: process.pid, clock=clock)
+        clock.now = 11.0
+        assert liveness.stall is not None
+        assert "SIGCONT" in liveness.stall.detail
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Answers:
+    """An orchestrator that is not up at first, and then has a stall."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def get_run(self) -> run_pb2.GetRunResponse:
+        self.asked += 1
+        if self.asked == 1:
+            raise InfrastructureError("nobody answers")
+        return run_pb2.GetRunResponse(progress=run_pb2.RunProgress(stalls=[STALL] if self.asked < 4 else []))
+
+
+def test_a_stall_is_told_while_the_run_still_starts() -> None:
+    output, clock, answers = StringIO(), Clock(), Answers()
+    ask = StallsAtStart(answers, StallsTold(Console(file=output, width=200)), clock)  # type: ignore[arg-type]
+    ask()
+    assert answers.asked == 0  # not at once: most runs are ready before
+    for _ in range(4):
+        clock.now += 6.0
+        ask()
+        ask()
+    assert answers.asked == 4
+    assert output.getvalue().count("STALLED") == 1
+    assert "goes on again: envgateway, silent" in output.getvalue()
+
+
+# --- sources of a mixture
+
+
+ROW = {
+    source_key(source, key): value
+    for source, share in {"maths": 0.34, "code": 0.66}.items()
+    for key, value in {
+        StepKey.SHARE: share, StepKey.WANTED_SHARE: 1 / 3 if source == "maths" else 2 / 3, StepKey.STALENESS_MAX: 2.0
+    }.items()
+} | {source_key("code", StepKey.ROLLOUT_REWARD_MEAN): 0.125}  # fmt: skip
+
+
+def test_watch_shows_a_line_for_each_source_with_share_reward_and_staleness() -> None:
+    text = shown(policies=[run_pb2.PolicyProgress(policy="model0", version=3, num_steps=9, metrics=ROW)])
+    (code,) = [line.split() for line in text.splitlines() if " code " in line]
+    (maths,) = [line.split() for line in text.splitlines() if " maths " in line]
+    assert code[1:7] == ["code", "66.0%", "66.7%", "0.125", "≤", "2"]
+    assert maths[1:5] == ["maths", "34.0%", "33.3%", "-"], "no rollout finished since the batch before"
+
+
+def test_the_line_of_a_run_has_the_reward_of_the_batch_where_no_rollout_ended_since_the_batch_before() -> None:
+    row = ROW | {source_key("maths", StepKey.BATCH_REWARD_MEAN): 0.25}
+    assert "(wanted 33.3%), batch reward 0.250" in source_words(row)
+    assert "(wanted 66.7%), reward 0.125" in source_words(row)
+
+
+def test_a_run_with_one_dataset_has_no_table_of_sources() -> None:
+    assert "wanted" not in shown(
+        policies=[run_pb2.PolicyProgress(policy="model0", metrics={"rollout_reward_mean": 0.5})]
+    )
+    assert source_words({"rollout_reward_mean": 0.5}) == ""
