@@ -193,8 +193,7 @@ class GatewayApi:
 class AckQueue(Generic[T]):
     """Acknowledgements of one stream. Belongs to one event loop."""
 
-    def __init__(self, linger_s: float = LINGER_S) -> None:
-        self._linger_s = linger_s
+    def __init__(self) -> None:
         self._ready: deque[tuple[int, T]] = deque()
         self._num_open = 0  # records without an acknowledgement that was taken
         self._answered = asyncio.Event()  # the sender checks the queue
@@ -241,7 +240,7 @@ class AckQueue(Generic[T]):
     async def linger(self) -> None:
         """Let later answers share a message; returns at once after the end of the stream."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._linger_s):
+            async with asyncio.timeout(LINGER_S):
                 await self._ended.wait()
 
 
