@@ -14,13 +14,12 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 
 import structlog
 
 from services.common.config.recipe import Recipe
 from services.common.kept_tokens import REPLICAS_LOST
-from services.common.records import TOO_OLD, VERSION_GONE, ClosedReason, RunCount
+from services.common.records import TOO_OLD, VERSION_GONE, ClosedReason, RunCount, TaskGroupOrder
 from services.common.telemetry.logs import LogEvent
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.evaluation import Evaluations, Evaluators
@@ -103,7 +102,7 @@ class Dispatcher:
     def pump(self) -> None:
         """Issue all task groups that are possible now."""
         self._scheduled = False
-        if self.held_back:
+        if self.holds:
             self.waits_for = self.held_back
         elif not any(self._pool.workers()):
             self.waits_for = "no replica takes work" if len(self._pool) else "no replica has joined"
@@ -132,12 +131,15 @@ class Dispatcher:
             if name not in self._groups or group.complete:
                 del self._orphans[name]
                 continue
-            required, policies = group.order.required_versions, group.order.policies
-            need = tuple(sorted(required.items())), policies, len(group.unresolved)
+            order, num_slots = group.order, len(group.unresolved)
+            need = tuple(sorted(order.required_versions.items())), order.policies, num_slots
             if need in unmet:
                 continue
-            fits = partial(self._plays, required=required, policies=policies)
-            replica = self._pool.freest(len(group.unresolved), fits)
+
+            def fits(found: Replica, order: TaskGroupOrder = order) -> bool:
+                return self.may_play(found.held, order.required_versions, order.policies)
+
+            replica = self._pool.freest(num_slots, fits)
             if replica is None:
                 wait = f"no free replica for task group {name}"
                 unmet.add(need)
@@ -145,7 +147,7 @@ class Dispatcher:
             del self._orphans[name]
             self._assign(replica, group)
             self._counters[RunCount.SLOTS_REISSUED.value] += len(group.unresolved)
-            born = self._born(replica, policies)
+            born = self._born(replica, order.policies)
             if group.is_training:
                 self._experience.reissued(group, born)
             record = entries.assignment_to_json(name, replica.replica_id, replica.incarnation, born)
@@ -174,17 +176,19 @@ class Dispatcher:
 
     def _issue_training_group(self, policies: tuple[str, ...], reserved: frozenset[str]) -> tuple[bool, str]:
         """Issue one task group of these policies; returns whether that was possible, and the missing condition."""
-        if not self._admission.open(self._all(policies)):
+        trained, size = self._all(policies), self._training.group_size
+        if not self._admission.open(trained):
             return False, ""
-        size = self._training.group_size
-        trained = self._all(policies)
+        newest = {policy: self._ledgers[policy].newest_number for policy in trained}
 
         def plays(replica: Replica) -> bool:
             return replica.replica_id not in reserved and self.may_play(replica.held, {}, policies)
 
-        replica = self._pool.freest(
-            size, lambda replica: plays(replica) and self._admission.open(trained, self._lags(replica.held, trained))
-        )
+        def has_quota(replica: Replica) -> bool:
+            lags = {policy: max(0, number - replica.held[policy].number) for policy, number in newest.items()}
+            return self._admission.open(trained, lags)
+
+        replica = self._pool.freest(size, lambda replica: plays(replica) and has_quota(replica))
         if replica is None:
             if self._pool.freest(size, plays) is not None:
                 return False, "the quota has room only for replicas that hold newer versions"
@@ -206,11 +210,6 @@ class Dispatcher:
     def _all(self, policies: tuple[str, ...]) -> tuple[str, ...]:
         """The trained ones of these policies; without a name, all of the run."""
         return tuple(policy for policy in policies or self._ledgers if policy in self._max_staleness)
-
-    def _served(self, policies: tuple[str, ...]) -> tuple[str, ...]:
-        """The policies that a replica must hold for rollouts of these policies: all without a name, teachers included."""
-        taught_by = [self._teachers[policy] for policy in policies if policy in self._teachers]
-        return (*policies, *taught_by) or tuple(self._ledgers)
 
     def _issue_to(self, group: TaskGroup, replica: Replica) -> None:
         self._groups[group.id] = group
@@ -239,21 +238,15 @@ class Dispatcher:
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
-    def _plays(self, replica: Replica, required: Mapping[str, int], policies: tuple[str, ...]) -> bool:
-        return self.may_play(replica.held, required, policies)
-
     def _born(self, replica: Replica, policies: tuple[str, ...]) -> dict[str, int]:
         """The versions on which rollouts begin at this replica, per policy."""
         return {policy: replica.held[policy].number for policy in self._all(policies)}
 
-    def _lags(self, holds: Mapping[str, Held], policies: tuple[str, ...]) -> dict[str, int]:
-        """The number of versions that a replica is behind, per trained policy."""
-        return {policy: max(0, self._ledgers[policy].newest_number - holds[policy].number) for policy in policies}
-
     def may_play(self, holds: Mapping[str, Held], required: Mapping[str, int], policies: tuple[str, ...] = ()) -> bool:
         """Whether these are known versions of the policies (without a name: all) and of their teachers: exactly the
         required ones, or else recent enough to be trained."""
-        for policy in self._served(policies):
+        taught_by = tuple(self._teachers[policy] for policy in policies if policy in self._teachers)
+        for policy in policies + taught_by or self._ledgers:
             ledger = self._ledgers[policy]
             held = holds.get(policy)
             if held is None or not ledger.knows(held.number, held.digest):

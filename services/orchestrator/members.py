@@ -217,24 +217,20 @@ class Replica:
 
     # --- the ledger --------------------------------------------------------------------------------------------------
 
-    def take(self, name: str, assignment: Assignment) -> None:
-        self.assignments[name] = assignment
-        self._count(assignment, len(assignment.open_slots))
-
     def resolve(self, name: str, slot: int) -> bool:
         """Remove a resolved slot; returns whether no slot of the task group is open here."""
         assignment = self.assignments[name]
         if slot in assignment.open_slots:
             assignment.open_slots.remove(slot)
-            self._count(assignment, -1)
+            self.count(assignment, -1)
         return not assignment.open_slots
 
     def drop(self, name: str) -> None:
         """Remove a task group from this replica."""
         assignment = self.assignments.pop(name)
-        self._count(assignment, -len(assignment.open_slots))
+        self.count(assignment, -len(assignment.open_slots))
 
-    def _count(self, assignment: Assignment, num_slots: int) -> None:
+    def count(self, assignment: Assignment, num_slots: int) -> None:
         self.num_running += num_slots
         if assignment.evaluates:
             self.num_evaluating += num_slots
@@ -485,7 +481,8 @@ class ReplicaPool:
     ) -> None:
         assert task_group_id not in self._owners
         assignment = Assignment(open_slots=set(slots), since=self._clock(), pinned=pinned, evaluates=evaluates)
-        replica.take(task_group_id, assignment)
+        replica.assignments[task_group_id] = assignment
+        replica.count(assignment, len(assignment.open_slots))
         self._owners[task_group_id] = replica.replica_id
 
     def resolved(self, task_group_id: str, index: int) -> Replica | None:
