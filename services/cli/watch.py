@@ -43,7 +43,7 @@ from services.cli.plan import orchestrator_address
 from services.common.checkpoints import CheckpointGauge
 from services.common.config.loading import load_resolved
 from services.common.config.recipe import Recipe
-from services.common.errors import AccessError, ConfigError, InfrastructureError, NotFoundError, RollmillError
+from services.common.errors import AccessError, ConfigError, InfrastructureError, RollmillError
 from services.common.kept_tokens import MaskedCount
 from services.common.net.hosts import ORCHESTRATOR, check_place, is_known
 from services.common.pb import account_pb2, run_pb2, run_pb2_grpc
@@ -109,26 +109,22 @@ class OrchestratorClient:
             raise self._translate(error) from None
 
     def _translate(self, error: grpc.RpcError) -> RollmillError:
-        address = self.address
-        told = from_call(error, address)
+        address, told = self.address, from_call(error, self.address)
         if isinstance(told, AccessError):
             return told
         code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-        detail = (error.details() if isinstance(error, grpc.Call) else "") or str(error)
         is_silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
         if is_silent and (refused := refusal_now(address, identity.current(), Peer.ORCHESTRATOR)) is not None:
             return refused
-        if code is grpc.StatusCode.UNAVAILABLE and not is_known(address):
-            return InfrastructureError(
-                f"this machine cannot resolve the host of {address}: write a name or address that it can"
-            )
-        if code is grpc.StatusCode.UNAVAILABLE:
-            return InfrastructureError(f"no answer from {address}: {self._why_silent()}")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return InfrastructureError(f"{address} did not answer within {CALL_DEADLINE_S:g} s")
-        if code is grpc.StatusCode.NOT_FOUND:
-            return NotFoundError(detail)
-        return InfrastructureError(f"{address}: {detail}")
+        if code is not grpc.StatusCode.UNAVAILABLE:
+            return InfrastructureError(told.message)
+        if is_known(address):
+            return InfrastructureError(f"no answer from {address}: {self._why_silent()}")
+        return InfrastructureError(
+            f"this machine cannot resolve the host of {address}: write a name or address that it can"
+        )
 
 
 NAME_IT = "name the run's directory (runs/NAME), or another address with --orchestrator"
