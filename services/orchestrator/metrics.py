@@ -35,7 +35,6 @@ from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.evaluation import kind_of
 
 if TYPE_CHECKING:
-    from services.orchestrator.evaluation import ThresholdState
     from services.orchestrator.journal.entries import EvaluationResult
 
 log = structlog.get_logger()
@@ -58,7 +57,8 @@ class RunMetrics:
         self.num_dropped = 0
         self._board = EventFile(run_files.tensorboard(run_dir)) if tensorboard else None
 
-    def _row(self, kind: RowKind, /, **values: Any) -> None:
+    def row(self, kind: RowKind, /, **values: Any) -> None:
+        """Append a row, and its scalars to TensorBoard's file."""
         try:
             row = self._rows.write(kind, **values)
             scalars = scalars_of(row)
@@ -70,36 +70,21 @@ class RunMetrics:
             self.num_dropped += 1
 
     def training_step(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        self._row(RowKind.TRAINING_STEP, policy=policy, step=step, **values)
-
-    def throughput(self, step: int, waits: list[str], values: Mapping[str, float]) -> None:
-        self._row(RowKind.THROUGHPUT, step=step, **values, waits=waits)
+        self.row(RowKind.TRAINING_STEP, policy=policy, step=step, **values)
 
     def weight_transfer(self, replica_id: str, transfer: WeightTransfer) -> None:
-        self._row(RowKind.WEIGHT_TRANSFER, **ReportedTransfer(replica=replica_id, transfer=transfer).to_row())
+        self.row(RowKind.WEIGHT_TRANSFER, **ReportedTransfer(replica=replica_id, transfer=transfer).to_row())
 
     def stall(self, moment: StallMoment, component: str, cause: str, detail: str, seconds: float) -> None:
         """``seconds`` since the begin of the stall."""
-        self._row(RowKind.STALL, moment=moment, component=component, cause=cause, detail=detail, seconds=seconds)
-
-    def accounts(self, shares: Mapping[str, Mapping[str, float]], waits: Mapping[str, Mapping[str, float]]) -> None:
-        """The time of every component since its start, and the waits between components."""
-        self._row(RowKind.ACCOUNTS, shares=shares, waits=waits)
+        self.row(RowKind.STALL, moment=moment, component=component, cause=cause, detail=detail, seconds=seconds)
 
     def evaluation(self, result: EvaluationResult) -> None:
-        self._row(
-            RowKind.EVALUATION,
-            name=result.name,
-            **evaluation_values(result, items=True),
-        )
-
-    def threshold(self, state: ThresholdState) -> None:
-        """Write that training ends early; repeated after a restart."""
-        self._row(RowKind.THRESHOLD, **asdict(state))
+        self.row(RowKind.EVALUATION, name=result.name, **evaluation_values(result, items=True))
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         """Written again by a restart when missing. The row has the shares of time under the key of the accounts."""
-        self._row(RowKind.SUMMARY, **{"shares" if key == "time" else key: value for key, value in summary.items()})
+        self.row(RowKind.SUMMARY, **{"shares" if key == "time" else key: value for key, value in summary.items()})
         target = run_files.summary(self._run_dir)
         partial = target.with_suffix(".json.partial")
         try:

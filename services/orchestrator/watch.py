@@ -30,7 +30,7 @@ from services.common.telemetry.accounts import (
     trainer_component,
 )
 from services.common.telemetry.logs import LogEvent
-from services.common.telemetry.metrics import StallMoment, ThroughputKey
+from services.common.telemetry.metrics import RowKind, StallMoment, ThroughputKey
 from services.orchestrator import metrics
 from services.orchestrator.journal.journal import collect
 from services.orchestrator.members import REPORT_S
@@ -120,7 +120,7 @@ class Watch:
         if self._is_due("state", STATE_S):
             core.timeline.settle(time.time())
             if self._is_due("accounts", ACCOUNTS_S * pace):
-                core.metrics.accounts(core.book.summary(), core.book.waits())
+                core.metrics.row(RowKind.ACCOUNTS, shares=core.book.summary(), waits=core.book.waits())
             if core.counters != self._counters_written:
                 self._counters_written = dict(core.counters)
                 core.write_state()
@@ -172,7 +172,7 @@ class Watch:
             ThroughputKey.REPLICA_IDLE_SHARE: replicas_idle,
         }
         known = {key.value: value for key, value in values.items() if value is not None}
-        core.metrics.throughput(max(step, 0), waits(core), known)
+        core.metrics.row(RowKind.THROUGHPUT, step=max(step, 0), **known, waits=waits(core))
 
     async def _collect(self) -> None:
         """Delete segments of unneeded records."""
