@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from services.common.prometheus import METRICS as PROCESS
+from extras.prometheus.server import METRICS as PROCESS
 from services.common.prometheus import Metric
 from services.envgateway.app import METRICS as ENVGATEWAY
 from services.envgateway.app import WORKER_METRICS as WORKER

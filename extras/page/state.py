@@ -15,7 +15,6 @@ from services.cli.inspect.run_state import Row, logged_at, parse_rows, read_rows
 from services.cli.inspect.standing import RUNNING, Standing
 from services.cli.watch import (
     check_answers,
-    journal_and_disk,
     masked_rollouts,
     reach,
     shares_of,
@@ -319,13 +318,8 @@ def as_json(progress: run_pb2.RunProgress) -> Json:
             for stall in progress.stalls
         ],
         "warnings": [
-            line
-            for line in (
-                *warnings_of(progress),
-                *journal_and_disk(progress),
-                *map(str.strip, masked_rollouts(progress.counters).splitlines()),
-            )
-            if line
+            *warnings_of(progress),
+            *masked_rollouts(progress.counters),
         ],
         "threshold": threshold_words(progress.threshold) if progress.HasField("threshold") else "",
         "shares": shares_of(progress.accounts),

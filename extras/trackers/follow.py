@@ -52,17 +52,14 @@ class Follower:
         run_dir: Path,
         tracker: str,
         make: Callable[[], Sink],
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``make`` may raise ``TrackerDown``; it is called again then."""
         self._run_dir = run_dir
         self.tracker = tracker
         self._make = make
-        self._clock = clock
         self._sink: Sink | None = None
         self._position = read_position(run_dir, tracker)
-        self._down_since: float | None = None
+        self.is_down = False
         self.ended = False
         """Whether the last row that was sent is the summary of the run."""
 
@@ -74,15 +71,8 @@ class Follower:
     @property
     def complete(self) -> bool:
         """Whether every row of the file was sent."""
-        return not self.is_down and self._position.offset >= self._size()
-
-    def _size(self) -> int:
         metrics = run_files.metrics(self._run_dir)
-        return metrics.stat().st_size if metrics.exists() else 0
-
-    @property
-    def is_down(self) -> bool:
-        return self._down_since is not None
+        return not self.is_down and (not metrics.exists() or self._position.offset >= metrics.stat().st_size)
 
     def poll(self) -> bool:
         """Send the rows that are new; returns whether all are sent. A tracker that is down is logged once."""
@@ -95,15 +85,15 @@ class Follower:
                 self._sink = self._make()
             self._sink.send(rows)
         except TrackerDown as error:
-            if self._down_since is None:
-                self._down_since = self._clock()
+            if not self.is_down:
                 log.warning("tracker.down", tracker=self.tracker, error=str(error))
+            self.is_down = True
             self._position.error = str(error)
             self._save()
             return False
-        if self._down_since is not None:
-            log.info("tracker.back", tracker=self.tracker, after_s=round(self._clock() - self._down_since, 1))
-            self._down_since = None
+        if self.is_down:
+            log.info("tracker.back", tracker=self.tracker)
+        self.is_down = False
         self._position = Position(end, self._position.num_rows + len(rows))
         self.ended = rows[-1].get("kind") == RowKind.SUMMARY
         self._save()

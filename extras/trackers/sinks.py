@@ -99,14 +99,16 @@ class WandbSink:
             silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True,
             init_timeout=INIT_TIMEOUT_S,
         )  # fmt: skip
+        # W&B checks a mode of the user's.
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or facts.project,
-                id=_wandb_id(facts.run_id),
+                id=re.sub(r"[^\w-]", "-", facts.run_id)[:64],  # W&B refuses other characters and longer ids
                 name=facts.run_id,
                 resume="allow",
                 dir=str(folder),
-                mode=_wandb_mode(wandb),
+                mode=mode,
                 config=dict(facts.settings),
                 settings=settings,
             )
@@ -128,17 +130,6 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _wandb_mode(wandb: Any) -> Any:  # W&B checks a mode of the user's
-    if mode := os.environ.get("WANDB_MODE"):
-        return mode
-    return "online" if wandb.api.api_key else "offline"
-
-
-def _wandb_id(run_id: str) -> str:
-    """W&B refuses some characters in ids, and ids beyond 64 characters."""
-    return re.sub(r"[^\w-]", "-", run_id)[:64]
 
 
 class TrackioSink:

@@ -13,7 +13,7 @@ import enum
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from services.common.telemetry.accounts import trainer_component
 from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, TrainerKey
 from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.evaluation import kind_of
-from services.orchestrator.stalls import ADVICE, Cause
+from services.orchestrator.stalls import Cause
 
 LEAST_POINTS = 10  # with fewer there is no telling a change from noise
 FIRST_MOST = 16  # a long run may learn within its first steps, and they are the beginning that counts
@@ -192,11 +192,12 @@ class PolicyRows:
         """The second half of the steps."""
         return self.steps[len(self.steps) // 2 :]
 
-    def finding(self, failure: Failure, evidence: str, remedy: str) -> Finding:
-        return Finding(failure=failure, policy=self.policy, evidence=evidence, remedy=remedy)
+
+Found = tuple[str, str] | None
+"""What a rule finds: the evidence and the remedy."""
 
 
-def weights_not_arriving(rows: PolicyRows) -> Finding | None:
+def weights_not_arriving(rows: PolicyRows) -> Found:
     failed: dict[str, int] = {}
     held: dict[str, int] = {}
     last_error = ""
@@ -216,15 +217,14 @@ def weights_not_arriving(rows: PolicyRows) -> Finding | None:
         for replica, count in stuck.items()
     ]
     told += [stall["detail"]] if stall is not None and not stuck else []
-    return rows.finding(
-        Failure.WEIGHTS_NOT_ARRIVING,
+    return (
         f"{'; '.join(told)}{f' ({last_error})' if stuck and last_error else ''}",
         "rollmill weights RUN lists the transfers; check that policies.<name>.weights.host can be reached from the replica "
         "and that its engine takes updates (weights.kept_old in its log)",
     )
 
 
-def samples_masked(rows: PolicyRows) -> Finding | None:
+def samples_masked(rows: PolicyRows) -> Found:
     late = rows.late()
     finished = _sum(late, StepKey.ROLLOUTS_FINISHED)
     failures, timeouts = _sum(late, StepKey.FAILURES), _sum(late, StepFact.TIMEOUTS)
@@ -241,11 +241,11 @@ def samples_masked(rows: PolicyRows) -> Finding | None:
     }
     stall = rows.open_stalls.get(Cause.ALL_FAIL) or rows.open_stalls.get(Cause.MASKED)
     if stall is not None and not finished:
-        return rows.finding(Failure.SAMPLES_MASKED, stall["detail"], _MASKED_REMEDIES["of the rollouts failed"])
+        return stall["detail"], _MASKED_REMEDIES["of the rollouts failed"]
     if sum(shares.values()) < MASKED_SHARE:
         return None
     told = ", ".join(f"{share:.0%} {words}" for words, share in shares.items() if share >= 0.01)
-    return rows.finding(Failure.SAMPLES_MASKED, told, _MASKED_REMEDIES[max(shares, key=lambda words: shares[words])])
+    return told, _MASKED_REMEDIES[max(shares, key=lambda words: shares[words])]
 
 
 _MASKED_REMEDIES = {
@@ -257,19 +257,18 @@ _MASKED_REMEDIES = {
 }
 
 
-def reward_constant(rows: PolicyRows) -> Finding | None:
+def reward_constant(rows: PolicyRows) -> Found:
     rewards = rows.series(StepKey.ROLLOUT_REWARD_MEAN)
     if len(rewards) < LEAST_POINTS or max(rewards) - min(rewards) > 1e-9 or _advantage(rows) > 0:
         return None
-    return rows.finding(
-        Failure.REWARD_CONSTANT,
+    return (
         f"every rollout of {len(rewards)} training steps had the reward {rewards[0]:g}",
         "call the reward on one right and one wrong answer (rollmill trajectories RUN shows what it gets); look at "
         "workflow.settings.reward and the columns that it reads",
     )
 
 
-def groups_equal(rows: PolicyRows) -> Finding | None:
+def groups_equal(rows: PolicyRows) -> Found:
     late = rows.late()
     groups = _sum(late, StepKey.ROLLOUTS_FINISHED) / rows.recipe.rollout.group_size
     dropped = _share(_sum(late, StepKey.GROUPS_EQUAL_DROPPED), groups)
@@ -286,14 +285,13 @@ def groups_equal(rows: PolicyRows) -> Finding | None:
         if dropped >= EQUAL_SHARE
         else f"{len(idle)} of the last {len(late)} batches had no advantage: within each group every reward was the same"
     )
-    return rows.finding(
-        Failure.GROUPS_EQUAL,
+    return (
         evidence,
         "tasks that are solved sometimes (data.curation), a finer reward, or a larger rollout.group_size",
     )
 
 
-def mismatch(rows: PolicyRows) -> Finding | None:
+def mismatch(rows: PolicyRows) -> Found:
     """From the first steps on, or rising. Over fresh tokens; over all, with a higher limit, in runs that hardly train fresh ones."""
     key = TrainerKey.MISMATCH_FRESH_ABS.in_row
     fresh = [row[key] for row in rows.steps if row.get(TrainerKey.FRESH_SHARE.in_row) and key in row]
@@ -302,14 +300,13 @@ def mismatch(rows: PolicyRows) -> Finding | None:
     if fresh and (first := statistics.median(windows(fresh)[0])) > bound:
         found, limit = (first, found[1] if found else fresh[-1]), 0.0
     elif (stall := rows.open_stalls.get(Cause.NUMERICS)) and stall["component"] == trainer_component(rows.policy):
-        return rows.finding(Failure.MISMATCH, stall["detail"], ADVICE[Cause.NUMERICS])
+        return stall["detail"], Cause.NUMERICS.advice
     elif found is None:
         found, limit, tokens = medians(rows.series(TrainerKey.MISMATCH_ABS.in_row)), MISMATCH_STALE, "all tokens"
     if found is None or (limit and (found[1] < limit or found[1] < MISMATCH_GROWTH * found[0])):
         return None
     computed = ", ".join(f"{key} {dtype}" for key, dtype in types.items())
-    return rows.finding(
-        Failure.MISMATCH,
+    return (
         f"log-probabilities of {tokens} differ by {found[0]:.2g} nats in the first steps, {found[1]:.2g} in the last "
         f"({computed}: at most {bound:g})",
         "the engine does not compute what the trainer does: the same model class and dtype (weights.publish_dtype), no "
@@ -317,33 +314,31 @@ def mismatch(rows: PolicyRows) -> Finding | None:
     )
 
 
-def entropy_gone(rows: PolicyRows) -> Finding | None:
+def entropy_gone(rows: PolicyRows) -> Found:
     found = medians(rows.series(TrainerKey.ENTROPY.in_row))
     if found is None or rows.learning.better_answers or found[1] >= ENTROPY or found[0] < ENTROPY:
         return None
-    return rows.finding(
-        Failure.ENTROPY_GONE,
+    return (
         f"{found[0]:.2g} nats a token in the first steps, {found[1]:.2g} in the last, and no better {_judged_by(rows)}",
         "a smaller optimizer.lr, algorithm.entropy_coefficient, or algorithm.kl_coefficient; go on from a checkpoint before the "
         "fall (rollmill checkpoints RUN, rollmill export)",
     )
 
 
-def lengths_run_away(rows: PolicyRows) -> Finding | None:
+def lengths_run_away(rows: PolicyRows) -> Found:
     lengths = rows.series(StepKey.RESPONSE_TOKENS_MEAN)
     found, grown = medians(lengths), change(lengths)
     if found is None or grown is None or rows.learning.better_answers or grown.low <= 0:
         return None
     if found[1] < LENGTH_GROWTH * found[0]:
         return None
-    return rows.finding(
-        Failure.LENGTHS_RUN_AWAY,
+    return (
         f"{found[0]:.0f} tokens a response in the first steps, {found[1]:.0f} in the last, and no better {_judged_by(rows)}",
         "a reward that does not pay for length, batch.overlong_penalty, or a smaller sampling.max_new_tokens",
     )
 
 
-def nothing_learned(rows: PolicyRows) -> Finding | None:
+def nothing_learned(rows: PolicyRows) -> Found:
     learning = rows.learning
     if learning.learned is not False:
         return None
@@ -360,7 +355,7 @@ def nothing_learned(rows: PolicyRows) -> Finding | None:
     if learning.pays_for_something_else:
         evidence += f"; training rollouts {learning.trained}"
         remedy = "a reward that pays for what the evaluation measures: the two go apart (rollmill trajectories RUN --min-reward)"
-    return rows.finding(Failure.NOTHING_LEARNED, evidence, remedy)
+    return evidence, remedy
 
 
 def _judged_by(rows: PolicyRows) -> str:
@@ -380,16 +375,16 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-RULES = (
-    weights_not_arriving,
-    samples_masked,
-    reward_constant,
-    groups_equal,
-    mismatch,
-    entropy_gone,
-    lengths_run_away,
-    nothing_learned,
-)
+RULES: dict[Failure, Callable[[PolicyRows], Found]] = {
+    Failure.WEIGHTS_NOT_ARRIVING: weights_not_arriving,
+    Failure.SAMPLES_MASKED: samples_masked,
+    Failure.REWARD_CONSTANT: reward_constant,
+    Failure.GROUPS_EQUAL: groups_equal,
+    Failure.MISMATCH: mismatch,
+    Failure.ENTROPY_GONE: entropy_gone,
+    Failure.LENGTHS_RUN_AWAY: lengths_run_away,
+    Failure.NOTHING_LEARNED: nothing_learned,
+}
 
 
 TRAINING = "training rollouts"
@@ -419,7 +414,10 @@ def diagnose(rows: Iterable[Row], recipe: Recipe) -> Verdict:
             open_stalls={cause: row for (_, cause), row in stalls.items() if row["moment"] == StallMoment.BEGIN},
         )
         found.append(learned)
-        findings += [finding for rule in RULES if (finding := rule(of_policy)) is not None]
+        for failure, rule in RULES.items():
+            if (seen := rule(of_policy)) is not None:
+                evidence, remedy = seen
+                findings.append(Finding(failure=failure, policy=policy, evidence=evidence, remedy=remedy))
     return Verdict(learning=tuple(found), findings=tuple(findings))
 
 

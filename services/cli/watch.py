@@ -43,7 +43,7 @@ from services.cli.plan import orchestrator_address
 from services.common.checkpoints import CheckpointGauge
 from services.common.config.loading import load_resolved
 from services.common.config.recipe import Recipe
-from services.common.errors import AccessError, ConfigError, InfrastructureError, NotFoundError, RollmillError
+from services.common.errors import AccessError, ConfigError, InfrastructureError, RollmillError
 from services.common.kept_tokens import MaskedCount
 from services.common.net.hosts import ORCHESTRATOR, check_place, is_known
 from services.common.pb import account_pb2, run_pb2, run_pb2_grpc
@@ -54,9 +54,10 @@ from services.common.security.identity import refusal_now
 from services.common.security.keys import VARIABLE, Peer
 from services.common.system.machine import RESERVE_BYTES
 from services.common.telemetry import accounts as components
-from services.common.telemetry.accounts import ActivityName
+from services.common.telemetry.accounts import AccountState, ActivityName
 from services.common.telemetry.logs import LogEvent
 from services.common.telemetry.metrics import StepKey, TrainerKey, sources_in
+from services.common.wire import read
 from services.orchestrator.evaluation import played_by
 from services.orchestrator.stalls import Cause
 from services.orchestrator.trackers import all_sent, followed, read_position
@@ -108,26 +109,22 @@ class OrchestratorClient:
             raise self._translate(error) from None
 
     def _translate(self, error: grpc.RpcError) -> RollmillError:
-        address = self.address
-        told = from_call(error, address)
+        address, told = self.address, from_call(error, self.address)
         if isinstance(told, AccessError):
             return told
         code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-        detail = (error.details() if isinstance(error, grpc.Call) else "") or str(error)
         is_silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
         if is_silent and (refused := refusal_now(address, identity.current(), Peer.ORCHESTRATOR)) is not None:
             return refused
-        if code is grpc.StatusCode.UNAVAILABLE and not is_known(address):
-            return InfrastructureError(
-                f"this machine cannot resolve the host of {address}: write a name or address that it can"
-            )
-        if code is grpc.StatusCode.UNAVAILABLE:
-            return InfrastructureError(f"no answer from {address}: {self._why_silent()}")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return InfrastructureError(f"{address} did not answer within {CALL_DEADLINE_S:g} s")
-        if code is grpc.StatusCode.NOT_FOUND:
-            return NotFoundError(detail)
-        return InfrastructureError(f"{address}: {detail}")
+        if code is not grpc.StatusCode.UNAVAILABLE:
+            return InfrastructureError(told.message)
+        if is_known(address):
+            return InfrastructureError(f"no answer from {address}: {self._why_silent()}")
+        return InfrastructureError(
+            f"this machine cannot resolve the host of {address}: write a name or address that it can"
+        )
 
 
 NAME_IT = "name the run's directory (runs/NAME), or another address with --orchestrator"
@@ -187,53 +184,38 @@ DISK_WARNING_S = 48 * 3600.0  # a disk that fills up sooner causes a warning
 
 def warnings_of(progress: run_pb2.RunProgress) -> list[str]:
     """Warnings that need attention, one line each; the first word is its subject."""
-    counters = progress.counters
-    found = (refusal_warning(counters), checkpoint_warning(counters), rare_groups_warning(counters))
-    return [warning for warning in found if warning]
-
-
-def refusal_warning(counters: Mapping[str, int]) -> str:
-    """One line with the reasons for refused records, most first; empty while every record was taken.
-
-    >>> refusal_warning({"refused_token_id": 3, "refused_reward": 1, "failures_timeout": 2})
-    'refused records: 4, most because of token_id (token_id 3, reward 1); docs/protocol.md has the bounds'
-    """
+    counters, lines = progress.counters, []
     found = {reason.value: counters.get(counter_of(reason), 0) for reason in RefusalReason}
-    refused = sorted(((count, name) for name, count in found.items() if count), reverse=True)
-    if not refused:
-        return ""
-    listed = ", ".join(f"{name} {count}" for count, name in refused)
-    number = sum(count for count, _ in refused)
-    return f"refused records: {number}, most because of {refused[0][1]} ({listed}); docs/protocol.md has the bounds"
-
-
-def checkpoint_warning(counters: Mapping[str, int]) -> str:
-    """One line about checkpoints that are damaged or could not be written; may be empty.
-
-    >>> checkpoint_warning({"damaged_checkpoints": 1, "issued": 7})
-    'checkpoints: 1 set aside as damaged (rollmill checkpoints RUN)'
-    """
-    told = []
+    if refused := sorted(((count, name) for name, count in found.items() if count), reverse=True):
+        listed = ", ".join(f"{name} {count}" for count, name in refused)
+        number = sum(count for count, _ in refused)
+        lines.append(
+            f"refused records: {number}, most because of {refused[0][1]} ({listed}); docs/protocol.md has the bounds"
+        )
+    checkpoints = []
     if damaged := counters.get(CheckpointGauge.DAMAGED, 0):
-        told.append(f"{damaged} set aside as damaged (rollmill checkpoints RUN)")
+        checkpoints.append(f"{damaged} set aside as damaged (rollmill checkpoints RUN)")
     if failed := counters.get(CheckpointGauge.FAILED, 0):
-        told.append(f"{failed} could not be written (checkpoint.failed in the trainer's log; is the disk full?)")
-    return f"checkpoints: {'; '.join(told)}" if told else ""
-
-
-def rare_groups_warning(counters: Mapping[str, int]) -> str:
-    """One line with the share of sequences that passed dynamic sampling, where it is small; may be empty.
-
-    >>> rare_groups_warning({"sequences_kept": 12, "sequences_filtered_equal_rewards": 588})
-    'few groups can be trained: 12 of 600 sequences (2%), the others have equal rewards in their groups: normal at the start, \
-else try easier or harder tasks or a larger rollout.group_size'
-    """
+        checkpoints.append(f"{failed} could not be written (checkpoint.failed in the trainer's log; is the disk full?)")
+    if checkpoints:
+        lines.append(f"checkpoints: {'; '.join(checkpoints)}")
     kept = counters.get(RunCount.SEQUENCES_KEPT, 0)
     judged = kept + counters.get(RunCount.SEQUENCES_EQUAL_REWARDS, 0)
-    if judged < RARE_AFTER or kept >= 0.1 * judged:
-        return ""
-    told = f"few groups can be trained: {kept} of {judged} sequences ({kept / judged:.0%}), the others have equal rewards in"
-    return f"{told} their groups: normal at the start, else try easier or harder tasks or a larger rollout.group_size"
+    if judged >= RARE_AFTER and kept < 0.1 * judged:
+        lines.append(
+            f"few groups can be trained: {kept} of {judged} sequences ({kept / judged:.0%}), the others have equal rewards in "
+            "their groups: normal at the start, else try easier or harder tasks or a larger rollout.group_size"
+        )
+    disk = progress.disk
+    if disk.HasField("full_in_s") and disk.full_in_s < DISK_WARNING_S:
+        lines.append(
+            f"disk full in {format_span(disk.full_in_s)} at {format_bytes(3600 * disk.bytes_per_s)} an hour "
+            f"({format_bytes(disk.free_bytes)} free): make room, or docs/troubleshooting.md"
+        )
+    if progress.set_aside:
+        aside = ", ".join(f"{one.count} {one.kind} ({one.reason})" for one in progress.set_aside)
+        lines.append(f"records of the journal that are not used: {aside}: rollmill journal RUN list --set-aside")
+    return lines
 
 
 def failed_rollouts(num_failed: int, counters: Mapping[str, int]) -> str:
@@ -247,30 +229,15 @@ def failed_rollouts(num_failed: int, counters: Mapping[str, int]) -> str:
     return f"{num_failed} failed (failures of the run: {listed}; the log of the replica has the errors)"
 
 
-def journal_and_disk(progress: run_pb2.RunProgress) -> list[str]:
-    """Warnings about the disk and the journal: a disk that fills up, records that cannot be used."""
-    lines: list[str] = []
-    disk = progress.disk
-    if disk.HasField("full_in_s") and disk.full_in_s < DISK_WARNING_S:
-        lines.append(
-            f"disk full in {format_span(disk.full_in_s)} at {format_bytes(3600 * disk.bytes_per_s)} an hour "
-            f"({format_bytes(disk.free_bytes)} free): make room, or docs/troubleshooting.md"
-        )
-    if progress.set_aside:
-        found = ", ".join(f"{one.count} {one.kind} ({one.reason})" for one in progress.set_aside)
-        lines.append(f"records of the journal that are not used: {found}: rollmill journal RUN list --set-aside")
-    return lines
-
-
-def masked_rollouts(counters: Mapping[str, int]) -> str:
+def masked_rollouts(counters: Mapping[str, int]) -> list[str]:
     """Rollouts without a reward, and those that were repeated, by policy and cause; empty without any."""
     lines = []
     for name, count in sorted(counters.items()):
         kind, _, rest = name.partition("/")
         policy, _, cause = rest.partition("/")
         if kind in frozenset(MaskedCount) and count:
-            lines.append(f"  {count} rollouts of {policy} {kind}: {cause.replace('_', ' ')}")
-    return "\n".join(lines)
+            lines.append(f"{count} rollouts of {policy} {kind}: {cause.replace('_', ' ')}")
+    return lines
 
 
 STATE_WORDS = {
@@ -291,20 +258,19 @@ def state_word(state: int) -> str:
 def render(progress: run_pb2.RunProgress, title: str, *, newest: bool = False) -> Panel:
     """The whole run as one panel, problems first: a terminal that is too low cuts the end. ``newest``: of evaluations, the
     newest of each kind."""
-    warnings = [*warnings_of(progress), *journal_and_disk(progress)]
     counters = [f"{name} {count}" for name, count in sorted(progress.counters.items()) if count and "/" not in name]
     parts: list[RenderableType] = [
         Text("\n".join(stall_words(stall) for stall in progress.stalls), "bold red"),
         Text(f"  {time_words(progress)}"),
         _policies(progress),
         source_table(progress) if any(sources_in(policy.metrics) for policy in progress.policies) else "",
-        Text("\n".join(f"  {line}" for line in warnings), "bold yellow"),
+        Text("\n".join(f"  {line}" for line in warnings_of(progress)), "bold yellow"),
         _replicas(progress),
         Text("\n".join(f"  {wait}" for wait in progress.waits), "yellow"),
         Text(f"  {threshold_words(progress.threshold)}" if progress.HasField("threshold") else ""),
         evaluations_table(progress, newest=newest) if progress.evaluations else "",
         time_table(shares_of(progress.accounts)) if progress.accounts else "",
-        Text(masked_rollouts(progress.counters), "yellow"),
+        Text("\n".join(f"  {line}" for line in masked_rollouts(progress.counters)), "yellow"),
         Text(f"  {'  '.join(counters)}" if counters else "", "dim"),
     ]
     return Panel(Group(*(part for part in parts if part)), title=Text(title), subtitle=state_word(progress.state))
@@ -465,14 +431,12 @@ class ProgressView:
         self._console = console
         self._title = title
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
+        self._last: run_pb2.RunProgress | None = None
         self._last_line = ""
-        self._num_evaluations = 0
         self._last_waits: list[str] = []
         self._waits_due_at = 0.0
-        self._warned: set[str] = set()
+        self._told: set[str] = set()  # warnings by subject, evaluations, and the threshold
         self._stalls = StallsTold(console)
-        self._last: run_pb2.RunProgress | None = None
-        self._told_threshold = False
         self._num_pauses = 0  # before the current pause
 
     def __enter__(self) -> ProgressView:
@@ -513,11 +477,9 @@ class ProgressView:
             self._live.update(render(progress, self._title, newest=True), refresh=True)
             return
         self._stalls.tell(progress.stalls)
-        for warning in [*warnings_of(progress), *journal_and_disk(progress)]:
-            if (subject := warning.split(maxsplit=1)[0]) not in self._warned:
-                self._warned.add(subject)  # once: the numbers behind it change
-                say(self._console, warning, "bold yellow")
-        for result in progress.evaluations[self._num_evaluations :]:
+        for warning in warnings_of(progress):  # once: the numbers behind it change
+            self._tell_once(warning.split(maxsplit=1)[0], warning, "bold yellow")
+        for result in progress.evaluations:
             change = _change(result.difference if result.HasField("difference") else None)
             told = f", change {change} since {result.compared_with}" if change else ""
             named = result.name + played_by(result.name, result.versions, result.newest_versions)
@@ -525,15 +487,10 @@ class ProgressView:
             opaque = (
                 f"; {result.num_opaque} rewards by opaque tests, which programs can forge" if result.num_opaque else ""
             )
-            say(
-                self._console,
-                f"evaluation {named}: {_mean_reward(result)} over {result.num_trajectories}{told}{failed}{opaque}",
-                "bold yellow" if failed else None,
-            )
-        self._num_evaluations = len(progress.evaluations)
-        if progress.threshold.reached and not self._told_threshold:
-            self._told_threshold = True
-            say(self._console, threshold_words(progress.threshold))
+            mean = f"{_mean_reward(result)} over {result.num_trajectories}{told}{failed}{opaque}"
+            self._tell_once(f"evaluation {named}", f"evaluation {named}: {mean}", "bold yellow" if failed else None)
+        if progress.threshold.reached:
+            self._tell_once("threshold", threshold_words(progress.threshold))
         due = progress.state in _WAITING and time.monotonic() >= self._waits_due_at
         if due and list(progress.waits) != self._last_waits:
             self._last_waits = list(progress.waits)
@@ -544,6 +501,11 @@ class ProgressView:
             self._last_line = line
             rate = f" | {progress.tokens_per_s:,.0f} tokens/s" if progress.tokens_per_s else ""
             say(self._console, f"{state_word(progress.state)}: {line}{rate}")
+
+    def _tell_once(self, subject: str, words: str, style: str | None = None) -> None:
+        if subject not in self._told:
+            self._told.add(subject)
+            say(self._console, words, style)
 
 
 def _line(policy: run_pb2.PolicyProgress) -> str:
@@ -582,14 +544,8 @@ def time_table(shares: Mapping[str, Mapping[str, float]]) -> Table:
 
 def shares_of(accounts: Iterable[account_pb2.TimeAccount]) -> dict[str, dict[str, float]]:
     """As ``time_table`` takes them."""
-    found: dict[str, dict[str, float]] = {}
-    for account in accounts:
-        whole = sum(activity.seconds for activity in account.activities) or 1.0
-        found[account.component] = {
-            f"{activity.activity} -> {activity.on}" if activity.on else activity.activity: activity.seconds / whole
-            for activity in sorted(account.activities, key=lambda activity: -activity.seconds)
-        }
-    return found
+    read_accounts = (read(AccountState, account) for account in accounts)
+    return {account.component: account.named_shares() for account in read_accounts}
 
 
 log = structlog.get_logger()
@@ -672,7 +628,7 @@ class TrackersTold:
 
 
 class OrchestratorLiveness:
-    """Takes the result of each call to the orchestrator; ``stall`` gives the reason once calls have failed for ``LIMIT_S``."""
+    """Hears of each answer of the orchestrator; ``stall`` gives the reason once none has come for ``LIMIT_S``."""
 
     def __init__(
         self,
@@ -687,19 +643,14 @@ class OrchestratorLiveness:
         self._clock = clock
         self._run_dir = run_dir
         self._since = clock()
-        self._silent = False
 
     def answered(self) -> None:
         self._since = self._clock()
-        self._silent = False
-
-    def missed(self) -> None:
-        self._silent = True
 
     @property
     def stall(self) -> run_pb2.Stall | None:
         seconds = self._clock() - self._since
-        if not self._silent or seconds < LIMIT_S:
+        if seconds < LIMIT_S:
             return None
         stall = run_pb2.Stall(
             component=components.ORCHESTRATOR,
@@ -751,7 +702,6 @@ def show_now(client: OrchestratorClient, view: ProgressView, liveness: Orchestra
         progress = client.get_run().progress
     except InfrastructureError as error:
         log.debug("orchestrator.silent", error=error.message)  # being restarted, or leaving
-        liveness.missed()
         if (stall := liveness.stall) is not None:
             view.silent(stall)
         raise

@@ -25,6 +25,7 @@ Kind = Literal[
     "workflows",
     "engines",
     "trackers",
+    "metrics",
     "clusters",
     "commands",
 ]

@@ -145,7 +145,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
             failed.cancel()
             await server.stop()
             await journal.close()
-            core.close_metrics()
+            core.metrics.close()
             await asyncio.to_thread(trackers.end)
 
 
@@ -168,7 +168,7 @@ def _server(core: OrchestratorCore, recipe: Recipe, settings: Settings, sources:
         lambda: gauges(core, sources, counted_before),
         lambda: {"state": core.control.state.value, "waits": "; ".join(waits(core))},
     )
-    server.set_accounts(lambda: [core.stall_state.account.state()])
+    server.set_accounts(lambda: [core.account.state()])
     server.on_stop(pool.closing.set)
     server.on_stop(core.close)
     return server

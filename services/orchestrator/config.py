@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
-import time
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +51,8 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
 # --- File lock of a run directory: one orchestrator and one launcher; the kernel drops the lock when the process dies.
 
 
-_LOOKS_S = 5.0  # longest wait for processes that look; each look takes microseconds, on a busy machine milliseconds
-_PAUSE_S = 0.01
+_FLOCK = "hhqqi4x"  # struct flock: kind, origin, begin, length (0 is all), pid
+_WHOLE_FILE = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 class RunLock:
@@ -70,8 +70,8 @@ class RunLock:
         except FileNotFoundError:
             return ""
         try:
-            # Shared: processes that look do not see each other.
-            return "" if _locked(fd, fcntl.LOCK_SH) else f"{self._holder}, pid {_pid_in(fd)}"
+            kind = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WHOLE_FILE))[0]
+            return "" if kind == fcntl.F_UNLCK else f"{self._holder}, pid {_pid_in(fd)}"
         finally:
             os.close(fd)
 
@@ -83,39 +83,23 @@ class RunLock:
             raise ConfigError(
                 f"{self._path} cannot be written ({error.strerror}): this lock admits one process per run"
             ) from error
-        if not self._take():
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+        except BlockingIOError:
             pid = _pid_in(self._fd)
             os.close(self._fd)
             raise ConfigError(
                 f"{self._path.parent} is in use by another {self._holder} (pid {pid}): stop that one, "
                 "or start a run of its own with another directory"
-            )
+            ) from None
         os.ftruncate(self._fd, 0)
         os.write(self._fd, f"{os.getpid()}\n".encode())
         return self
-
-    def _take(self) -> bool:
-        """False when another process holds the lock. Processes that look (``held_by``) share it, and are waited for."""
-        until = time.monotonic() + _LOOKS_S
-        while not _locked(self._fd, fcntl.LOCK_EX):
-            if not _locked(self._fd, fcntl.LOCK_SH) or time.monotonic() > until:
-                return False
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            time.sleep(_PAUSE_S)
-        return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._fd)
-
-
-def _locked(fd: int, kind: int) -> bool:
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _pid_in(fd: int) -> str:

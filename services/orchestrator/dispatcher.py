@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
-from services.common.config.data import EvaluationConfig
+from services.common.config.recipe import Recipe
 from services.common.kept_tokens import REPLICAS_LOST
 from services.common.records import TOO_OLD, VERSION_GONE, ClosedReason, RunCount, TaskGroupOrder
 from services.common.telemetry.logs import LogEvent
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.evaluation import Evaluations, Evaluators
-from services.orchestrator.groups import OrphanedGroups, TaskGroup
+from services.orchestrator.groups import TaskGroup
 from services.orchestrator.ingest import Ingest
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import GroupRecord
@@ -31,31 +31,26 @@ from services.orchestrator.journal.journal import Journal
 from services.orchestrator.members import CancelGroup, Held, PlayGroup, Replica, ReplicaPool
 from services.orchestrator.stalls import Hold
 from services.orchestrator.tasks.orders import TrainingOrders
-from services.orchestrator.versions import Announcer, FanOut, VersionLedger
+from services.orchestrator.versions import Announcer, VersionLedger
 
 log = structlog.get_logger()
 MAX_LOST = 5  # replicas that may be lost under a task group before its open slots are given up
-MOST_CANCELLED = (
-    512  # task groups of an earlier run or process, at once: half of the commands that a stream has room for
-)
+MOST_CANCELLED = 512  # task groups of an earlier process, at once: half of the commands that a stream has room for
 
 
 class Dispatcher:
     def __init__(
         self,
+        recipe: Recipe,
         *,
         pool: ReplicaPool,
         groups: dict[str, TaskGroup],
         experience: ExperiencePipeline,
         ledgers: Mapping[str, VersionLedger],
-        max_staleness: Mapping[str, int],
-        teachers: Mapping[str, str],
         training: TrainingOrders,
         evaluations: Evaluations,
-        evaluation: EvaluationConfig,
         journal: Journal,
         counters: Counter[str],
-        fanout: FanOut,
         ingest: Ingest,
         clock: Callable[[], float],
     ) -> None:
@@ -64,19 +59,19 @@ class Dispatcher:
         self._experience = experience
         self._admission = experience.admission
         self._ledgers = ledgers
-        self._max_staleness = max_staleness
-        self._teachers = teachers
+        self._max_staleness = {name: policy.batch.max_staleness for name, policy in recipe.trained_policies.items()}
+        self._teachers = recipe.teachers
         self._training = training
         self._evaluations = evaluations
         self.evaluators = Evaluators(
-            evaluation, evaluations, pool, self.may_play, lambda policy: ledgers[policy].newest_number
+            recipe.evaluation, evaluations, pool, self.may_play, lambda policy: ledgers[policy].newest_number
         )
         self._journal = journal
         self._counters = counters
         self._ingest = ingest
         self._cancelled: set[str] = set()  # task groups whose cancellation is on its way to the journal
-        self.announcer = Announcer(pool, ledgers, self.evaluators, fanout, counters, clock)
-        self._orphans = OrphanedGroups()
+        self.announcer = Announcer(pool, ledgers, self.evaluators, counters, clock)
+        self._orphans: dict[str, TaskGroup] = {}  # with open slots and without a replica, in the order of their loss
         self._scheduled = False
         self.train = False  # training groups may be issued
         self.holds: dict[Hold, str] = {}  # reasons that block all issues
@@ -107,14 +102,13 @@ class Dispatcher:
     def pump(self) -> None:
         """Issue all task groups that are possible now."""
         self._scheduled = False
-        self.waits_for = self.held_back or self._issue()
-
-    def _issue(self) -> str:
-        if not any(self._pool.workers()):
-            return "no replica has joined" if not len(self._pool) else "no replica takes work"
-        wait = self._issue_orphans()
-        wait = self._issue_evaluations() or wait
-        return self._issue_training() or wait
+        if self.holds:
+            self.waits_for = self.held_back
+        elif not any(self._pool.workers()):
+            self.waits_for = "no replica takes work" if len(self._pool) else "no replica has joined"
+        else:
+            waits = self._issue_orphans(), self._issue_evaluations(), self._issue_training()
+            self.waits_for = next(filter(None, reversed(waits)), "")
 
     def _issue_evaluations(self) -> str:
         for current in self._evaluations:
@@ -125,25 +119,35 @@ class Dispatcher:
                     return f"evaluation {current.name}: evaluation.max_in_flight trajectories are played"
                 replica = self.evaluators.freest(current, current.next_samples)
                 if replica is None:
-                    return f"evaluation {current.name}: no free replica holds {_versions(current.versions)}"
+                    wanted = ", ".join(f"{policy} version {number}" for policy, number in current.versions.items())
+                    return f"evaluation {current.name}: no free replica holds {wanted}"
                 self._issue_to(self._evaluations.draw(current), replica)
         return ""
 
     def _issue_orphans(self) -> str:
         wait = ""
-        for group in self._orphans.in_turn():
-            name = group.id
+        unmet = set()  # needs for which no replica is free
+        for name, group in list(self._orphans.items()):
             if name not in self._groups or group.complete:
-                self._orphans.discard(name)
+                del self._orphans[name]
                 continue
-            replica = self._freest(group.order, len(group.unresolved))
+            order, num_slots = group.order, len(group.unresolved)
+            need = tuple(sorted(order.required_versions.items())), order.policies, num_slots
+            if need in unmet:
+                continue
+
+            def fits(found: Replica, order: TaskGroupOrder = order) -> bool:
+                return self.may_play(found.held, order.required_versions, order.policies)
+
+            replica = self._pool.freest(num_slots, fits)
             if replica is None:
                 wait = f"no free replica for task group {name}"
+                unmet.add(need)
                 continue
-            self._orphans.discard(name)
+            del self._orphans[name]
             self._assign(replica, group)
             self._counters[RunCount.SLOTS_REISSUED.value] += len(group.unresolved)
-            born = self._born(replica, group.order.policies)
+            born = self._born(replica, order.policies)
             if group.is_training:
                 self._experience.reissued(group, born)
             record = entries.Assignment(
@@ -159,31 +163,41 @@ class Dispatcher:
         wait = ""
         while True:
             # Lowest quota use first, so no policy starves.
-            for policies in sorted(self._training.compositions, key=self._fullness):
+            accounts = self._admission.accounts
+            fullest = {
+                found: max(accounts[p].fullness for p in self._all(found)) for found in self._training.compositions
+            }
+            for policies in sorted(fullest, key=fullest.__getitem__):
                 issued, reason = self._issue_training_group(policies, reserved)
                 if issued:
                     break
                 wait = reason or wait
             else:
-                return wait or self._full_quotas()
+                full = [f"{p}: {round(a.counted)} of {a.quota}" for p, a in accounts.items() if a.is_full]
+                return wait or (f"staleness quota full ({', '.join(full)})" if full else "")
 
     def _issue_training_group(self, policies: tuple[str, ...], reserved: frozenset[str]) -> tuple[bool, str]:
         """Issue one task group of these policies; returns whether that was possible, and the missing condition."""
-        if not self._admission.open(self._all(policies)):
+        trained, size = self._all(policies), self._training.group_size
+        if not self._admission.open(trained):
             return False, ""
-        size = self._training.group_size
-        trained = self._all(policies)
+        newest = {policy: self._ledgers[policy].newest_number for policy in trained}
 
         def plays(replica: Replica) -> bool:
             return replica.replica_id not in reserved and self.may_play(replica.held, {}, policies)
 
-        replica = self._pool.freest(
-            size, lambda replica: plays(replica) and self._admission.open(trained, self._lags(replica.held, trained))
-        )
+        def has_quota(replica: Replica) -> bool:
+            lags = {policy: max(0, number - replica.held[policy].number) for policy, number in newest.items()}
+            return self._admission.open(trained, lags)
+
+        replica = self._pool.freest(size, lambda replica: plays(replica) and has_quota(replica))
         if replica is None:
             if self._pool.freest(size, plays) is not None:
                 return False, "the quota has room only for replicas that hold newer versions"
-            return False, self._why_no_replica(size, policies)
+            if any(self.may_play(replica.held, {}, policies) for replica in self._pool.workers()):
+                return False, f"no replica has {size} free slots"
+            named = f" of {', '.join(policies)}" if policies else ""
+            return False, f"no replica holds a version{named} that the ledger knows and that is new enough"
         group = self._training.next_group(policies, self._experience.next_source(trained))
         group.born = self._born(replica, policies)
         self._experience.issued(group)
@@ -198,22 +212,6 @@ class Dispatcher:
     def _all(self, policies: tuple[str, ...]) -> tuple[str, ...]:
         """The trained ones of these policies; without a name, all of the run."""
         return tuple(policy for policy in policies or self._ledgers if policy in self._max_staleness)
-
-    def _served(self, policies: tuple[str, ...]) -> tuple[str, ...]:
-        """The policies that a replica must hold for rollouts of these policies: all without a name, teachers included."""
-        taught_by = [self._teachers[policy] for policy in policies if policy in self._teachers]
-        return (*policies, *taught_by) or tuple(self._ledgers)
-
-    def _fullness(self, policies: tuple[str, ...]) -> float:
-        return max(self._admission.accounts[policy].fullness for policy in self._all(policies))
-
-    def _full_quotas(self) -> str:
-        full = [
-            f"{policy}: {round(account.counted)} of {account.quota}"
-            for policy, account in self._admission.accounts.items()
-            if account.is_full
-        ]
-        return f"staleness quota full ({', '.join(full)})" if full else ""
 
     def _issue_to(self, group: TaskGroup, replica: Replica) -> None:
         self._groups[group.id] = group
@@ -242,22 +240,15 @@ class Dispatcher:
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
-    def _freest(self, order: TaskGroupOrder, num_slots: int) -> Replica | None:
-        required, policies = order.required_versions, order.policies
-        return self._pool.freest(num_slots, lambda replica: self.may_play(replica.held, required, policies))
-
     def _born(self, replica: Replica, policies: tuple[str, ...]) -> dict[str, int]:
         """The versions on which rollouts begin at this replica, per policy."""
         return {policy: replica.held[policy].number for policy in self._all(policies)}
 
-    def _lags(self, holds: Mapping[str, Held], policies: tuple[str, ...]) -> dict[str, int]:
-        """The number of versions that a replica is behind, per trained policy."""
-        return {policy: max(0, self._ledgers[policy].newest_number - holds[policy].number) for policy in policies}
-
     def may_play(self, holds: Mapping[str, Held], required: Mapping[str, int], policies: tuple[str, ...] = ()) -> bool:
         """Whether these are known versions of the policies (without a name: all) and of their teachers: exactly the
         required ones, or else recent enough to be trained."""
-        for policy in self._served(policies):
+        taught_by = tuple(self._teachers[policy] for policy in policies if policy in self._teachers)
+        for policy in policies + taught_by or self._ledgers:
             ledger = self._ledgers[policy]
             held = holds.get(policy)
             if held is None or not ledger.knows(held.number, held.digest):
@@ -268,12 +259,6 @@ class Dispatcher:
             elif not required and ledger.newest_number - held.number > self._max_staleness.get(policy, 0):
                 return False
         return True
-
-    def _why_no_replica(self, num_slots: int, policies: tuple[str, ...]) -> str:
-        if not any(self.may_play(replica.held, {}, policies) for replica in self._pool.workers()):
-            named = f" of {', '.join(policies)}" if policies else ""
-            return f"no replica holds a version{named} that the ledger knows and that is new enough"
-        return f"no replica has {num_slots} free slots"
 
     # --- replicas that return ----------------------------------------------------------------------------------------
 
@@ -296,7 +281,7 @@ class Dispatcher:
                     self._pool.send(replica, CancelGroup(name, "the run no longer needs the task group"))
                 num_cancelled += 1
             elif name in self._orphans and group.was_given_to(replica.key):
-                self._orphans.discard(name)
+                del self._orphans[name]
                 group.num_lost = max(0, group.num_lost - 1)  # only the connection was lost, not the replica
                 self._assign(replica, group)
                 replica.assignments[name].issued = True
@@ -310,7 +295,7 @@ class Dispatcher:
             if group is None or group.complete:
                 continue
             group.num_lost += 1
-            self._orphans.add(group)
+            self._orphans.setdefault(name, group)
             log.info(LogEvent.TASK_GROUP_ORPHANED, task_group=name, open_slots=len(group.unresolved))
             if group.num_lost > MAX_LOST:
                 self.give_up(group, REPLICAS_LOST, f"{group.num_lost} replicas were lost while they ran the task group")
@@ -354,12 +339,12 @@ class Dispatcher:
     def resolved(self, group: TaskGroup) -> None:
         """Handle the outcome of a slot, from any replica."""
         if group.complete:
-            self._orphans.discard(group.id)
+            self._orphans.pop(group.id, None)
         self.schedule()
 
     def cancel(self, name: str, reason: str) -> None:
         """Cancel a task group on its replica or in the queue."""
-        self._orphans.discard(name)
+        self._orphans.pop(name, None)
         replica = self._pool.release(name)
         if replica is not None:
             self._pool.send(replica, CancelGroup(name, reason))
@@ -375,7 +360,3 @@ def _record(group: TaskGroup, replica_id: str, incarnation: str) -> GroupRecord:
         incarnation=incarnation,
         born=dict(group.born),
     )
-
-
-def _versions(required: Mapping[str, int]) -> str:
-    return ", ".join(f"{policy} version {number}" for policy, number in required.items())

@@ -1,7 +1,5 @@
 """Task groups: slots, outcomes and owners, and the names of their sequences.
 
-``OrphanedGroups`` are those without a replica.
-
 Invariants: the first outcome of a slot wins. A group is complete when every slot has an outcome, trajectory or final
 failure. Independent of replicas, buffers and the journal.
 """
@@ -10,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -89,39 +87,6 @@ def group_key(sequence: TokenSequence, group_by: GroupBy) -> tuple[str, str, int
     if group_by == "attempt":
         return sequence.policy, sequence.role, sequence.attempt
     return sequence.policy, "", 0
-
-
-class OrphanedGroups:
-    """Task groups with open slots and without a replica, in the order of their loss."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, TaskGroup] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._waiting
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, group: TaskGroup) -> None:
-        """Append a group; a waiting group keeps its place."""
-        self._waiting.setdefault(group.id, group)
-
-    def discard(self, name: str) -> None:
-        """Remove a group that runs again or is not wanted; ignores others."""
-        self._waiting.pop(name, None)
-
-    def in_turn(self) -> Iterator[TaskGroup]:
-        """The groups in order. If a group still waits when the caller asks for the next, no replica fits: groups that need
-        the same versions, policies and number of slots are skipped."""
-        tried = set()
-        for name, group in list(self._waiting.items()):
-            order = group.order
-            need = tuple(sorted(order.required_versions.items())), order.policies, len(group.unresolved)
-            if need not in tried:
-                yield group
-                if name in self._waiting:
-                    tried.add(need)
 
 
 # --- State of the run, pause and stop. Independent of the parts that act on them.

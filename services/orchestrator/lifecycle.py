@@ -15,6 +15,7 @@ import structlog
 
 from services.common import records, run_files
 from services.common.telemetry.logs import LogEvent
+from services.common.telemetry.metrics import RowKind
 from services.orchestrator.evaluation import END, START, evaluation_of
 from services.orchestrator.groups import RunState
 from services.orchestrator.orchestrator import OrchestratorCore
@@ -92,7 +93,7 @@ async def _finish_begun_steps(core: OrchestratorCore) -> None:
     if core.reached_threshold:
         assert core.threshold is not None
         log.info("run.threshold_reached", **asdict(core.threshold.state()))
-        core.metrics.threshold(core.threshold.state())
+        core.metrics.row(RowKind.THRESHOLD, **asdict(core.threshold.state()))  # repeated after a restart
         core.cancel_training_groups(records.ClosedReason.STEPS_DONE)
         await core.until(lambda: core.all_trained)
 

@@ -7,10 +7,10 @@ counters, so a choice among replicas does not sum over task groups. Independent 
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Generic, TypeVar
 
 from services.common.errors import CapacityError, LeaseLostError, RollmillError, SupersededError
@@ -56,19 +56,12 @@ class UseGateway:
 ReplicaCommand = PlayGroup | CancelGroup | AnnounceVersion | LeavePool | UseGateway | DeviceTurn
 
 
-@dataclass(frozen=True, slots=True)
-class PauseTraining:
-    pass
+class TrainerRequest(enum.StrEnum):
+    """Requests without a value; each is the name of its field in the stream."""
 
-
-@dataclass(frozen=True, slots=True)
-class ResumeTraining:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class SaveCheckpoint:
-    pass
+    PAUSE = "pause"
+    RESUME = "resume"
+    SAVE_CHECKPOINT = "checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +69,7 @@ class StopTraining:
     reason: str
 
 
-TrainerCommand = PauseTraining | ResumeTraining | SaveCheckpoint | StopTraining | DeviceTurn
+TrainerCommand = TrainerRequest | StopTraining | DeviceTurn
 
 
 class Mailbox(Generic[T]):
@@ -146,7 +139,6 @@ class Hello:
     num_slots: int
     held: Mapping[str, Held]
     running: tuple[str, ...] = ()  # task groups that the replica runs
-    labels: Mapping[str, str] = field(default_factory=dict)
     weights_address: str = ""
 
 
@@ -165,14 +157,13 @@ class Assignment:
 
 @dataclass(slots=True, kw_only=True)
 class Replica:
-    """``assignments``, ``held`` and ``announced`` change only through methods: the methods also update derived values."""
+    """``assignments`` change only through methods, which also count their slots."""
 
     replica_id: str
     incarnation: str
     lease_until: float
     num_slots: int = 0
     held: Mapping[str, Held] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
     weights_address: str = ""
     mailbox: Mailbox[ReplicaCommand] | None = None  # None while its stream is broken
     silent_since: float | None = None  # time at which the stream broke, without a report since
@@ -181,12 +172,10 @@ class Replica:
     num_running: int = 0  # open slots of all assignments
     num_evaluating: int = 0  # of these, of evaluations
     announced: dict[str, tuple[int, float]] = field(default_factory=dict)  # policy -> (version, when)
-    moving: tuple[str, ...] = ()  # policies with an announced version newer than the held one
     num_tokens: int = 0
     new_tokens: int = 0  # between the newest report and the one before
     tokens_per_s: float = 0.0
     reported_at: float | None = None
-    gauges: Mapping[str, float] = field(default_factory=dict)
     num_reports: int = 0
     device_turn: int = 0  # the newest that the replica has carried out
     accounts: tuple[AccountState, ...] = ()
@@ -216,22 +205,11 @@ class Replica:
 
     # --- versions ----------------------------------------------------------------------------------------------------
 
-    def hold(self, held: Mapping[str, Held]) -> None:
-        """Record the versions that the replica reports as held."""
-        if held != self.held:
-            self.held = dict(held)
-            self._note_moving()
-
-    def tell(self, policy: str, number: int, now: float) -> None:
-        """Record an announced version."""
-        self.announced[policy] = (number, now)
-        self._note_moving()
-
-    def _note_moving(self) -> None:
+    @property
+    def moving(self) -> list[str]:
+        """Policies with an announced version newer than the held one."""
         told = self.announced.items()
-        self.moving = tuple(
-            sorted(p for p, (number, _) in told if (held := self.held.get(p)) is not None and number > held.number)
-        )
+        return [p for p, (number, _) in told if (held := self.held.get(p)) is not None and number > held.number]
 
     def pinned_version(self, policy: str) -> int | None:
         """The version that an evaluation pins."""
@@ -239,34 +217,20 @@ class Replica:
 
     # --- the ledger --------------------------------------------------------------------------------------------------
 
-    def take(self, name: str, assignment: Assignment) -> None:
-        self.assignments[name] = assignment
-        self._count(assignment, len(assignment.open_slots))
-
     def resolve(self, name: str, slot: int) -> bool:
         """Remove a resolved slot; returns whether no slot of the task group is open here."""
         assignment = self.assignments[name]
         if slot in assignment.open_slots:
             assignment.open_slots.remove(slot)
-            self._count(assignment, -1)
+            self.count(assignment, -1)
         return not assignment.open_slots
 
     def drop(self, name: str) -> None:
         """Remove a task group from this replica."""
         assignment = self.assignments.pop(name)
-        self._count(assignment, -len(assignment.open_slots))
+        self.count(assignment, -len(assignment.open_slots))
 
-    def given_before(self, moment: float) -> list[str]:
-        """The task groups that the replica was given before this moment, in the order of their issue."""
-        given = takewhile(lambda item: item[1].since < moment, self.assignments.items())
-        return [name for name, _ in given]
-
-    def prolong_work(self, seconds: float) -> None:
-        """Do not count these seconds against its task groups: the replica could not compute."""
-        for assignment in self.assignments.values():
-            assignment.since += seconds
-
-    def _count(self, assignment: Assignment, num_slots: int) -> None:
+    def count(self, assignment: Assignment, num_slots: int) -> None:
         self.num_running += num_slots
         if assignment.evaluates:
             self.num_evaluating += num_slots
@@ -311,7 +275,6 @@ class ReplicaPool:
         self._replicas: dict[str, Replica] = {}
         self._owners: dict[str, str] = {}  # task group -> replica id
         self._met: dict[Incarnation, None] = {}  # incarnations that ever joined, newest last; outlives leases
-        self.num_running = 0  # slots of all replicas
         self.takers = 0  # changes when other replicas take work, or they hold other versions or serve elsewhere
 
     def __iter__(self) -> Iterator[Replica]:
@@ -368,11 +331,9 @@ class ReplicaPool:
         replica.mailbox = Mailbox(SPARE_COMMANDS + hello.num_slots)  # an order for each slot, at most
         replica.silent_since = None
         replica.num_slots = hello.num_slots
-        replica.labels = hello.labels
         replica.weights_address = hello.weights_address
-        replica.hold(hello.held)
+        replica.held = dict(hello.held)
         replica.announced.clear()  # an announcement may have been lost
-        replica.moving = ()
         self._renew(replica)
         self.takers += 1
         return replica
@@ -393,7 +354,6 @@ class ReplicaPool:
         *,
         held: Mapping[str, Held],
         num_tokens: int,
-        gauges: Mapping[str, float],
         running: Iterable[str] | None = None,
         accounts: tuple[AccountState, ...] = (),
         peers: tuple[PeerState, ...] = (),
@@ -418,9 +378,8 @@ class ReplicaPool:
         replica.reported_at, replica.num_tokens = now, num_tokens
         replica.silent_since = None
         if held != replica.held:
-            replica.hold(held)
+            replica.held = dict(held)
             self.takers += 1
-        replica.gauges = gauges
         replica.num_reports += 1
         replica.device_turn = device_turn
         replica.note_running(running)
@@ -438,7 +397,8 @@ class ReplicaPool:
     def prolong_work(self, seconds: float) -> None:
         """Extend the time of all task groups by seconds in which no replica could compute."""
         for replica in self._replicas.values():
-            replica.prolong_work(seconds)
+            for assignment in replica.assignments.values():
+                assignment.since += seconds
 
     def stream_ended(self, replica: Replica, mailbox: Mailbox[ReplicaCommand]) -> None:
         """End a broken or closed stream; the lease continues, except for a drained replica without running slots."""
@@ -501,7 +461,6 @@ class ReplicaPool:
 
     def _orphan(self, replica: Replica) -> None:
         """Mark the task groups of this replica as orphaned."""
-        self.num_running -= replica.num_running
         orphans = list(replica.assignments)
         for task_group_id in orphans:
             replica.drop(task_group_id)
@@ -522,19 +481,16 @@ class ReplicaPool:
     ) -> None:
         assert task_group_id not in self._owners
         assignment = Assignment(open_slots=set(slots), since=self._clock(), pinned=pinned, evaluates=evaluates)
-        replica.take(task_group_id, assignment)
+        replica.assignments[task_group_id] = assignment
+        replica.count(assignment, len(assignment.open_slots))
         self._owners[task_group_id] = replica.replica_id
-        self.num_running += len(assignment.open_slots)
 
     def resolved(self, task_group_id: str, index: int) -> Replica | None:
         """Record the outcome of a slot from any replica; returns the replica that had the slot."""
         replica = self.owner(task_group_id)
         if replica is None:
             return None
-        before = replica.num_running
-        is_over = replica.resolve(task_group_id, index)
-        self.num_running -= before - replica.num_running
-        if is_over:
+        if replica.resolve(task_group_id, index):
             self.release(task_group_id)
         return replica
 
@@ -543,9 +499,7 @@ class ReplicaPool:
         replica = self.owner(task_group_id)
         if replica is not None:
             del self._owners[task_group_id]
-            before = replica.num_running
             replica.drop(task_group_id)
-            self.num_running -= before - replica.num_running
             self._end_if_drained(replica)
         return replica
 
@@ -568,9 +522,14 @@ class ReplicaPool:
 
     def tell(self, replica: Replica, version: AnnounceVersion) -> None:
         """Queue the announcement of a version."""
-        replica.tell(version.version.policy, version.version.number, self._clock())
+        replica.announced[version.version.policy] = version.version.number, self._clock()
         self.send(replica, version)
 
     @property
     def tokens_per_s(self) -> float:
         return sum(replica.tokens_per_s for replica in self._replicas.values())
+
+    @property
+    def num_running(self) -> int:
+        """Slots of all replicas."""
+        return sum(replica.num_running for replica in self._replicas.values())

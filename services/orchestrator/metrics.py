@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import linear_regression
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import structlog
@@ -35,7 +35,6 @@ from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.evaluation import kind_of
 
 if TYPE_CHECKING:
-    from services.orchestrator.evaluation import ThresholdState
     from services.orchestrator.journal.entries import EvaluationResult
 
 log = structlog.get_logger()
@@ -43,10 +42,9 @@ log = structlog.get_logger()
 
 def evaluation_values(result: EvaluationResult, items: bool = False) -> EvaluationSummary:
     """An evaluation as plain JSON without its name; with ``items`` also the reward of each item."""
-    values = cast(EvaluationSummary, {name: value for name, value in asdict(result).items() if name != "name"})
+    values = {name: value for name, value in asdict(result).items() if name != "name"}
     for found in values["datasets"]:
-        shares = cast(list[dict[str, Any]], found["pass_at"])
-        found["pass_at"] = {str(passed["k"]): passed["share"] for passed in shares}
+        found["pass_at"] = {str(passed["k"]): passed["share"] for passed in found["pass_at"]}
         if not items:
             del found["item_rewards"]
     return values
@@ -59,7 +57,8 @@ class RunMetrics:
         self.num_dropped = 0
         self._board = EventFile(run_files.tensorboard(run_dir)) if tensorboard else None
 
-    def _row(self, kind: RowKind, /, **values: Any) -> None:
+    def row(self, kind: RowKind, /, **values: Any) -> None:
+        """Append a row, and its scalars to TensorBoard's file."""
         try:
             row = self._rows.write(kind, **values)
             scalars = scalars_of(row)
@@ -71,36 +70,21 @@ class RunMetrics:
             self.num_dropped += 1
 
     def training_step(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        self._row(RowKind.TRAINING_STEP, policy=policy, step=step, **values)
-
-    def throughput(self, step: int, waits: list[str], values: Mapping[str, float]) -> None:
-        self._row(RowKind.THROUGHPUT, step=step, **values, waits=waits)
+        self.row(RowKind.TRAINING_STEP, policy=policy, step=step, **values)
 
     def weight_transfer(self, replica_id: str, transfer: WeightTransfer) -> None:
-        self._row(RowKind.WEIGHT_TRANSFER, **ReportedTransfer(replica=replica_id, transfer=transfer).to_row())
+        self.row(RowKind.WEIGHT_TRANSFER, **ReportedTransfer(replica=replica_id, transfer=transfer).to_row())
 
     def stall(self, moment: StallMoment, component: str, cause: str, detail: str, seconds: float) -> None:
         """``seconds`` since the begin of the stall."""
-        self._row(RowKind.STALL, moment=moment, component=component, cause=cause, detail=detail, seconds=seconds)
-
-    def accounts(self, shares: Mapping[str, Mapping[str, float]], waits: Mapping[str, Mapping[str, float]]) -> None:
-        """The time of every component since its start, and the waits between components."""
-        self._row(RowKind.ACCOUNTS, shares=shares, waits=waits)
+        self.row(RowKind.STALL, moment=moment, component=component, cause=cause, detail=detail, seconds=seconds)
 
     def evaluation(self, result: EvaluationResult) -> None:
-        self._row(
-            RowKind.EVALUATION,
-            name=result.name,
-            **evaluation_values(result, items=True),
-        )
-
-    def threshold(self, state: ThresholdState) -> None:
-        """Write that training ends early; repeated after a restart."""
-        self._row(RowKind.THRESHOLD, **asdict(state))
+        self.row(RowKind.EVALUATION, name=result.name, **evaluation_values(result, items=True))
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         """Written again by a restart when missing. The row has the shares of time under the key of the accounts."""
-        self._row(RowKind.SUMMARY, **{"shares" if key == "time" else key: value for key, value in summary.items()})
+        self.row(RowKind.SUMMARY, **{"shares" if key == "time" else key: value for key, value in summary.items()})
         target = run_files.summary(self._run_dir)
         partial = target.with_suffix(".json.partial")
         try:
@@ -121,8 +105,6 @@ class RunMetrics:
 # ``weights/<policy>/<replica>``. Its whole name is ``<group>/<name>``. docs/trackers.md has the table.
 
 Row = Mapping[str, Any]
-
-EVALUATION_GROUP, THROUGHPUT_GROUP, WEIGHTS_GROUP = "evaluation", "throughput", "weights"
 
 _MOST = 3.4028234663852886e38  # of a float32
 _POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), reflected
@@ -151,65 +133,39 @@ class Scalars:
 
 def scalars_of(row: Row) -> Scalars | None:
     """The scalars of a row; None for a row without any: stalls, accounts, a failed transfer, the summary."""
-    makers = {
-        RowKind.TRAINING_STEP: _training_step,
-        RowKind.THROUGHPUT: _throughput,
-        RowKind.WEIGHT_TRANSFER: _weight_transfer,
-        RowKind.EVALUATION: _evaluation,
+    values: Mapping[str, Any]
+    match row["kind"]:
+        case RowKind.TRAINING_STEP:
+            group, step = row["policy"], row["step"]
+            values = {name: value for name, value in row.items() if name not in _NO_METRIC}
+        case RowKind.THROUGHPUT:
+            group, step, values = "throughput", row.get("step", 0), {key: row.get(key) for key in ThroughputKey}
+        case RowKind.WEIGHT_TRANSFER:
+            report = ReportedTransfer.from_row(row)
+            if (found := report.transfer).error:
+                return None
+            group, step = f"weights/{found.policy}/{report.replica}", found.version
+            values = {stage: getattr(found, stage) for stage in TRANSFER_STAGES}
+            values |= {"payload_bytes": found.payload_size_bytes, "bits_per_change": found.bits_per_change}
+        case RowKind.EVALUATION:
+            group, step = "evaluation", max(row["newest_versions"].values(), default=0)
+            kind = kind_of(row["name"])  # one curve for each way of sampling
+            values = {kind: row["mean_reward"]}
+            for score in row["datasets"]:
+                values[f"{kind}/{score['name']}"] = (score["mean_reward"] or {}).get("value")
+                values |= {f"{kind}/{score['name']}/pass@{k}": share["value"] for k, share in score["pass_at"].items()}
+            values |= {f"{kind}/{role}": reward for role, reward in row["roles"].items() if len(row["roles"]) > 1}
+        case _:
+            return None
+    finite = {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     }
-    make = makers.get(row["kind"])
-    if make is None or (found := make(row)) is None:
-        return None
-    group, step, values = found
-    finite = {name: float(value) for name, value in values.items() if _is_number(value)}
     return Scalars(group=group, step=step, time_s=row["time"], values=finite)
 
 
-_Found = tuple[str, int, Mapping[str, Any]]
 _NO_METRIC = ("time", "kind", "policy", "step")
-
-
-def _training_step(row: Row) -> _Found:
-    return row["policy"], row["step"], {name: value for name, value in row.items() if name not in _NO_METRIC}
-
-
-def _throughput(row: Row) -> _Found:
-    return THROUGHPUT_GROUP, row.get("step", 0), {key: row.get(key) for key in ThroughputKey}
-
-
-def _weight_transfer(row: Row) -> _Found | None:
-    report = ReportedTransfer.from_row(row)
-    found = report.transfer
-    if found.error:
-        return None
-    values = {stage: getattr(found, stage) for stage in TRANSFER_STAGES}
-    values |= {"payload_bytes": found.payload_size_bytes, "bits_per_change": found.bits_per_change}
-    return f"{WEIGHTS_GROUP}/{found.policy}/{report.replica}", found.version, values
-
-
-def _evaluation(row: Row) -> _Found:
-    kind = kind_of(row["name"])  # one curve for each way of sampling
-    values = {kind: row["mean_reward"]}
-    for found in row["datasets"]:
-        values[f"{kind}/{found['name']}"] = (found["mean_reward"] or {}).get("value")
-        values |= {f"{kind}/{found['name']}/pass@{k}": share["value"] for k, share in found["pass_at"].items()}
-    values |= {f"{kind}/{role}": reward for role, reward in row["roles"].items() if len(row["roles"]) > 1}
-    return EVALUATION_GROUP, max(row["newest_versions"].values(), default=0), values
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _checksums() -> tuple[int, ...]:
-    """Checksum of each byte."""
-    entries = list(range(256))
-    for _ in range(8):
-        entries = [(value >> 1) ^ (_POLYNOMIAL if value & 1 else 0) for value in entries]
-    return tuple(entries)
-
-
-_OF_BYTE = _checksums()
 
 
 def crc32c(data: bytes) -> int:
@@ -221,6 +177,15 @@ def crc32c(data: bytes) -> int:
     for byte in data:
         value = _OF_BYTE[(value ^ byte) & 0xFF] ^ (value >> 8)
     return value ^ 0xFFFFFFFF
+
+
+def _checksum_of(byte: int) -> int:
+    for _ in range(8):
+        byte = (byte >> 1) ^ (_POLYNOMIAL if byte & 1 else 0)
+    return byte
+
+
+_OF_BYTE = tuple(map(_checksum_of, range(256)))
 
 
 def _masked(data: bytes) -> int:
@@ -305,18 +270,6 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
 
 
-def overlap(left: list[Interval], right: list[Interval]) -> float:
-    """Seconds that lie in both; each list is disjoint and in order."""
-    total, i, j = 0.0, 0, 0
-    while i < len(left) and j < len(right):
-        total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
-
-
 class Timeline:
     """Overlap of trainers' compute time and replicas' token generation.
 
@@ -327,7 +280,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._compute: dict[str, list[Interval]] = {}  # by policy
-        self._emission: dict[str, list[Interval]] = {}  # by replica
+        self._emission: list[Interval] = []  # of any replica
         self._computed_until: dict[str, float] = {}  # by policy
         self._settled_until = 0.0
         self._compute_s = 0.0  # settled
@@ -335,7 +288,7 @@ class Timeline:
 
     def totals(self) -> dict[str, float]:
         """Input of ``restore``; includes the intervals that are still live."""
-        compute, both = self._live()
+        compute, both = self._live(float("inf"))
         return {"compute_s": self._compute_s + compute, "overlap_s": self._overlap_s + both}
 
     def restore(self, totals: Mapping[str, float]) -> None:
@@ -344,11 +297,11 @@ class Timeline:
 
     def computed(self, policy: str, intervals: Iterable[Interval]) -> None:
         found = clip(intervals, self._settled_until, float("inf"))
-        _add(self._compute, policy, found)
+        self._compute[policy] = merge([*self._compute.get(policy, []), *found])
         self._computed_until[policy] = max([self._computed_until.get(policy, 0.0), *(end for _, end in found)])
 
-    def emitted(self, replica_id: str, intervals: Iterable[Interval]) -> None:
-        _add(self._emission, replica_id, clip(intervals, self._settled_until, float("inf")))
+    def emitted(self, intervals: Iterable[Interval]) -> None:
+        self._emission = merge([*self._emission, *clip(intervals, self._settled_until, float("inf"))])
 
     @property
     def overlap_share(self) -> float:
@@ -366,27 +319,12 @@ class Timeline:
         self._compute_s += compute
         self._overlap_s += both
         self._settled_until = until
-        for table in (self._compute, self._emission):
-            for name in list(table):
-                table[name] = clip(table[name], until, float("inf"))
-                if not table[name]:
-                    del table[name]
+        self._compute = {policy: clip(found, until, float("inf")) for policy, found in self._compute.items()}
+        self._emission = clip(self._emission, until, float("inf"))
 
-    def _live(self, until: float = float("inf")) -> tuple[float, float]:
-        emission = merge(i for intervals in self._emission.values() for i in intervals)
-        emission = clip(emission, 0.0, until)
-        compute_s = overlap_s = 0.0
-        for intervals in self._compute.values():
-            compute = clip(intervals, 0.0, until)
-            compute_s += length(compute)
-            overlap_s += overlap(compute, emission)
-        return compute_s, overlap_s
-
-
-def _add(table: dict[str, list[Interval]], name: str, intervals: list[Interval]) -> None:
-    merged = merge([*table.get(name, []), *intervals])
-    if merged:  # intervals without length
-        table[name] = merged
+    def _live(self, until: float) -> tuple[float, float]:
+        compute = [interval for found in self._compute.values() for interval in clip(found, 0.0, until)]
+        return length(compute), sum(length(clip(self._emission, begin, end)) for begin, end in compute)
 
 
 # --- free disk ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from services.common.config.processes import Placement, Tracker
 from services.common.config.recipe import Recipe
 from services.common.errors import StateError
 from services.common.records import WeightVersion
-from services.common.telemetry.accounts import trainer_component
+from services.common.telemetry.accounts import ORCHESTRATOR, Component, TimeAccount, trainer_component
 from services.common.telemetry.logs import LogEvent
 from services.common.telemetry.metrics import StepKey, trainer_key
 from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
@@ -38,13 +38,13 @@ from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import EvaluationResult, GroupVerdict, Verdicts
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import Quarantine
-from services.orchestrator.members import PauseTraining, ReplicaPool, ResumeTraining, SaveCheckpoint, StopTraining
+from services.orchestrator.members import ReplicaPool, StopTraining, TrainerRequest
 from services.orchestrator.metrics import DiskForecast, RunMetrics, Timeline
-from services.orchestrator.stalls import PAUSED_ITSELF, Hold, StallState
+from services.orchestrator.stalls import PAUSED_ITSELF, AccountBook, Hold, Stall
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, TrainingOrders
 from services.orchestrator.trainers import DeviceTurns, TrainerLeases
-from services.orchestrator.versions import MAX_RELAYS, FanOut, VersionLedger
+from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
 
@@ -79,7 +79,10 @@ class OrchestratorCore:
         self.groups: dict[str, TaskGroup] = {}
         self.names = GroupNames(run_mark)
         self.timeline = Timeline()
-        self.stall_state = StallState(clock)
+        self.account = TimeAccount(ORCHESTRATOR, clock=clock)
+        self.book = AccountBook()
+        self.stalls: tuple[Stall, ...] = ()  # that block the run
+        self.lost: dict[Component, float] = {}  # components with a lost lease until they return: time of the loss
         self.metrics = RunMetrics(run_dir, tensorboard=Tracker.TENSORBOARD in recipe.run.trackers)
         kept = sum(policy.trainer.keep_checkpoints for policy in recipe.trained_policies.values())
         self.disk = DiskForecast(recipe.orchestrator.min_free_bytes, kept)
@@ -98,23 +101,10 @@ class OrchestratorCore:
             on_granted=self._wake_ranks,
             clock=clock,
         )
-        self._make_experience(vocab_sizes)
-        self.training_orders = TrainingOrders(recipe, training_sources, self.names)
-        self.evaluations = Evaluations(
-            recipe, evaluation_sources, self.names, self.rewards, self._evaluated, started_at
-        )
-        self.threshold = Threshold.of(recipe, self.evaluations.results)
-        self.trained_ledgers = {policy: self.ledgers[policy] for policy in self.batches}
-        self.last_metrics: dict[str, dict[str, float]] = {policy: {} for policy in self.ledgers}  # of the newest steps
-        self._make_ingest()
-        self._make_dispatcher()
-
-    def _make_experience(self, vocab_sizes: Mapping[str, int | None]) -> None:
-        recipe = self.recipe
-        self._batch_configs = {name: policy.batch for name, policy in recipe.trained_policies.items()}
+        configs = {name: policy.batch for name, policy in recipe.trained_policies.items()}
         self.rewards = RewardRules.of(recipe)
         self.experience = ExperiencePipeline(
-            self._batch_configs,
+            configs,
             self.num_steps,
             self.counters,
             admit=recipe.rollout.admit,
@@ -125,7 +115,6 @@ class OrchestratorCore:
             seed=recipe.run.seed,
             sources=recipe.data.sources,
         )
-        self.bounds = RecordBounds.of(recipe, vocab_sizes)
         shared = recipe.placement is Placement.SHARED
         self.batches = {
             name: Batches(
@@ -133,14 +122,19 @@ class OrchestratorCore:
                 config,
                 self.experience,
                 self.journal,
-                clock=self.clock,
+                clock=clock,
                 may_compute=partial(self.turns.may_compute, name) if shared else None,
             )
-            for name, config in self._batch_configs.items()
+            for name, config in configs.items()
         }
-
-    def _make_ingest(self) -> None:
-        rollout = self.recipe.rollout
+        self.training_orders = TrainingOrders(recipe, training_sources, self.names)
+        self.evaluations = Evaluations(
+            recipe, evaluation_sources, self.names, self.rewards, self._evaluated, started_at
+        )
+        self.threshold = Threshold.of(recipe, self.evaluations.results)
+        self.trained_ledgers = {policy: self.ledgers[policy] for policy in self.batches}
+        self.last_metrics: dict[str, dict[str, float]] = {policy: {} for policy in self.ledgers}  # of the newest steps
+        self.bounds = RecordBounds.of(recipe, vocab_sizes)
         self.ingest = Ingest(
             self.groups,
             self.names.was_issued,
@@ -149,28 +143,22 @@ class OrchestratorCore:
             self.counters,
             self._resolved,
             bounds=self.bounds,
-            refusals=Refusals(self.counters, self.clock),
+            refusals=Refusals(self.counters, clock),
             is_member=self.pool.has_met,
         )
-        self.masked = MaskedSamples(self.counters, rollout.max_masked_share)
-
-    def _make_dispatcher(self) -> None:
-        recipe = self.recipe
+        self.masked = MaskedSamples(self.counters, recipe.rollout.max_masked_share)
         self.dispatcher = Dispatcher(
+            recipe,
             pool=self.pool,
             groups=self.groups,
             experience=self.experience,
             ledgers=self.ledgers,
-            max_staleness={name: config.max_staleness for name, config in self._batch_configs.items()},
-            teachers=recipe.teachers,
             training=self.training_orders,
             evaluations=self.evaluations,
-            evaluation=recipe.evaluation,
             journal=self.journal,
             counters=self.counters,
-            fanout=FanOut(dict.fromkeys(recipe.policies, MAX_RELAYS)),
             ingest=self.ingest,
-            clock=self.clock,
+            clock=clock,
         )
         self.pool.on_orphaned = self.dispatcher.orphaned
         self.experience.issuable = self.dispatcher.may_issue
@@ -373,19 +361,19 @@ class OrchestratorCore:
         for replica in self.pool.expire():
             log.warning(LogEvent.LEASE_LOST, replica=replica.replica_id, incarnation=replica.incarnation)
             self.counters[fates.RunCount.REPLICA_LEASES_LOST.value] += 1
-            self.stall_state.lost[replica.component] = self.clock()
+            self.lost[replica.component] = self.clock()
             self.dispatcher.schedule()
         for trainer in self.trainers.expire():
             log.warning("trainer.lease_lost", policy=trainer.policy, incarnation=trainer.incarnation)
             self.counters[fates.RunCount.TRAINER_LEASES_LOST.value] += 1
-            self.stall_state.lost[trainer_component(trainer.policy)] = self.clock()
+            self.lost[trainer_component(trainer.policy)] = self.clock()
             self.experience.admission.absent.add(trainer.policy)
             self.dispatcher.schedule()
         self.turns.settle()
 
     def trainer_found(self, policy: str) -> None:
         """Forget the absence of a policy's trainer."""
-        self.stall_state.lost.pop(trainer_component(policy), None)
+        self.lost.pop(trainer_component(policy), None)
         self.experience.admission.absent.discard(policy)
 
     # --- phases ------------------------------------------------------------------------------------------------------
@@ -396,7 +384,7 @@ class OrchestratorCore:
         self.dispatcher.schedule()
 
     def save_checkpoints(self) -> None:
-        self.trainers.send_all(SaveCheckpoint())
+        self.trainers.send_all(TrainerRequest.SAVE_CHECKPOINT)
         self.turns.trainers_need_it()
 
     def dismiss(self, reason: str) -> None:
@@ -449,11 +437,11 @@ class OrchestratorCore:
 
     def pause(self) -> None:
         if self.control.pause():
-            self.trainers.send_all(PauseTraining())
+            self.trainers.send_all(TrainerRequest.PAUSE)
 
     def resume(self) -> None:
         if self.control.resume():
-            self.trainers.send_all(ResumeTraining())
+            self.trainers.send_all(TrainerRequest.RESUME)
 
     def write_state(self) -> None:
         """Journal values that no other record holds."""
@@ -479,10 +467,6 @@ class OrchestratorCore:
             batches.close()
         self.pool.close()
         self.trainers.close()
-
-    def close_metrics(self) -> None:
-        """Close the files of metrics; the last call."""
-        self.metrics.close()
 
     def withdraw(self) -> None:
         """Drop the submitted records and close the files of metrics; only before the start of the journal."""

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import cast
 
 from services.common import codec
 from services.common.checkpoints import CheckpointGauge
@@ -15,11 +14,10 @@ from services.common.config.data import is_training
 from services.common.pb import account_pb2, run_pb2
 from services.common.prometheus import Metric
 from services.common.records import FAILURES_PREFIX, RunCount, by_name
-from services.common.telemetry.metrics import RunSummary, StepKey, ThresholdSummary
+from services.common.telemetry.metrics import RunSummary, StepKey
 from services.common.wire import timestamp_to_proto, write
-from services.orchestrator.groups import RunState
 from services.orchestrator.journal.entries import DatasetScore, EvaluationResult
-from services.orchestrator.metrics import DiskOutlook, evaluation_values
+from services.orchestrator.metrics import evaluation_values
 from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.tasks.datasets import TaskSource
 
@@ -31,9 +29,10 @@ def progress(core: OrchestratorCore) -> run_pb2.RunProgress:
     """The run at this moment."""
     disk, threshold = core.disk.outlook, core.threshold
     wall_s = time.time() - core.clock()
+    checkpoints = {gauge.value: sum(int(t.gauges.get(gauge, 0)) for t in core.trainers) for gauge in CheckpointGauge}
     return run_pb2.RunProgress(
         at=timestamp_to_proto(time.time()),
-        state=_state(core.control.state),
+        state=run_pb2.RunState.Value(f"RUN_STATE_{core.control.state.name}"),
         policies=[_policy(core, policy) for policy in core.batches],
         replicas=[
             run_pb2.ReplicaProgress(
@@ -49,7 +48,7 @@ def progress(core: OrchestratorCore) -> run_pb2.RunProgress:
         ],
         tokens_per_s=core.pool.tokens_per_s,
         evaluations=[evaluation_to_proto(result) for result in core.evaluations.results.values()],
-        counters={**core.counters, **_of_checkpoints(core)},
+        counters={**core.counters, **{name: count for name, count in checkpoints.items() if count}},
         waits=waits(core),
         started_at=timestamp_to_proto(core.started_at),
         stalls=[
@@ -58,11 +57,11 @@ def progress(core: OrchestratorCore) -> run_pb2.RunProgress:
                 cause=stall.cause.value,
                 detail=stall.detail,
                 since=timestamp_to_proto(wall_s + stall.since),
-                advice=stall.advice,
+                advice=stall.cause.advice,
             )
-            for stall in core.stall_state.stalls
+            for stall in core.stalls
         ],
-        accounts=[write(account, account_pb2.TimeAccount()) for account in core.stall_state.book.totals()],
+        accounts=[write(account, account_pb2.TimeAccount()) for account in core.book.totals()],
         disk=None if disk is None else run_pb2.DiskOutlook(**by_name(disk)),
         set_aside=[
             run_pb2.SetAsideRecords(kind=kind, reason=reason.value, count=count)
@@ -70,10 +69,6 @@ def progress(core: OrchestratorCore) -> run_pb2.RunProgress:
         ],
         threshold=None if threshold is None else run_pb2.Threshold(**by_name(threshold.state())),
     )
-
-
-def _state(state: RunState) -> run_pb2.RunState.ValueType:
-    return run_pb2.RunState.Value(f"RUN_STATE_{state.name}")
 
 
 def _policy(core: OrchestratorCore, policy: str) -> run_pb2.PolicyProgress:
@@ -105,13 +100,13 @@ def summary(core: OrchestratorCore) -> RunSummary:
         "state": core.control.phase.value,
         "steps": {policy: max(ledger.newest_number, 0) for policy, ledger in ledgers.items()},
         "evaluations": {result.name: evaluation_values(result) for result in core.evaluations.results.values()},
-        "until": None if until is None else cast(ThresholdSummary, asdict(until.state())),
+        "until": None if until is None else asdict(until.state()),
         "overlap_share": core.timeline.overlap_share,
         "max_staleness": max((batches.staleness_max for batches in core.batches.values()), default=0),
         "seconds": time.time() - core.started_at,
         "counters": dict(core.counters),
-        "time": core.stall_state.book.summary(),
-        "waited_for": core.stall_state.book.waits(),
+        "time": core.book.summary(),
+        "waited_for": core.book.waits(),
     }
 
 
@@ -137,7 +132,11 @@ def waits(core: OrchestratorCore) -> list[str]:
         elif ledger.newest is None:
             found.append(f"run waits for the first version of {policy}")
         if ledger.offered_otherwise and not core.control.ended:
-            found.append(_not_served(core, policy, ledger.newest_number))
+            found.append(
+                f"version {ledger.newest_number} of {policy} cannot be fetched: its trainer replayed the batch to other bits (not "
+                "deterministic). Replicas that hold a version that is new enough play on until the next; without any, stop the run "
+                "and begin another one from its newest checkpoint (rollmill export RUN, then policies.<name>.model.path)"
+            )
         if core.reached_threshold:
             continue
         buffer = core.experience.buffers[policy]
@@ -156,26 +155,6 @@ def waits(core: OrchestratorCore) -> list[str]:
     if core.dispatcher.waits_for:
         found.append(f"dispatcher waits: {core.dispatcher.waits_for}")
     return found
-
-
-def _not_served(core: OrchestratorCore, policy: str, number: int) -> str:
-    """The wait for another version than the newest, which no trainer serves as it was recorded."""
-    playing = sum(core.dispatcher.may_play(replica.held, {}, (policy,)) for replica in core.pool)
-    told = f"version {number} of {policy} cannot be fetched: its trainer replayed the batch to other bits (not deterministic)"
-    if playing:
-        return (
-            f"{told}; {playing} of {len(core.pool)} replicas hold a version to play on with until version {number + 1}"
-        )
-    return (
-        f"{told}, and no replica holds a version that is new enough: stop the run and begin another one from its newest "
-        "checkpoint (rollmill export RUN, then policies.<name>.model.path)"
-    )
-
-
-def _of_checkpoints(core: OrchestratorCore) -> dict[str, int]:
-    """Reports of trainers about their checkpoints, where they have any."""
-    found = {gauge.value: sum(int(t.gauges.get(gauge, 0)) for t in core.trainers) for gauge in CheckpointGauge}
-    return {name: count for name, count in found.items() if count}
 
 
 # --- gauges ----------------------------------------------------------------------------------------------------------
@@ -236,8 +215,12 @@ def gauges(
     Counters are relative to that start: a restart may lose counts of the last seconds, and a monitor would read a
     decrease as a reset.
     """
-    now = core.clock()
+    now, disk = core.clock(), core.disk.outlook
+    on_disk = {}
+    if disk is not None:
+        on_disk = {"disk_free_bytes": disk.free_bytes, "run_bytes": disk.run_bytes, "disk_full_in_s": disk.full_in_s}
     return {
+        **{name: float(value) for name, value in on_disk.items() if value is not None},
         "tasks": float(sum(len(source) for where, source in sources.items() if is_training(where))),
         **{f"tasks_too_long/{where}": float(getattr(source, "num_too_long", 0)) for where, source in sources.items()},
         **{f"rows_left_out/{where}": float(source.left_out.count) for where, source in sources.items()},
@@ -250,9 +233,8 @@ def gauges(
         "journal_commits": float(core.journal.num_commits),
         "journal_blocked": float(bool(core.journal.blocked)),
         **{f"set_aside/{kind}/{why.value}": float(count) for (kind, why), count in core.aside.counts().items()},
-        **_disk(core.disk.outlook),
         "overlap_share": core.timeline.overlap_share,
-        **{f"stall/{stall.cause.value}/{stall.component}": now - stall.since for stall in core.stall_state.stalls},
+        **{f"stall/{stall.cause.value}/{stall.component}": now - stall.since for stall in core.stalls},
         **_policy_gauges(core),
         **_replica_gauges(core),
         **{f"counter/{name}": float(count - counted_before.get(name, 0)) for name, count in core.counters.items()},
@@ -262,13 +244,6 @@ def gauges(
             if r.mean_reward is not None
         },
     }
-
-
-def _disk(disk: DiskOutlook | None) -> dict[str, float]:
-    if disk is None:
-        return {}
-    known = {"disk_free_bytes": float(disk.free_bytes), "run_bytes": float(disk.run_bytes)}
-    return known if disk.full_in_s is None else {**known, "disk_full_in_s": disk.full_in_s}
 
 
 def _policy_gauges(core: OrchestratorCore) -> dict[str, float]:

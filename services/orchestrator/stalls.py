@@ -13,7 +13,6 @@ import enum
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from services.common.telemetry.accounts import (
     DATASET,
@@ -32,7 +31,6 @@ from services.common.telemetry.accounts import (
     AnyActivity,
     Component,
     PeerState,
-    TimeAccount,
     is_of_replica,
     is_of_trainer,
     is_publisher,
@@ -42,13 +40,14 @@ from services.common.telemetry.accounts import (
     part,
     split,
     trainer_component,
-    wait_shares,
     weights,
 )
 from services.common.telemetry.accounts import replica as replica_component
 from services.common.telemetry.logs import LogEvent
 from services.common.telemetry.metrics import QueueGauge, num_waiting
 from services.orchestrator.ingest import Streak
+from services.orchestrator.members import Replica
+from services.orchestrator.trainers import Trainer
 
 LEAST_S = 10.0  # smallest limit
 TIMES = 4.0  # the longest gap lately
@@ -59,6 +58,7 @@ REPORT_MOST_S = 15.0  # reports come every few seconds, however long the work ta
 HEARD_S = 9.0  # without a report: then the silence is the cause
 ABSENT_S = 60.0  # processes load models before they join
 SETTLE_S = 4.0  # a gauge must keep its value this long: connections come and go
+UNSEEN_REPORTS = 2  # one may cross the order on its way
 LOOKS = 2  # that a stall must last, and be gone
 NOT_LOOKED_S = 5.0  # between two looks: the orchestrator itself stood still
 SHOWN_S = 10.0  # for which that is reported
@@ -93,66 +93,86 @@ RESTING = frozenset(
 )
 
 
-class Cause(enum.StrEnum):
-    """A cause is one word, for logs, tests and docs."""
-
-    SILENT = "silent"
-    LOST = "lost"
-    ABSENT = "absent"
-    STUCK = "stuck"
-    FROZEN = "frozen"
-    NO_FREE_DISK = "no_free_disk"
-    JOURNAL_STUCK = "journal_stuck"
-    STOOD_STILL = "stood_still"
-    ORDER_LOST = "order_lost"
-    NOT_ACKNOWLEDGED = "not_acknowledged"
-    WEIGHTS_NOT_ARRIVING = "weights_not_arriving"
-    UNREACHABLE = "unreachable"
-    NO_WORKERS = "no_workers"
-    EXHAUSTED = "exhausted"
-    ALL_FILTERED = "all_filtered"
-    ALL_FAIL = "all_fail"
-    MASKED = "masked"
-    NUMERICS = "numerics"
-    RECORDS_REFUSED = "records_refused"
-    NOTHING_TO_PLAY = "nothing_to_play"
-    QUOTA_FULL = "quota_full"
-    NO_PROGRESS = "no_progress"
-
-
 _CODE_CHANGES = (
     "changed Python code is loaded by new processes only: interrupt the run, then `rollmill run --resume RUN`"
 )
-ADVICE = {
-    Cause.SILENT: "check that its process and machine run and reach the orchestrator (stopped or frozen process, cut or half-open "
-    f"connection); for a blocked event loop, its log has the stack ({LogEvent.LOOP_BLOCKED})",
-    Cause.LOST: "start the component again; the work resumes without further action",
-    Cause.ABSENT: "start the component, or find the reason in its log",
-    Cause.STUCK: f"its log has the stack of the hanging thread ({LogEvent.THREAD_STUCK}); kill -9 the process: the supervisor "
-    "starts a new one, and no acknowledged data is lost",
-    Cause.FROZEN: "kill -9 the replica: the engine no longer computes, and only a new process helps",
-    Cause.NO_FREE_DISK: "free space on the disk of the run directory; the run continues without further action",
-    Cause.JOURNAL_STUCK: "check the file system of the run directory, such as a hanging network mount",
-    Cause.STOOD_STILL: "check the machine: the orchestrator's process was stopped or starved; leases were extended",
-    Cause.ORDER_LOST: "the orchestrator sends the order again; if the stall stays, check the network in between",
-    Cause.NOT_ACKNOWLEDGED: "check the network between replica and orchestrator: records leave faster than they arrive",
-    Cause.WEIGHTS_NOT_ARRIVING: f"check the network to the publisher, and {LogEvent.WEIGHTS_KEPT_OLD} in the replica's log",
-    Cause.UNREACHABLE: "start the component, or check the network in between; jobs are kept and sent again",
-    Cause.NO_WORKERS: "start workers: python -m services.envgateway.worker",
-    Cause.EXHAUSTED: "raise envgateway.sandbox.num_slots, or lower the limits of the programs that fill it",
-    Cause.ALL_FILTERED: "all rewards of a group are equal, so the groups have no gradient: use easier or harder tasks, a finer "
-    "reward, or batch.dynamic_sampling: false",
-    Cause.ALL_FAIL: f"fix the cause in the failures, then run `rollmill resume` if the run was paused; {_CODE_CHANGES}",
-    Cause.MASKED: f"fix the named causes, or raise rollout.max_masked_share, then run `rollmill resume`; {_CODE_CHANGES}",
-    Cause.NUMERICS: "repair the named cause and start another run, or raise policies.<name>.trainer.max_mismatch "
-    "(docs/doctor.md)",
-    Cause.RECORDS_REFUSED: "fix the named reason at that replica (model, tokenizer, settings, workflow or reward), or end its "
-    "process (SIGTERM); its rollouts are lost meanwhile (docs/protocol.md has the bounds)",
-    Cause.NOTHING_TO_PLAY: "data.curation refuses the whole dataset: loosen its limits, or add tasks",
-    Cause.QUOTA_FULL: "outstanding sequences fill the quota without a full batch: raise batch.max_staleness or lower "
-    "batch.size",
-    Cause.NO_PROGRESS: "look at the log of the component, and at the function that is named",
-}
+
+
+class Cause(enum.StrEnum):
+    """A cause is one word, for logs, tests and docs, with the remedy."""
+
+    advice: str
+
+    def __new__(cls, word: str, advice: str) -> Cause:
+        member = str.__new__(cls, word)
+        member._value_, member.advice = word, advice
+        return member
+
+    SILENT = (
+        "silent",
+        "check that its process and machine run and reach the orchestrator (stopped or frozen process, cut or half-open "
+        f"connection); for a blocked event loop, its log has the stack ({LogEvent.LOOP_BLOCKED})",
+    )
+    LOST = "lost", "start the component again; the work resumes without further action"
+    ABSENT = "absent", "start the component, or find the reason in its log"
+    STUCK = (
+        "stuck",
+        f"its log has the stack of the hanging thread ({LogEvent.THREAD_STUCK}); kill -9 the process: the supervisor "
+        "starts a new one, and no acknowledged data is lost",
+    )
+    FROZEN = "frozen", "kill -9 the replica: the engine no longer computes, and only a new process helps"
+    NO_FREE_DISK = (
+        "no_free_disk",
+        "free space on the disk of the run directory; the run continues without further action",
+    )
+    JOURNAL_STUCK = "journal_stuck", "check the file system of the run directory, such as a hanging network mount"
+    STOOD_STILL = (
+        "stood_still",
+        "check the machine: the orchestrator's process was stopped or starved; leases were extended",
+    )
+    ORDER_LOST = (
+        "order_lost",
+        "the orchestrator sends the order again; if the stall stays, check the network in between",
+    )
+    NOT_ACKNOWLEDGED = (
+        "not_acknowledged",
+        "check the network between replica and orchestrator: records leave faster than they arrive",
+    )
+    WEIGHTS_NOT_ARRIVING = (
+        "weights_not_arriving",
+        f"check the network to the publisher, and {LogEvent.WEIGHTS_KEPT_OLD} in the replica's log",
+    )
+    UNREACHABLE = "unreachable", "start the component, or check the network in between; jobs are kept and sent again"
+    NO_WORKERS = "no_workers", "start workers: python -m services.envgateway.worker"
+    EXHAUSTED = "exhausted", "raise envgateway.sandbox.num_slots, or lower the limits of the programs that fill it"
+    ALL_FILTERED = (
+        "all_filtered",
+        "all rewards of a group are equal, so the groups have no gradient: use easier or harder tasks, a finer "
+        "reward, or batch.dynamic_sampling: false",
+    )
+    ALL_FAIL = (
+        "all_fail",
+        f"fix the cause in the failures, then run `rollmill resume` if the run was paused; {_CODE_CHANGES}",
+    )
+    MASKED = (
+        "masked",
+        f"fix the named causes, or raise rollout.max_masked_share, then run `rollmill resume`; {_CODE_CHANGES}",
+    )
+    NUMERICS = (
+        "numerics",
+        "repair the named cause and start another run, or raise policies.<name>.trainer.max_mismatch (docs/doctor.md)",
+    )
+    RECORDS_REFUSED = (
+        "records_refused",
+        "fix the named reason at that replica (model, tokenizer, settings, workflow or reward), or end its "
+        "process (SIGTERM); its rollouts are lost meanwhile (docs/protocol.md has the bounds)",
+    )
+    NOTHING_TO_PLAY = "nothing_to_play", "data.curation refuses the whole dataset: loosen its limits, or add tasks"
+    QUOTA_FULL = (
+        "quota_full",
+        "outstanding sequences fill the quota without a full batch: raise batch.max_staleness or lower batch.size",
+    )
+    NO_PROGRESS = "no_progress", "look at the log of the component, and at the function that is named"
 
 
 class Hold(enum.StrEnum):
@@ -174,18 +194,6 @@ PAUSED_ITSELF = frozenset({Hold.ALL_FAIL, Hold.MASKED, Hold.NUMERICS})  # the ru
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaFacts:
-    """A replica with a lease."""
-
-    component: Component
-    num_reports: int = 0
-    stream_open: bool = True
-    unseen_orders: tuple[float, ...] = ()  # issue times of task groups that the replica has never confirmed
-    untaken: Mapping[str, int] = field(default_factory=dict)  # policies whose announced version is not held
-    peers: tuple[PeerState, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFacts:
     """A policy that is trained, and its trainer."""
 
@@ -196,9 +204,7 @@ class PolicyFacts:
     num_filtered_in_a_row: int = 0  # sequences dropped because a group's rewards were equal, since one was kept
     quota_full: bool = False
     trainer_wanted: bool = True  # the run trains, and there are steps left
-    trainer_joined: bool = True
-    refusal: str = ""  # why the trainer does not train its batch
-    rank_reports: Mapping[int, int] = field(default_factory=dict)  # reports by rank, of a trainer that has joined
+    trainer: Trainer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +218,7 @@ class Facts:
     held_back: Mapping[Hold, str] = field(default_factory=dict)  # reasons that block all issues: name, reason
     journal_blocked: str = ""
     journal_oldest_s: float = 0.0  # age of the oldest record that is not written
-    replicas: tuple[ReplicaFacts, ...] = ()
+    replicas: tuple[Replica, ...] = ()  # with a lease
     lost: Mapping[Component, float] = field(default_factory=dict)  # components with a lost lease: time of the loss
     policies: tuple[PolicyFacts, ...] = ()
     accounts: Mapping[Component, AccountState] = field(default_factory=dict)
@@ -239,10 +245,6 @@ class Stall:
     @property
     def key(self) -> tuple[Component, Cause]:
         return self.component, self.cause
-
-    @property
-    def advice(self) -> str:
-        return ADVICE[self.cause]
 
 
 # --- the usual -------------------------------------------------------------------------------------------------------
@@ -314,21 +316,23 @@ def _silence(facts: Facts, usual: Usual) -> Iterator[Stall]:
     now = facts.now
     reports = {replica.component: replica.num_reports for replica in facts.replicas}
     for policy in facts.policies:
-        reports |= {trainer_component(policy.policy, rank): count for rank, count in policy.rank_reports.items()}
+        if (trainer := policy.trainer) is not None:
+            ranks = {0: trainer.num_reports, **trainer.rank_reports}
+            reports |= {trainer_component(policy.policy, rank): count for rank, count in ranks.items()}
     for component, count in reports.items():
         silent_s = usual.overdue(("report", component), count, now, unknown_s=LEAST_S, most_s=REPORT_MOST_S)
         if silent_s is not None:
             detail = f"no report for {silent_s:.0f} s"
             yield Stall(component=component, cause=Cause.SILENT, detail=detail, since=now - silent_s)
     for component, since in facts.lost.items():
-        if is_of_replica(component) and any(replica.stream_open for replica in facts.replicas):
+        if is_of_replica(component) and any(replica.mailbox is not None for replica in facts.replicas):
             continue  # other replicas continue: the dispatcher issued the task groups again
         detail = "its lease ended and the component has not returned"
         yield Stall(component=component, cause=Cause.LOST, detail=detail, since=since)
     absent = {
         trainer_component(p.policy): "no trainer has joined"
         for p in facts.policies
-        if p.trainer_wanted and not p.trainer_joined and trainer_component(p.policy) not in facts.lost
+        if p.trainer_wanted and p.trainer is None and trainer_component(p.policy) not in facts.lost
     }
     if not facts.replicas and not any(is_of_replica(component) for component in facts.lost):
         absent[INFERENCE] = "no replica has joined"
@@ -367,8 +371,8 @@ def _states(facts: Facts, usual: Usual) -> Iterator[Stall]:
             detail = f"{programs:.0f} programs wait and no worker is there"
             yield Stall(component=GATEWAY_WORKERS, cause=Cause.NO_WORKERS, detail=detail, for_s=SETTLE_S)
     for policy in facts.policies:
-        if policy.refusal:
-            yield Stall(component=trainer_component(policy.policy), cause=Cause.NUMERICS, detail=policy.refusal)
+        if policy.trainer is not None and (refusal := policy.trainer.refusal):
+            yield Stall(component=trainer_component(policy.policy), cause=Cause.NUMERICS, detail=refusal)
     masked = facts.held_back.get(Hold.MASKED, "")
     paused = masked or facts.held_back.get(Hold.ALL_FAIL, "")
     all_fail = facts.failures_in_a_row >= FAILED_GROUPS * facts.group_size
@@ -410,16 +414,17 @@ def _lost_orders(facts: Facts, usual: Usual) -> Iterator[Stall]:
     for replica in facts.replicas:
         key = ("heard", replica.component)
         silent_s = usual.overdue(key, replica.num_reports, facts.now, unknown_s=LEAST_S, most_s=HEARD_S)
-        if not replica.stream_open or silent_s is not None:
+        if replica.mailbox is None or silent_s is not None:
             continue
         lost: list[tuple[str, float]] = []
-        if replica.unseen_orders and (old_s := facts.now - min(replica.unseen_orders)) > LEAST_S:
-            lost.append((f"{len(replica.unseen_orders)} task groups were sent", old_s))
-        for policy, held in replica.untaken.items():
+        unseen = [assignment.since for assignment in replica.unseen(UNSEEN_REPORTS)]
+        if unseen and (old_s := facts.now - min(unseen)) > LEAST_S:
+            lost.append((f"{len(unseen)} task groups were sent", old_s))
+        for policy in replica.moving:
             account = facts.accounts.get(part(replica.component, weights(policy)))
             knows = account is None or any(a.name != ActivityName.UP_TO_DATE for a in account.now())
             key_, due = ("taken", replica.component, policy), not knows
-            still_s = usual.overdue(key_, held, facts.now, due=due, most_s=LEAST_S)
+            still_s = usual.overdue(key_, replica.held[policy].number, facts.now, due=due, most_s=LEAST_S)
             if still_s is not None:
                 lost.append((f"a newer version of {policy} was announced", still_s))
         for what, old_s in lost:
@@ -615,14 +620,6 @@ MOST_COMPONENTS = 4096  # names are words of peers: those beyond are not kept
 _Seconds = dict[Activity, float]
 
 
-class _Mark(NamedTuple):
-    """All accounts at one moment. States and the seconds of earlier incarnations are immutable."""
-
-    at: float
-    latest: dict[str, AccountState]
-    earlier: dict[str, _Seconds]
-
-
 class AccountBook:
     """Time accounts of all components, over the restarts of each: a restarted process begins its account anew, and the
     book adds the totals of its earlier incarnations."""
@@ -630,87 +627,72 @@ class AccountBook:
     def __init__(self) -> None:
         self._latest: dict[str, AccountState] = {}
         self._earlier: dict[str, _Seconds] = {}  # seconds of incarnations that are over
-        self._marks: deque[_Mark] = deque()
+        # When, and the idle seconds and all seconds of trainers, and of replicas, until then.
+        self._marks: deque[tuple[float, tuple[float, ...]]] = deque()
 
     def note(self, accounts: Iterable[AccountState]) -> None:
         """Note newer states of some components."""
         for account in accounts:
             known = self._latest.get(account.component)
-            if account is known or (known is None and len(self._latest) >= MOST_COMPONENTS):
+            if known is None and len(self._latest) >= MOST_COMPONENTS:
                 continue
             if known is not None and account.seconds < known.seconds:
-                self._earlier[known.component] = _seconds(known, self._earlier)  # marks keep the old one
+                self._earlier[known.component] = self._seconds(known)
             self._latest[account.component] = account
+
+    def _seconds(self, account: AccountState) -> _Seconds:
+        """Seconds of this incarnation and the earlier ones."""
+        found = dict(self._earlier.get(account.component, {}))
+        for told in account.activities:
+            activity = Activity(told.name, told.on)
+            found[activity] = found.get(activity, 0.0) + told.seconds
+        return found
 
     def totals(self) -> tuple[AccountState, ...]:
         """Every component with all its booked time, by name."""
-        return tuple(self._total(self._latest[name]) for name in sorted(self._latest))
+        found = []
+        for name, account in sorted(self._latest.items()):
+            if name in self._earlier:
+                now = {Activity(told.name, told.on): told for told in account.activities}
+                activities = [
+                    replace(now.get(activity) or ActivityTime(name=activity.name, on=activity.on), seconds=seconds)
+                    for activity, seconds in self._seconds(account).items()
+                ]
+                account = replace(account, activities=tuple(activities))
+            found.append(account)
+        return tuple(found)
 
-    def mark(self, now: float) -> None:
-        """Remember the present accounts, for ``share_lately``."""
-        self._marks.append(_Mark(now, dict(self._latest), dict(self._earlier)))
-        while len(self._marks) > 1 and self._marks[1].at <= now - WINDOW_S:
-            self._marks.popleft()
-
-    def share_lately(self, components: Callable[[str], bool], activities: Callable[[Activity], bool]) -> float | None:
-        """Share of these activities in the time of these components, since the oldest mark."""
-        if not self._marks:
-            return None
-        before = self._marks[0]
-        spent = whole = 0.0
+    def idle_shares(self, now: float) -> tuple[float | None, float | None]:
+        """Shares of the time of trainers and of replicas in which they did not compute, and waited for the orchestrator,
+        since the call ``WINDOW_S`` ago; None without any time."""
+        sums = [0.0] * 4
         for name, account in self._latest.items():
-            was = before.latest.get(name)
-            if was is account or not components(name):
-                continue
-            booked = {} if was is None else _seconds(was, before.earlier)
-            for activity, seconds in _seconds(account, self._earlier).items():
-                passed = seconds - booked.get(activity, 0.0)
-                whole += passed
-                spent += passed if activities(activity) else 0.0
-        return spent / whole if whole > 0 else None
+            if is_of_trainer(name) or is_replica(name):
+                first = 0 if is_of_trainer(name) else 2
+                for activity, seconds in self._seconds(account).items():
+                    idle = activity.name not in COMPUTING if is_of_trainer(name) else activity.on == ORCHESTRATOR
+                    sums[first] += seconds if idle else 0.0
+                    sums[first + 1] += seconds
+        self._marks.append((now, tuple(sums)))
+        while len(self._marks) > 1 and self._marks[1][0] <= now - WINDOW_S:
+            self._marks.popleft()
+        passed = [after - before for before, after in zip(self._marks[0][1], sums, strict=True)]
+        trainers, replicas = (passed[at] / passed[at + 1] if passed[at + 1] > 0 else None for at in (0, 2))
+        return trainers, replicas
 
     def summary(self) -> dict[str, dict[str, float]]:
         """For ``summary.json``: component -> "activity" or "activity -> awaited component" -> share of its time."""
         return {
-            account.component: {
-                f"{activity.name} -> {activity.on}" if activity.on else activity.name: round(share, 4)
-                for activity, share in sorted(account.shares().items(), key=lambda item: -item[1])
-            }
+            account.component: {name: round(share, 4) for name, share in account.named_shares().items()}
             for account in self.totals()
         }
 
     def waits(self) -> dict[str, dict[str, float]]:
         """For ``summary.json``: component -> awaited component ("" is its own work) -> share of its time."""
-        table: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        for (component, on), share in wait_shares(self.totals()).items():
-            table[component][on] = round(share, 4)
-        return dict(table)
-
-    def _total(self, account: AccountState) -> AccountState:
-        if account.component not in self._earlier:
-            return account
-        now = {Activity(told.name, told.on): told for told in account.activities}
-        activities = [
-            replace(now.get(activity) or ActivityTime(name=activity.name, on=activity.on), seconds=seconds)
-            for activity, seconds in _seconds(account, self._earlier).items()
-        ]
-        return replace(account, activities=tuple(activities))
-
-
-def _seconds(account: AccountState, earlier: Mapping[str, _Seconds]) -> _Seconds:
-    """Seconds of this incarnation and the earlier ones."""
-    found = dict(earlier.get(account.component, {}))
-    for told in account.activities:
-        activity = Activity(told.name, told.on)
-        found[activity] = found.get(activity, 0.0) + told.seconds
-    return found
-
-
-class StallState:
-    """State for stall detection: all time accounts, lost components and present stalls."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.account = TimeAccount(ORCHESTRATOR, clock=clock)
-        self.book = AccountBook()
-        self.stalls: tuple[Stall, ...] = ()  # that block the run
-        self.lost: dict[Component, float] = {}  # components with a lost lease until they return: time of the loss
+        table: dict[str, dict[str, float]] = {}
+        for account in self.totals():
+            row: defaultdict[str, float] = defaultdict(float)
+            for activity, share in account.shares().items():
+                row[activity.on] += share
+            table[account.component] = {on: round(share, 4) for on, share in row.items()}
+        return table

@@ -15,7 +15,6 @@ import enum
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import structlog
 
@@ -34,7 +33,6 @@ class Trainer:
     num_ranks: int
     recovered_version: int
     lease_until: float
-    labels: Mapping[str, str] = field(default_factory=dict)
     mailbox: Mailbox[TrainerCommand] | None = None
     state: str = "joined"
     training_step: int = 0
@@ -79,7 +77,6 @@ class TrainerLeases:
         incarnation: str,
         num_ranks: int,
         recovered_version: int,
-        labels: Mapping[str, str],
         kept_checkpoint_steps: Iterable[int] = (),
     ) -> Trainer:
         """A stream of a trainer begins; a new incarnation ends the lease of the older one."""
@@ -96,7 +93,6 @@ class TrainerLeases:
                 num_ranks=num_ranks,
                 recovered_version=recovered_version,
                 lease_until=0.0,
-                labels=labels,
                 checkpoint_step=max(recovered_version, 0),
             )
             self._trainers[policy] = trainer
@@ -226,14 +222,13 @@ class DeviceTurns:
         self.holder: str | None = None  # None between two holders, until all members have freed the device
         self._taken_at = self._freed_at = clock()  # when its holder, and when the replicas were last told to free it
         self._told_slow = False
-        self.num_handed_over = 0
 
     # --- members -----------------------------------------------------------------------------------------------------
 
     def replica_joined(self, replica: Replica) -> None:
         """Tell a replica with a new stream whose turn it is."""
         if self._shared:
-            self._tell_replica(replica)
+            self._pool.send(replica, DeviceTurn(self._number, self.holder == REPLICAS))
             self.settle()
 
     def trainer_joined(self, trainer: Trainer, *, again: bool) -> None:
@@ -242,7 +237,8 @@ class DeviceTurns:
             return
         if not again:
             self._need[trainer.policy] = Need.WAITS
-        self._tell_trainer(trainer)
+        if trainer.mailbox is not None:
+            trainer.mailbox.put(DeviceTurn(self._number, self.holder == trainer.policy))
         self.settle()
 
     def trainer_finished(self, policy: str) -> None:
@@ -275,18 +271,35 @@ class DeviceTurns:
             if self._trainers.get(policy) is None:
                 self._need[policy] = Need.NONE
         if self.holder is not None and self._next() != self.holder:
-            self._take()
-        if self.holder is None and self._may_open():
-            if waits_for := self.waits_for():
-                self._tell_slow(waits_for)
-            else:
-                self._give(self._next())
+            log.info("device.taken", holder=self.holder or "replicas")
+            self._taken_at = self._clock()
+            if self.holder == REPLICAS:
+                self._freed_at = self._taken_at
+            self._tell_all(None)
+        if self.holder is not None or not self._may_open():
+            return
+        if (
+            waits_for := self.waits_for()
+        ):  # members that live and keep the device; one that cannot free it ends by itself
+            slow = self._clock() - self._taken_at > SLOW_FREE_S
+            if slow and not self._told_slow:
+                log.error("device.not_freed", after_s=SLOW_FREE_S, waits_for=waits_for)
+            self._told_slow = slow
+            return
+        holder = self._next()
+        log.info("device.given", holder=holder or "replicas")
+        if holder == REPLICAS:
+            self._pool.prolong_work(self._clock() - self._freed_at)
+        self._tell_all(holder)
+        self._on_granted()
 
     def waits_for(self) -> list[str]:
         """The members that have not freed the device yet; empty while a member holds it."""
         if self.holder is not None:
             return []
-        return [name for name, turn, _ in self._members() if turn != self._number]
+        turns = {f"replica {replica.replica_id}": replica.device_turn for replica in self._pool}
+        turns |= {f"trainer of {trainer.policy}": trainer.device_turn for trainer in self._trainers}
+        return [name for name, turn in turns.items() if turn != self._number]
 
     def _next(self) -> str:
         """The next holder by need: a trainer keeps the device while its batches are ready; the policies take turns."""
@@ -305,45 +318,12 @@ class DeviceTurns:
             self._open = all_here or self._clock() >= self._opens_at
         return self._open
 
-    def _take(self) -> None:
-        log.info("device.taken", holder=self.holder or "replicas")
-        self._taken_at = self._clock()
-        if self.holder == REPLICAS:
-            self._freed_at = self._taken_at
-        self.holder = None
-        self._tell_all()
-
-    def _give(self, holder: str) -> None:
+    def _tell_all(self, holder: str | None) -> None:
+        """Begin another turn, and send it to each member with a lease."""
         self.holder = holder
-        self.num_handed_over += 1
-        log.info("device.given", holder=holder or "replicas")
-        if holder == REPLICAS:
-            self._pool.prolong_work(self._clock() - self._freed_at)
-        self._tell_all()
-        self._on_granted()
-
-    def _tell_slow(self, waits_for: list[str]) -> None:
-        """Log the members that live and keep the device. A member that cannot free the device ends by itself."""
-        slow = self._clock() - self._taken_at > SLOW_FREE_S
-        if slow and not self._told_slow:
-            log.error("device.not_freed", after_s=SLOW_FREE_S, waits_for=waits_for)
-        self._told_slow = slow
-
-    def _tell_all(self) -> None:
         self._number += 1
-        for _, _, tell in self._members():
-            tell()
-
-    def _members(self) -> Iterator[tuple[str, int, Callable[[], None]]]:
-        """Each member with a lease: its name, the newest turn that the member carried out, and a call that sends the turn."""
         for replica in self._pool:
-            yield f"replica {replica.replica_id}", replica.device_turn, partial(self._tell_replica, replica)
+            self._pool.send(replica, DeviceTurn(self._number, holder == REPLICAS))
         for trainer in self._trainers:
-            yield f"trainer of {trainer.policy}", trainer.device_turn, partial(self._tell_trainer, trainer)
-
-    def _tell_replica(self, replica: Replica) -> None:
-        self._pool.send(replica, DeviceTurn(self._number, self.holder == REPLICAS))
-
-    def _tell_trainer(self, trainer: Trainer) -> None:
-        if trainer.mailbox is not None:
-            trainer.mailbox.put(DeviceTurn(self._number, self.holder == trainer.policy))
+            if trainer.mailbox is not None:
+                trainer.mailbox.put(DeviceTurn(self._number, holder == trainer.policy))

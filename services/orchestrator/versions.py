@@ -9,12 +9,10 @@ None of them decides about work. Independent of grpc and of the trainers' leases
 
 from __future__ import annotations
 
-import asyncio
 import heapq
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from services.common.errors import InvalidRequestError, VersionConflictError
 from services.common.records import FetchPlan, RunCount, WeightVersion
@@ -95,20 +93,9 @@ class VersionLedger:
         self.newest_number = max(self.newest_number, number)
 
 
-AT_ONCE = 16  # replicas that are told of a version at one moment
-NEXT, NEXT_S = 4, 0.01  # how many of the others follow at a time, and when: later where the event loop is busy
 ANNOUNCE_AGAIN_S = 15.0  # interval of announcements to a replica that holds another version
 MAX_RELAYS = 16  # replicas that pass parts of a version on to others
 MAX_HOLDERS = 3  # named to a late receiver before the publisher
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Receiver:
-    """A replica that may receive a version."""
-
-    replica_id: str
-    address: str  # of its WeightService; empty when unreachable
-    base: tuple[int, str]  # number and digest of the held version
 
 
 class FanOut:
@@ -116,24 +103,27 @@ class FanOut:
 
     Replicas that hold the same base fetch the same payload. Some of them are relays: relay i fetches shard i of the payload
     from the publisher, and every replica gets the other shards from the other relays. A late replica, or one with a failed
-    transfer, fetches from replicas that hold the version, those with the fewest plans first. Works on addresses and held
-    versions only.
+    transfer, fetches from replicas that hold the version, those with the fewest plans first.
     """
 
-    def __init__(self, max_relays: Mapping[str, int]) -> None:
-        """``max_relays`` by policy; 0 makes every replica fetch from the publisher."""
-        self._max_relays = max_relays
+    def __init__(self) -> None:
         self._plans: dict[str, dict[str, FetchPlan]] = {}
         self._named: Counter[str] = Counter()
 
-    def published(self, policy: str, receivers: Iterable[Receiver]) -> None:
-        """Plan the transfers of a new version for all present replicas. Plans of the previous version become void."""
-        groups: dict[tuple[int, str], list[Receiver]] = {}
+    def published(self, policy: str, receivers: Iterable[Replica]) -> None:
+        """Plan the transfers of a new version for replicas that hold another one. Plans of the previous version become
+        void. A replica alone has no plan: a shard helps only when another replica wants the shard."""
+        groups: defaultdict[Held, list[Replica]] = defaultdict(list)
         for receiver in receivers:
-            groups.setdefault(receiver.base, []).append(receiver)
+            groups[receiver.held[policy]].append(receiver)
         self._plans[policy] = {}
         for members in groups.values():
-            self._plans[policy] |= _plan(members, self._max_relays.get(policy, 0))
+            relays = sorted({member.weights_address for member in members} - {""})[:MAX_RELAYS]
+            if len(members) > 1 and relays:
+                shard_of = {address: shard for shard, address in enumerate(relays)}
+                for member in members:
+                    plan = FetchPlan(relays=tuple(relays), own_shard=shard_of.get(member.weights_address))
+                    self._plans[policy][member.replica_id] = plan
 
     def is_relay(self, replica_id: str) -> bool:
         """Whether other replicas fetch from this replica, which should then hear of the version early."""
@@ -146,9 +136,7 @@ class FanOut:
 
     def sources(self, version: WeightVersion, own_address: str, holders: Iterable[str]) -> tuple[str, ...]:
         """Sources for a late receiver: holders, those with the fewest uses first, then the publisher."""
-        if not self._max_relays.get(version.policy, 0):
-            return version.sources
-        others = {h for h in holders if h and h != own_address}
+        others = set(holders) - {"", own_address}
         chosen = heapq.nsmallest(MAX_HOLDERS, others, key=lambda h: (self._named[h], h))
         if chosen:
             self._named[chosen[0]] += 1  # the other sources are a fallback
@@ -163,40 +151,20 @@ class Announcer:
         pool: ReplicaPool,
         ledgers: Mapping[str, VersionLedger],
         evaluators: Evaluators,
-        fanout: FanOut,
         counters: Counter[str],
         clock: Callable[[], float],
     ) -> None:
         self._pool = pool
         self._ledgers = ledgers
         self._evaluators = evaluators
-        self._fanout = fanout
+        self._fanout = FanOut()
         self._counters = counters
         self._clock = clock
-        self._to_sync: dict[str, bool] = {}  # replicas that are still to be told, in order; whether also again
-        self._syncing = False
-        # By policy: of which version, and of which state of the pool, these addresses are the holders.
-        self._known_holders: dict[str, tuple[tuple[int, str, int] | None, list[str]]] = {}
 
     def sync_all(self, *, again: bool = False) -> None:
-        """Announce to every replica, relays first: at once to ``AT_ONCE`` of them, then to ``NEXT`` each ``NEXT_S``.
-
-        An announced version makes a replica fetch, swap and report, which costs the event loop half a millisecond: a
-        thousand at once would delay orders and records for half a second.
-        """
+        """Announce to every replica, relays first."""
         for replica in sorted(self._pool, key=lambda replica: not self._fanout.is_relay(replica.replica_id)):
-            self._to_sync[replica.replica_id] = again or self._to_sync.pop(replica.replica_id, False)
-        if not self._syncing:
-            self._sync_some(AT_ONCE)
-
-    def _sync_some(self, count: int) -> None:
-        for name in list(islice(self._to_sync, count)):
-            again = self._to_sync.pop(name)
-            if (replica := self._pool.get(name)) is not None:
-                self.sync(replica, again=again)
-        self._syncing = bool(self._to_sync)
-        if self._syncing:
-            asyncio.get_running_loop().call_later(NEXT_S, self._sync_some, NEXT)
+            self.sync(replica, again=again)
 
     def sync(self, replica: Replica, *, again: bool = False) -> None:
         """Announce to a replica the newest missing version of each policy, unless an evaluation pins the current one."""
@@ -226,40 +194,14 @@ class Announcer:
 
     def plan_fetches(self, policy: str) -> None:
         """Plan the transfers of a published version, ahead of its announcements."""
-        receivers = [
-            Receiver(replica_id=r.replica_id, address=r.weights_address, base=(held.number, held.digest))
-            for r in self._pool
-            if r.takes_work
-            and (held := r.held.get(policy)) is not None
-            and self._evaluators.pinned_version(r, policy) is None
-        ]
-        self._fanout.published(policy, receivers)
+        receivers = (r for r in self._pool.workers() if policy in r.held)
+        self._fanout.published(policy, [r for r in receivers if self._evaluators.pinned_version(r, policy) is None])
 
     def _announcement(self, replica: Replica, newest: WeightVersion) -> AnnounceVersion:
         plan = self._fanout.take_plan(newest.policy, replica.replica_id)
         if plan is not None:
             return AnnounceVersion(newest, plan)
-        sources = self._fanout.sources(newest, replica.weights_address, self._holders(newest))
+        current = Held(newest.number, newest.digest)
+        holders = [r.weights_address for r in self._pool.workers() if r.held.get(newest.policy) == current]
+        sources = self._fanout.sources(newest, replica.weights_address, holders)
         return AnnounceVersion(replace(newest, sources=sources))
-
-    def _holders(self, newest: WeightVersion) -> Iterator[str]:
-        """Addresses of replicas that hold a version. The search runs again only after a replica changes its held
-        versions: an announcement to all replicas asks once per replica."""
-        known, addresses = self._known_holders.get(newest.policy, (None, []))
-        if known != (newest.number, newest.digest, self._pool.takers):
-            current = Held(newest.number, newest.digest)
-            holders = (r for r in self._pool.workers() if r.held.get(newest.policy) == current)
-            addresses = [replica.weights_address for replica in holders if replica.weights_address]
-            known = newest.number, newest.digest, self._pool.takers
-            self._known_holders[newest.policy] = known, addresses
-        yield from addresses
-
-
-def _plan(members: list[Receiver], max_relays: int) -> dict[str, FetchPlan]:
-    """Plans for replicas with one base. None for a single replica: a shard helps only when another replica wants the
-    shard."""
-    relays = sorted({m.address for m in members if m.address})[:max_relays]
-    if len(members) < 2 or not relays:
-        return {}
-    shard_of = {address: shard for shard, address in enumerate(relays)}
-    return {m.replica_id: FetchPlan(relays=tuple(relays), own_shard=shard_of.get(m.address)) for m in members}

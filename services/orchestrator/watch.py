@@ -11,7 +11,6 @@ import math
 import sqlite3
 import time
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import structlog
 
@@ -22,32 +21,27 @@ from services.common.telemetry.accounts import (
     DISK,
     GATEWAY,
     INFERENCE,
-    ORCHESTRATOR,
     PERSON,
     Activity,
     ActivityName,
     Component,
     PeerState,
-    is_of_trainer,
-    is_replica,
     replica_id,
     trainer_component,
 )
 from services.common.telemetry.logs import LogEvent
-from services.common.telemetry.metrics import StallMoment, ThroughputKey
+from services.common.telemetry.metrics import RowKind, StallMoment, ThroughputKey
 from services.orchestrator import metrics
 from services.orchestrator.journal.journal import collect
-from services.orchestrator.members import REPORT_S, Replica
+from services.orchestrator.members import REPORT_S
 from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.progress import waits
 from services.orchestrator.stalls import (
-    COMPUTING,
     PAUSED_ITSELF,
     Cause,
     Facts,
     Hold,
     PolicyFacts,
-    ReplicaFacts,
     Stall,
     StallDetector,
 )
@@ -63,7 +57,6 @@ STOOD_STILL_S = 5.0  # between two ticks
 STATE_S = 5.0
 OVERDUE_GRACE_S = 60.0  # beyond all attempts of a rollout
 GONE_S = 30.0  # a version that no replica holds for this long cannot be evaluated any more
-UNSEEN_REPORTS = 2  # one may cross the order on its way
 LEAST_FAILURES = 256
 FAILED_GROUPS = 16
 RETRY_S = 60.0
@@ -74,8 +67,6 @@ PASSING = {
     MaskedCause.REPLICA_LOST,
 }  # fmt: skip
 LASTING = tuple(f"{error.reason}: " for error in (ConfigError, ModelMismatchError, UnknownPolicyError))
-_NONE: Mapping[str, int] = MappingProxyType({})
-_NO_RANKS: Mapping[int, int] = MappingProxyType({})
 
 
 class Watch:
@@ -98,11 +89,21 @@ class Watch:
             await self.tick()
 
     async def tick(self) -> None:
-        core = self._core
-        self._prolong_leases()
+        core, now, before = self._core, self._core.clock(), self._ticked_at
+        self._ticked_at = now
+        if before is not None and now - before > STOOD_STILL_S:
+            # This process did not run, so no member could renew its lease.
+            log.warning("orchestrator.stood_still", seconds=round(now - before, 1))
+            core.pool.prolong(now - before)
+            core.trainers.prolong(now - before)
         core.check_leases()
         if self._is_due("disk", DISK_S):
-            self._hold_back(await asyncio.to_thread(core.journal.free_bytes))
+            free_bytes, least = (
+                await asyncio.to_thread(core.journal.free_bytes),
+                core.recipe.orchestrator.min_free_bytes,
+            )
+            little = f"free disk is below orchestrator.min_free_bytes ({least})" if free_bytes < least else ""
+            core.dispatcher.hold(Hold.DISK, "the journal has no free disk" if core.journal.blocked else little)
             self._failures.check()
             self._take_back_overdue()
             self._end_evaluations_of_gone_versions()
@@ -119,21 +120,12 @@ class Watch:
         if self._is_due("state", STATE_S):
             core.timeline.settle(time.time())
             if self._is_due("accounts", ACCOUNTS_S * pace):
-                core.metrics.accounts(core.stall_state.book.summary(), core.stall_state.book.waits())
+                core.metrics.row(RowKind.ACCOUNTS, shares=core.book.summary(), waits=core.book.waits())
             if core.counters != self._counters_written:
                 self._counters_written = dict(core.counters)
                 core.write_state()
             if self._deletes:
                 await self._collect()
-
-    def _prolong_leases(self) -> None:
-        """Extend the leases by the time during which this process did not run: no member could renew its lease."""
-        now, before = self._core.clock(), self._ticked_at
-        self._ticked_at = now
-        if before is not None and now - before > STOOD_STILL_S:
-            log.warning("orchestrator.stood_still", seconds=round(now - before, 1))
-            self._core.pool.prolong(now - before)
-            self._core.trainers.prolong(now - before)
 
     def _is_due(self, name: str, every_s: float) -> bool:
         now = self._core.clock()
@@ -146,7 +138,7 @@ class Watch:
         """Issue task groups again whose replicas live but never end a rollout."""
         core, now = self._core, self._core.clock()
         for replica in core.pool:
-            for name in replica.given_before(now - self._overdue_s):
+            for name in [name for name, given in replica.assignments.items() if now - given.since > self._overdue_s]:
                 core.counters[RunCount.TASK_GROUPS_OVERDUE.value] += 1
                 core.dispatcher.take_back(name, f"not done after {self._overdue_s:g} s")
 
@@ -167,29 +159,20 @@ class Watch:
             core.abandon_evaluations(gone)
             self._gone_since = None
 
-    def _hold_back(self, free_bytes: int) -> None:
-        least = self._core.recipe.orchestrator.min_free_bytes
-        reason = ""
-        if self._core.journal.blocked:
-            reason = "the journal has no free disk"
-        elif free_bytes < least:
-            reason = f"free disk is below orchestrator.min_free_bytes ({least})"
-        self._core.dispatcher.hold(Hold.DISK, reason)
-
     def _write_throughput(self) -> None:
         """Write the row of the run's throughput and of the shares of idle time."""
-        core, book = self._core, self._core.stall_state.book
+        core = self._core
+        trainers_idle, replicas_idle = core.book.idle_shares(core.clock())
         step = max((ledger.newest_number for ledger in core.trained_ledgers.values()), default=0)
-        book.mark(core.clock())
         values = {
             ThroughputKey.TOKENS_PER_S: core.pool.tokens_per_s,
             ThroughputKey.REPLICAS: float(len(core.pool)),
             ThroughputKey.RUNNING: float(core.pool.num_running),
-            ThroughputKey.TRAINER_IDLE_SHARE: book.share_lately(is_of_trainer, lambda a: a.name not in COMPUTING),
-            ThroughputKey.REPLICA_IDLE_SHARE: book.share_lately(is_replica, lambda a: a.on == ORCHESTRATOR),
+            ThroughputKey.TRAINER_IDLE_SHARE: trainers_idle,
+            ThroughputKey.REPLICA_IDLE_SHARE: replicas_idle,
         }
         known = {key.value: value for key, value in values.items() if value is not None}
-        core.metrics.throughput(max(step, 0), waits(core), known)
+        core.metrics.row(RowKind.THROUGHPUT, step=max(step, 0), **known, waits=waits(core))
 
     async def _collect(self) -> None:
         """Delete segments of unneeded records."""
@@ -219,11 +202,11 @@ class StallWatch:
     def look(self) -> None:
         """Run the detector; the caller does so once a second."""
         core = self._core
-        core.stall_state.account.enter(*own_activity(core))
+        core.account.enter(*own_activity(core))
         seen = facts(core)
-        core.stall_state.book.note(seen.accounts.values())
+        core.book.note(seen.accounts.values())
         begun, ended = self._detector.look(seen)
-        core.stall_state.stalls = self._detector.stalls
+        core.stalls = self._detector.stalls
         for stall in begun:
             self._begun(stall)
         for stall in ended:
@@ -241,7 +224,7 @@ class StallWatch:
             detail=stall.detail,
             since=time.time() - seconds,
             seconds=seconds,
-            advice=stall.advice,
+            advice=stall.cause.advice,
         )
         core.counters[RunCount.STALLS.value] += 1
         core.metrics.stall(StallMoment.BEGIN, stall.component, stall.cause.value, stall.detail, seconds)
@@ -264,7 +247,7 @@ def facts(core: OrchestratorCore) -> Facts:
         progress[f"{policy}/batch"] = float(batches.newest_step)
     # Only of components with a lease: older reports do not describe the present.
     accounts += [account for peer in peers.values() for account in peer.accounts]
-    accounts.append(core.stall_state.account.state())
+    accounts.append(core.account.state())
     return Facts(
         now=core.clock(),
         ended=control.ended,
@@ -273,8 +256,8 @@ def facts(core: OrchestratorCore) -> Facts:
         held_back=dict(core.dispatcher.holds),
         journal_blocked=core.journal.blocked,
         journal_oldest_s=core.journal.waiting_s,
-        replicas=tuple(_replica(replica) for replica in core.pool),
-        lost=dict(core.stall_state.lost),
+        replicas=tuple(core.pool),
+        lost=dict(core.lost),
         policies=tuple(_policy(core, policy) for policy in core.batches),
         accounts={account.component: account for account in accounts},
         peers=peers,
@@ -313,19 +296,8 @@ def own_activity(core: OrchestratorCore) -> Activity:
     return Activity(ActivityName.NOTHING_TO_DO)
 
 
-def _replica(replica: Replica) -> ReplicaFacts:
-    return ReplicaFacts(
-        component=replica.component,
-        num_reports=replica.num_reports,
-        stream_open=replica.mailbox is not None,
-        unseen_orders=tuple([assignment.since for assignment in replica.unseen(UNSEEN_REPORTS)]),
-        untaken={policy: replica.held[policy].number for policy in replica.moving} if replica.moving else _NONE,
-        peers=replica.peers,
-    )
-
-
 def _policy(core: OrchestratorCore, policy: str) -> PolicyFacts:
-    trainer, experience = core.trainers.get(policy), core.experience
+    experience = core.experience
     return PolicyFacts(
         policy=policy,
         batch_size=experience.buffers[policy].batch_size,
@@ -334,9 +306,7 @@ def _policy(core: OrchestratorCore, policy: str) -> PolicyFacts:
         num_filtered_in_a_row=experience.num_filtered_in_a_row[policy],
         quota_full=experience.admission.accounts[policy].is_full,
         trainer_wanted=core.num_steps > 0 and core.ledgers[policy].newest_number < core.last_step(policy),
-        trainer_joined=trainer is not None,
-        refusal=trainer.refusal if trainer is not None else "",
-        rank_reports={0: trainer.num_reports, **trainer.rank_reports} if trainer is not None else _NO_RANKS,
+        trainer=core.trainers.get(policy),
     )
 
 

@@ -117,7 +117,7 @@ def main() -> int:
     from services.common.config.loading import load_resolved
     from services.common.telemetry.logs import configure
 
-    configure("replay", level="warning")  # to standard error: standard output has the result
+    configure("replay")  # to standard error: standard output has the result
     try:
         recipe = load_resolved(arguments.run_dir)
         with _Orchestrator(arguments.orchestrator, str(recipe.run.id), arguments.policy) as orchestrator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 from collections import Counter
@@ -65,13 +66,15 @@ def together(requests: Iterable[Request]) -> Request:
 
 
 async def send(address: str, requests: Iterable[Request]) -> list[pool_pb2.RecordAck]:
-    """On a stream of their own; the acknowledgements, in order."""
+    """On a stream of their own; the acknowledgements, in the order of the records."""
     listed = list(requests)
     num_records = sum(max(1, len(request.records)) for request in listed)
 
     async def numbered() -> AsyncIterator[Request]:
-        for number, request in enumerate(listed, start=1):
-            request.record_number = number
+        numbers = itertools.count(1)
+        for request in listed:
+            for record in request.records or [request]:
+                record.record_number = next(numbers)
             yield request
         await done.wait()
 
@@ -83,7 +86,7 @@ async def send(address: str, requests: Iterable[Request]) -> list[pool_pb2.Recor
             if len(acks) == num_records:
                 done.set()
                 break
-    return acks
+    return sorted(acks, key=lambda ack: ack.record_number)
 
 
 def reasons(acks: Iterable[pool_pb2.RecordAck]) -> list[Reason | None]:

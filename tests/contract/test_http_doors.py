@@ -19,6 +19,7 @@ import zmq.asyncio
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from extras.prometheus.server import MetricsServer
 from extras.worlds.taskserver import TaskServer
 from services.common import http as origin
 from services.common.config.envgateway import HttpConfig, TaskServerConfig
@@ -27,7 +28,6 @@ from services.common.errors import ConfigError
 from services.common.extras import provided
 from services.common.http import ANSWER_HEADERS, HOSTS_VARIABLE, allowed_hosts, is_served
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.prometheus import MetricsServer
 from services.common.security import identity
 from services.common.security.keys import Role
 from services.common.telemetry.metrics import ProcessStatus

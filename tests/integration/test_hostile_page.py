@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from extras.prometheus.server import MetricsServer
 from extras.worlds.tests.taskserver_scripted import task_server
 from services.common import http
 from services.common.config.envgateway import HttpConfig, ServedTaskConfig
-from services.common.prometheus import MetricsServer
 from services.envgateway.http import HttpServer, Submission, SubmissionOutcome
 from tests import needs
 from tests.contract.test_http_doors import _status

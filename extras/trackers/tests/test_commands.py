@@ -16,16 +16,14 @@ from extras.trackers.sinks import TrackerDown
 from services.cli.__main__ import app
 from services.cli.check.recipe import launch_problems
 from services.cli.watch import LOOK_EVERY_S, TrackersTold
-from services.common import run_files
 from services.common.config import processes
 from services.common.config.loading import load_recipe, save_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.installing import install
-from services.orchestrator.metrics import RunMetrics
-from services.orchestrator.trackers import TrackersProcess, followed
+from services.orchestrator.trackers import TrackersProcess
 from tests.clock import Clock
-from tests.unit.orchestrator.metrics_rows import STEP, write_run
+from tests.unit.orchestrator.metrics_rows import write_run
 from tests.waiting import WAIT_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,21 +55,6 @@ def test_a_tracker_without_its_extra_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_unknown_and_repeated_trackers_are_refused(chosen: str, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         recipe(*chosen.split(","))
-
-
-def test_no_tracker_and_tensorboard_alone_start_no_process(tmp_path: Path) -> None:
-    for chosen in ((), ("tensorboard",)):
-        assert followed(recipe(*chosen)) == []
-        TrackersProcess(recipe(*chosen), tmp_path).end()
-    assert not run_files.logs(tmp_path).exists()
-
-
-def test_without_tensorboard_there_are_no_event_files(tmp_path: Path) -> None:
-    for tensorboard in (False, True):
-        metrics = RunMetrics(tmp_path, tensorboard=tensorboard)
-        metrics.training_step("model0", 1, STEP)
-        metrics.close()
-        assert run_files.tensorboard(tmp_path).exists() == tensorboard
 
 
 def test_an_outage_and_its_end_are_told_once_and_the_rest_at_the_end(tmp_path: Path) -> None:
@@ -151,13 +134,6 @@ def test_track_does_not_wait_for_a_tracker_that_hangs(tmp_path: Path, monkeypatc
     refused = CliRunner().invoke(app, ["track", str(tmp_path)])
     released.set()
     assert "otlp: the log above says why" in str(refused.exception) and "run this again later" in str(refused.exception)
-
-
-def test_track_of_a_run_without_trackers_says_so(tmp_path: Path) -> None:
-    save_resolved(recipe("tensorboard"), tmp_path)
-    write_run(tmp_path)
-    assert "names none but tensorboard" in str(CliRunner().invoke(app, ["track", str(tmp_path)]).exception)
-    assert "no run directory" in str(CliRunner().invoke(app, ["track", str(tmp_path / "metrics")]).exception)
 
 
 @pytest.mark.needs("trackio")

@@ -69,39 +69,6 @@ def test_every_row_arrives_once_and_in_order(actions: list[str]) -> None:
         assert all_sent(run_dir, "recorder")
 
 
-def test_what_a_tracker_that_is_down_did_not_take_is_sent_when_it_is_back(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    sink = Recorder()
-    sink.down = True
-    following = follower_of(tmp_path, sink)
-    assert not following.poll() and not following.poll()
-    assert following.is_down and not all_sent(tmp_path, "recorder")
-    assert read_position(tmp_path, "recorder").error == "no answer"
-    sink.down = False
-    assert following.poll() and following.ended
-    assert read_position(tmp_path, "recorder").error == "" and read_position(tmp_path, "recorder").num_rows == len(
-        sink.rows
-    )
-
-
-def test_a_tracker_that_cannot_be_opened_is_down(tmp_path: Path) -> None:
-    write_run(tmp_path)
-
-    def refuse() -> Recorder:
-        raise TrackerDown("no server")
-
-    following = Follower(tmp_path, "recorder", refuse)
-    assert not following.poll() and following.is_down
-
-
-def test_it_ends_with_the_run_and_closes_the_tracker(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    sink = Recorder()
-    following = follower_of(tmp_path, sink)
-    following.run(threading.Event())
-    assert sink.closed == 1 and following.complete
-
-
 def test_a_stop_during_an_outage_ends_it_with_the_rows_kept(tmp_path: Path) -> None:
     write_run(tmp_path, summary=False)
     sink, stop = Recorder(), threading.Event()
@@ -110,14 +77,6 @@ def test_a_stop_during_an_outage_ends_it_with_the_rows_kept(tmp_path: Path) -> N
     following = follower_of(tmp_path, sink)
     following.run(stop)
     assert not following.complete and read_position(tmp_path, "recorder").offset == 0
-
-
-def test_lines_that_are_no_rows_are_passed_over(tmp_path: Path) -> None:
-    run_files.metrics(tmp_path).parent.mkdir()
-    run_files.metrics(tmp_path).write_bytes(b'\xff\xfe\n[1, 2]\n{"a": 1}\n\n{"time": 1.0, "kind": "stall"}\n')
-    sink = Recorder()
-    assert follower_of(tmp_path, sink).poll()
-    assert sink.rows == [{"time": 1.0, "kind": "stall"}]
 
 
 def test_a_damaged_position_begins_again(tmp_path: Path) -> None:

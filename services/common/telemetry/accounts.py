@@ -17,8 +17,8 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -254,6 +254,13 @@ class AccountState:
         whole = self.seconds
         return {Activity(a.name, a.on): a.seconds / whole for a in self.activities} if whole > 0 else {}
 
+    def named_shares(self) -> dict[str, float]:
+        """By "activity" or "activity -> component waited for", largest first."""
+        found = sorted(self.shares().items(), key=lambda item: -item[1])
+        return {
+            f"{activity.name} -> {activity.on}" if activity.on else activity.name: share for activity, share in found
+        }
+
     def now(self) -> list[ActivityTime]:
         """The present activities, longest first."""
         return sorted((a for a in self.activities if a.num_now), key=lambda a: -a.longest_now_s)
@@ -287,12 +294,17 @@ class Wait:
 
     def __enter__(self) -> Wait:
         if self.lane is not None:
-            self.lane.account.open(self.lane, self)
+            account = self.lane.account
+            with account.lock:
+                account.settle(self.lane, account.clock())
+                self.lane.entries.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.lane is not None:
-            self.lane.account.close(self.lane, self)
+            account = self.lane.account
+            with account.lock:
+                account.leave(self.lane, self, account.clock())
 
     def note(self, detail: str) -> None:
         self.detail = detail
@@ -305,12 +317,6 @@ class Lane:
     account: TimeAccount
     entries: list[Wait]
     since: float  # when the entry that counts began to, or began to again
-
-
-@dataclass(slots=True)
-class _Total:
-    seconds: float = 0.0
-    num_done: int = 0
 
 
 _LANE: ContextVar[Lane | None] = ContextVar("lane", default=None)
@@ -329,14 +335,15 @@ class TimeAccount:
         """``rest`` is the activity of free lanes; ``cpu_s`` returns the processor seconds of the work."""
         self.component = component
         self.num_lanes = num_lanes
-        self._clock = clock
+        self.clock = clock
         self._cpu_s = cpu_s
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._rest = rest
         now = clock()
         self._lanes = [Lane(self, [Wait(rest)], now) for _ in range(num_lanes)]
         self._free = list(reversed(self._lanes)) if num_lanes > 1 else []
-        self._totals: defaultdict[Activity, _Total] = defaultdict(_Total)
+        self._seconds: defaultdict[Activity, float] = defaultdict(float)
+        self._num_done: Counter[Activity] = Counter()
         self._progress = 0
 
     # -- activities of lanes ------------------------------------------------------------------------------------------
@@ -344,20 +351,20 @@ class TimeAccount:
     @contextmanager
     def lane(self, name: AnyActivity, on: Component = NOBODY) -> Iterator[Lane | None]:
         """Occupy a free lane for this task; None, without counting, if all are occupied."""
-        with self._lock:
+        with self.lock:
             lane = self._free.pop() if self._free else None
         if lane is not None:
-            self.open(lane, Wait(Activity(name, on), lane))
+            Wait(Activity(name, on), lane).__enter__()
         token = _LANE.set(lane)
         try:
             yield lane
         finally:
             _LANE.reset(token)
             if lane is not None:
-                with self._lock:
-                    now = self._clock()
+                with self.lock:
+                    now = self.clock()
                     while len(lane.entries) > 1:
-                        self._close(lane, lane.entries[-1], now)
+                        self.leave(lane, lane.entries[-1], now)
                     self._replace(lane, Activity(*self._rest), now)
                     self._free.append(lane)
 
@@ -365,17 +372,6 @@ class TimeAccount:
         """In the body of this, the lane of this task, or the one that is given, is in this. A task without a lane counts
         only where the account has but one."""
         return Wait(Activity(name, on), lane or self.here())
-
-    def open(self, lane: Lane, entry: Wait) -> None:
-        """For ``Wait``: the lane enters this."""
-        with self._lock:
-            self._settle(lane, self._clock())
-            lane.entries.append(entry)
-
-    def close(self, lane: Lane, entry: Wait) -> None:
-        """For ``Wait``: the lane leaves this."""
-        with self._lock:
-            self._close(lane, entry, self._clock())
 
     def here(self) -> Lane | None:
         """The lane of this task."""
@@ -387,16 +383,16 @@ class TimeAccount:
     def enter(self, name: AnyActivity, on: Component = NOBODY, detail: str = "") -> None:
         """Set the base activity of the only lane, below those entered with ``during``. If unchanged, only the
         detail changes."""
-        with self._lock:
+        with self.lock:
             lane = self._lanes[0]
-            self._replace(lane, Activity(name, on), self._clock())
+            self._replace(lane, Activity(name, on), self.clock())
             lane.entries[0].detail = detail
 
     def rest(self, name: AnyActivity, on: Component = NOBODY) -> None:
         """Set the activity of free lanes."""
-        with self._lock:
+        with self.lock:
             self._rest = Activity(name, on)
-            now = self._clock()
+            now = self.clock()
             for lane in self._free:
                 self._replace(lane, self._rest, now)
 
@@ -417,45 +413,46 @@ class TimeAccount:
 
     def state(self) -> AccountState:
         """The account now."""
-        with self._lock:
-            now = self._clock()
+        with self.lock:
+            now = self.clock()
             current: defaultdict[Activity, list[tuple[float, str]]] = defaultdict(list)
             for lane in self._lanes:
                 entry = lane.entries[-1]
                 current[entry.activity].append((now - lane.since, entry.detail))
-            known = {**dict.fromkeys(self._totals), **dict.fromkeys(current)}
+            activities = []
+            for activity in dict.fromkeys([*self._seconds, *self._num_done, *current]):
+                lanes = current.get(activity, [])
+                longest_s, detail = max(lanes, default=(0.0, ""))
+                activities.append(
+                    ActivityTime(
+                        name=ActivityLabel(str(activity.name)),  # plain: orjson takes no enum as the key of an object
+                        on=activity.on,
+                        seconds=self._seconds.get(activity, 0.0) + sum(seconds for seconds, _ in lanes),
+                        num_now=len(lanes),
+                        longest_now_s=longest_s,
+                        num_done=self._num_done[activity],
+                        detail=detail,
+                    )
+                )
             return AccountState(
                 component=self.component,
                 num_lanes=self.num_lanes,
-                activities=tuple(self._told(activity, current.get(activity, [])) for activity in known),
+                activities=tuple(activities),
                 progress=self._progress,
                 cpu_s=self._cpu_s(),
             )
 
-    def _told(self, activity: Activity, current: list[tuple[float, str]]) -> ActivityTime:
-        total = self._totals.get(activity) or _Total()
-        longest_s, detail = max(current, default=(0.0, ""))
-        return ActivityTime(
-            name=ActivityLabel(str(activity.name)),  # plain: orjson takes no enum as the key of an object
-            on=activity.on,
-            seconds=total.seconds + sum(seconds for seconds, _ in current),
-            num_now=len(current),
-            longest_now_s=longest_s,
-            num_done=total.num_done,
-            detail=detail,
-        )
-
     # -- bookkeeping, under the lock ---------------------------------------------------------------------------------
 
-    def _close(self, lane: Lane, entry: Wait, now: float) -> None:
+    def leave(self, lane: Lane, entry: Wait, now: float) -> None:
         if lane.entries[-1] is entry:
-            self._settle(lane, now)
+            self.settle(lane, now)
             lane.entries.pop()
         elif entry in lane.entries:
             lane.entries.remove(entry)
-        else:
-            return  # the lane was released before this activity ended
-        self._totals[entry.activity].num_done += 1
+        else:  # the lane was released before this activity ended
+            return
+        self._num_done[entry.activity] += 1
 
     def _replace(self, lane: Lane, activity: Activity, now: float) -> None:
         """The lowest entry becomes another one."""
@@ -463,13 +460,13 @@ class TimeAccount:
         if lowest.activity == activity:
             return
         if len(lane.entries) == 1:
-            self._settle(lane, now)
-        self._totals[lowest.activity].num_done += 1
+            self.settle(lane, now)
+        self._num_done[lowest.activity] += 1
         lane.entries[0] = Wait(activity)
 
-    def _settle(self, lane: Lane, now: float) -> None:
+    def settle(self, lane: Lane, now: float) -> None:
         """Book the time since the last change on the counting activity."""
-        self._totals[lane.entries[-1].activity].seconds += now - lane.since
+        self._seconds[lane.entries[-1].activity] += now - lane.since
         lane.since = now
 
 
@@ -477,20 +474,3 @@ def during_here(name: AnyActivity, on: Component = NOBODY) -> AbstractContextMan
     """Like ``during`` of the account with this task's lane; without a lane, no time is counted."""
     lane = _LANE.get()
     return nullcontext() if lane is None else lane.account.during(name, on, lane)
-
-
-Matrix = dict[tuple[Component, Component], float]
-
-
-def wait_shares(accounts: Iterable[AccountState]) -> Matrix:
-    """(component, component waited for) -> share of the first one's time; "" means its own work.
-
-    >>> waits = ActivityTime(name="waiting for a batch", on="orchestrator", seconds=3.0)
-    >>> wait_shares([AccountState(component="t", activities=(waits, ActivityTime(name="training", seconds=1.0)))])
-    {('t', 'orchestrator'): 0.75, ('t', ''): 0.25}
-    """
-    matrix: defaultdict[tuple[Component, Component], float] = defaultdict(float)
-    for account in accounts:
-        for activity, share in account.shares().items():
-            matrix[account.component, activity.on] += share
-    return dict(matrix)

@@ -2,8 +2,7 @@
 
 ``PoolServicer`` converts messages; ``ReplicaApi`` and ``GatewayApi`` handle the calls, independent of grpc.
 
-Records of a trajectory stream are acknowledged in order, up to ``MAX_ACKS`` per message, whatever the order in which they
-are durable. A single acknowledgement is sent at once; in a stream of them, ``LINGER_S`` follows each message that is not
+Records of a trajectory stream are acknowledged as they become durable, up to ``MAX_ACKS`` per message. A single acknowledgement is sent at once; in a stream of them, ``LINGER_S`` follows each message that is not
 full. Only the memory of the sender waits for an acknowledgement: the sender keeps unacknowledged records.
 """
 
@@ -12,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
@@ -49,11 +48,9 @@ from services.orchestrator.ingest import (
     MOST_SLOTS,
     MOST_TEXT,
     Answer,
-    RecordOutcome,
     check_held,
     check_id,
     check_number,
-    finite_gauges,
     possible_intervals,
 )
 from services.orchestrator.members import (
@@ -82,14 +79,6 @@ MAX_OPEN = 256  # records read and not yet acknowledged: beyond this the stream 
 LAST_ACKS_S = 4.0  # below the server's grace
 MOST_DETAIL = 512  # characters of an acknowledgement
 
-_OUTCOME = {
-    RecordOutcome.ACCEPTED: pool_pb2.RECORD_OUTCOME_ACCEPTED,
-    RecordOutcome.DUPLICATE: pool_pb2.RECORD_OUTCOME_DUPLICATE,
-    RecordOutcome.UNKNOWN: pool_pb2.RECORD_OUTCOME_UNKNOWN,
-    RecordOutcome.INVALID: pool_pb2.RECORD_OUTCOME_INVALID,
-    RecordOutcome.REFUSED: pool_pb2.RECORD_OUTCOME_REFUSED,
-}
-
 
 class ReplicaApi:
     """Handles the calls of replicas: join, leave and reports. Records of rollouts go to ``ingest`` instead."""
@@ -110,7 +99,7 @@ class ReplicaApi:
                 by=hello.incarnation,
             )
         replica = self._core.pool.join(hello)
-        self._core.stall_state.lost.pop(replica.component, None)
+        self._core.lost.pop(replica.component, None)
         log.info(
             LogEvent.REPLICA_JOINED, replica=hello.replica_id, incarnation=hello.incarnation, slots=hello.num_slots
         )
@@ -140,7 +129,7 @@ class ReplicaApi:
         replica = self._core.pool.report(replica_id, incarnation, **report)
         self._core.turns.settle()
         self._core.counters[RunCount.TOKENS_SAMPLED.value] += replica.new_tokens
-        self._core.timeline.emitted(replica_id, emission)
+        self._core.timeline.emitted(emission)
         self._core.dispatcher.announcer.sync(replica)
         if self._core.pool.takers != before:  # otherwise its availability is unchanged, as in most reports
             self._core.dispatcher.schedule()
@@ -158,10 +147,9 @@ class GatewayApi:
         self._pool = core.pool
         self._dispatcher = core.dispatcher
         self._is_elsewhere = self._config is not None and self._config.node != 0
-        self._joined: dict[int, str] = {}  # addresses, by the order in which they came
-        self._number = 0
+        self._joined: list[str] = []  # addresses of the streams, newest last
         self._known = ""  # of the gateway on another node that joined last
-        self._hold()
+        self._changed()
 
     @property
     def address(self) -> str:
@@ -170,8 +158,8 @@ class GatewayApi:
             return self._known
         return address(self._config.host, self._config.port)
 
-    def join(self, place: str) -> int:
-        """Register a gateway's stream; returns its number, for ``left``.
+    def join(self, place: str) -> None:
+        """Register a gateway's stream.
 
         Raises ``InvalidRequestError`` for a run without a gateway, and for an address that cannot be dialled.
         """
@@ -181,48 +169,33 @@ class GatewayApi:
             check_place(place)
         except ConfigError as error:
             raise InvalidRequestError(error.message) from None
-        self._number += 1
-        self._joined[self._number] = place
+        self._joined.append(place)
         log.info("envgateway.joined", address=place)
         self._changed()
-        return self._number
 
-    def left(self, number: int) -> None:
+    def left(self, place: str) -> None:
         """Remove a gateway whose stream has ended."""
-        log.info("envgateway.left", address=self._joined.pop(number))
+        self._joined.remove(place)
+        log.info("envgateway.left", address=place)
         self._changed()
 
     def _changed(self) -> None:
-        if not self._is_elsewhere:
-            return
-        newest = next(reversed(self._joined.values()), self._known)
-        if newest != self._known:
-            self._known = newest
-            for replica in self._pool:
-                self._pool.send(replica, UseGateway(newest))
-        self._hold()
-
-    def _hold(self) -> None:
         if self._config is None or not self._is_elsewhere:
             return
+        if self._joined and self._joined[-1] != self._known:
+            self._known = self._joined[-1]
+            for replica in self._pool:
+                self._pool.send(replica, UseGateway(self._known))
         away = f"the environment gateway of node {self._config.node} (envgateway.node) has not joined, or has left"
         self._dispatcher.hold(Hold.GATEWAY, "" if self._joined else away)
 
 
-class _Slot(Generic[T]):
-    __slots__ = ("number", "outcome")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.outcome: T | None = None
-
-
 class AckQueue(Generic[T]):
-    """Acknowledgements of one stream: answered in any order, sent in order. Belongs to one event loop."""
+    """Acknowledgements of one stream. Belongs to one event loop."""
 
-    def __init__(self, linger_s: float = LINGER_S) -> None:
-        self._linger_s = linger_s
-        self._slots: deque[_Slot[T]] = deque()
+    def __init__(self) -> None:
+        self._ready: deque[tuple[int, T]] = deque()
+        self._num_open = 0  # records without an acknowledgement that was taken
         self._answered = asyncio.Event()  # the sender checks the queue
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -230,16 +203,14 @@ class AckQueue(Generic[T]):
 
     def open(self, number: int) -> Callable[[T], None]:
         """Register a received record; returns the callback for its outcome."""
-        slot: _Slot[T] = _Slot(number)
-        self._slots.append(slot)
-        if len(self._slots) >= MAX_OPEN:
+        self._num_open += 1
+        if self._num_open >= MAX_OPEN:
             self._has_room.clear()
-        return partial(self._answer, slot)
+        return partial(self._answer, number)
 
-    def _answer(self, slot: _Slot[T], outcome: T) -> None:
-        slot.outcome = outcome
-        if self._slots[0].outcome is not None:
-            self._answered.set()
+    def _answer(self, number: int, outcome: T) -> None:
+        self._ready.append((number, outcome))
+        self._answered.set()
 
     @property
     def full(self) -> bool:
@@ -255,22 +226,21 @@ class AckQueue(Generic[T]):
         self._answered.set()
 
     async def next(self) -> list[tuple[int, T]]:
-        """The next acknowledgements, in order; empty after the end of the stream when all are sent."""
+        """The next acknowledgements; empty after the end of the stream when all are taken."""
         while True:
-            ready: list[tuple[int, T]] = []
-            while self._slots and len(ready) < MAX_ACKS and (outcome := self._slots[0].outcome) is not None:
-                ready.append((self._slots.popleft().number, outcome))
-            if len(self._slots) < MAX_OPEN:
+            taken = [self._ready.popleft() for _ in range(min(MAX_ACKS, len(self._ready)))]
+            self._num_open -= len(taken)
+            if self._num_open < MAX_OPEN:
                 self._has_room.set()
-            if ready or (self._ended.is_set() and not self._slots):
-                return ready
+            if taken or (self._ended.is_set() and not self._num_open):
+                return taken
             self._answered.clear()
             await self._answered.wait()
 
     async def linger(self) -> None:
         """Let later answers share a message; returns at once after the end of the stream."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._linger_s):
+            async with asyncio.timeout(LINGER_S):
                 await self._ended.wait()
 
 
@@ -293,7 +263,6 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
                 num_slots=check_number("num_slots", request.num_slots, 1, MOST_SLOTS),
                 held=self._held(request.held_versions),
                 running=tuple(request.running_task_group_ids),
-                labels=dict(request.labels),
                 weights_address=request.weights_address[:MOST_TEXT],
             )
         )
@@ -341,7 +310,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def JoinGateway(
         self, request: pool_pb2.JoinGatewayRequest, context: Context
     ) -> AsyncIterator[pool_pb2.JoinGatewayResponse]:
-        number = self._gateway.join(request.address)
+        self._gateway.join(request.address)
         try:
             yield pool_pb2.JoinGatewayResponse(welcome=pool_pb2.GatewayWelcome(run_id=self._core.run_id))
             # Without a deadline: until this process ends, when replicas, which may still call the gateway, have left.
@@ -350,32 +319,24 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
                 reason = f"the run has {self._core.control.phase.value}"
                 yield pool_pb2.JoinGatewayResponse(leave=pool_pb2.Drain(reason=reason))
         finally:
-            self._gateway.left(number)
+            self._gateway.left(request.address)
 
     async def StreamReports(  # type: ignore[override]  # a coroutine that writes, so that no write is cancelled
         self, request_iterator: AsyncIterator[pool_pb2.StreamReportsRequest], context: Context
     ) -> None:
-        writing = asyncio.Lock()
-        reader = asyncio.ensure_future(self._answer_reports(request_iterator, context, writing))
-        closing = asyncio.ensure_future(self.closing.wait())
-        try:
-            await asyncio.wait({reader, closing}, return_when=asyncio.FIRST_COMPLETED)
+        writing = asyncio.Lock()  # gRPC cannot end a call in the middle of a write
+
+        async def answer() -> None:
+            async for request in request_iterator:
+                noted = self._note_report(request)
+                async with writing:
+                    await context.write(noted)
+
+        async with self._until_closing(answer()) as (reader,):
             if reader.done():
                 reader.result()
-            async with writing:  # gRPC cannot end a call in the middle of a write
-                reader.cancel()
-        finally:
-            for task in (reader, closing):
-                task.cancel()
-            await asyncio.gather(reader, closing, return_exceptions=True)
-
-    async def _answer_reports(
-        self, requests: AsyncIterator[pool_pb2.StreamReportsRequest], context: Context, writing: asyncio.Lock
-    ) -> None:
-        async for request in requests:
-            answer = self._note_report(request)
             async with writing:
-                await context.write(answer)
+                reader.cancel()
 
     def _note_report(self, request: pool_pb2.StreamReportsRequest) -> pool_pb2.StreamReportsResponse:
         self._replicas.report(
@@ -384,7 +345,6 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
             held=self._held(request.held_versions),
             num_tokens=check_number("num_generated_tokens", request.num_generated_tokens, 0, MOST_SAMPLED),
             emission=possible_intervals(interval_from_proto(interval) for interval in request.emission_intervals),
-            gauges=finite_gauges(request.gauges),
             running=request.running_task_group_ids if request.accounts else None,
             accounts=tuple([read(AccountState, account) for account in request.accounts]),
             peers=tuple([read(PeerState, peer) for peer in request.peers]),
@@ -400,11 +360,10 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         self, request_iterator: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], context: Context
     ) -> None:
         acks: AckQueue[Answer] = AckQueue()
-        reader = asyncio.ensure_future(self._read(request_iterator, acks))
-        writer = asyncio.ensure_future(_send_acks(acks, context))
-        closing = asyncio.ensure_future(self.closing.wait())
-        try:
-            await asyncio.wait({reader, writer, closing}, return_when=asyncio.FIRST_COMPLETED)
+        async with self._until_closing(self._read(request_iterator, acks), _send_acks(acks, context)) as (
+            reader,
+            writer,
+        ):
             # The peer has ended the stream or sent an unreadable record, or the service stops: acknowledge the records
             # read so far. Report the peer's mistake only after that: gRPC cannot end a call in the middle of a write.
             reader.cancel()
@@ -413,10 +372,19 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
                 await writer
             if reader.done() and not reader.cancelled():
                 reader.result()
+
+    @contextlib.asynccontextmanager
+    async def _until_closing(self, *work: Coroutine[Any, Any, None]) -> AsyncIterator[list[asyncio.Task[None]]]:
+        """The tasks of a stream, when one of them has ended or the service stops; all have ended after the body."""
+        tasks = [asyncio.ensure_future(part) for part in work]
+        closing = asyncio.ensure_future(self.closing.wait())
+        try:
+            await asyncio.wait([*tasks, closing], return_when=asyncio.FIRST_COMPLETED)
+            yield tasks
         finally:
-            for task in (reader, writer, closing):
+            for task in (*tasks, closing):
                 task.cancel()
-            await asyncio.gather(reader, writer, closing, return_exceptions=True)
+            await asyncio.gather(*tasks, closing, return_exceptions=True)
 
     async def _read(self, requests: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], acks: AckQueue[Answer]) -> None:
         async for request in requests:
@@ -460,7 +428,9 @@ async def _send_acks(acks: AckQueue[Answer], context: Context) -> None:
 
 
 def _ack(number: int, answer: Answer) -> pool_pb2.RecordAck:
-    ack = pool_pb2.RecordAck(record_number=number, outcome=_OUTCOME[answer.outcome])
+    ack = pool_pb2.RecordAck(
+        record_number=number, outcome=pool_pb2.RecordOutcome.Value(f"RECORD_OUTCOME_{answer.outcome.name}")
+    )
     if answer.refusal is not None:
         ack.reason = REFUSAL_NUMBERS[answer.refusal.reason]  # type: ignore[assignment]
         ack.detail = answer.refusal.detail[:MOST_DETAIL]

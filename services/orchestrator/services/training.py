@@ -34,7 +34,7 @@ from services.orchestrator.ingest import (
     possible_intervals,
 )
 from services.orchestrator.journal import entries
-from services.orchestrator.members import PauseTraining, ResumeTraining, SaveCheckpoint, StopTraining, TrainerCommand
+from services.orchestrator.members import StopTraining, TrainerCommand, TrainerRequest
 from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.trainers import Trainer
 
@@ -60,7 +60,6 @@ class TrainerApi:
         incarnation: str,
         num_ranks: int,
         recovered_version: int,
-        labels: Mapping[str, str],
         kept_checkpoint_steps: Iterable[int] = (),
         vocab_size: int = 0,
     ) -> Trainer:
@@ -70,7 +69,7 @@ class TrainerApi:
         # Retention may delete records up to a checkpoint: one ahead of the ledger belongs to another history.
         recovered = min(recovered_version, newest)
         before = self._core.trainers.get(policy)
-        trainer = self._core.trainers.join(policy, incarnation, num_ranks, recovered, labels, kept_checkpoint_steps)
+        trainer = self._core.trainers.join(policy, incarnation, num_ranks, recovered, kept_checkpoint_steps)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
         self._core.bounds.learn_vocabulary(policy, vocab_size)
         self._core.trainer_found(policy)
@@ -78,9 +77,9 @@ class TrainerApi:
         if self._core.control.ended:
             trainer.mailbox.put(StopTraining(f"the run has {self._core.control.phase.value}"))
         elif self._core.control.paused:
-            trainer.mailbox.put(PauseTraining())
+            trainer.mailbox.put(TrainerRequest.PAUSE)
         elif self._core.ended_early:
-            trainer.mailbox.put(SaveCheckpoint())
+            trainer.mailbox.put(TrainerRequest.SAVE_CHECKPOINT)
         self._core.turns.trainer_joined(trainer, again=trainer is before)
         return trainer
 
@@ -163,7 +162,6 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             request.incarnation,
             max(check_number("num_ranks", request.num_ranks, 0, MOST_RANKS), 1),
             check_number("recovered_version", request.recovered_version, -1),
-            dict(request.labels),
             self._kept_steps(request.policy, request.kept_checkpoint_steps),
             check_number("vocab_size", request.vocab_size, 0, MOST_ROWS),
         )
@@ -278,12 +276,10 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
 
 def _command(command: TrainerCommand) -> training_pb2.JoinTrainingResponse:
     match command:
-        case PauseTraining():
-            return training_pb2.JoinTrainingResponse(pause=training_pb2.PauseTraining())
-        case ResumeTraining():
-            return training_pb2.JoinTrainingResponse(resume=training_pb2.ResumeTraining())
-        case SaveCheckpoint():
-            return training_pb2.JoinTrainingResponse(checkpoint=training_pb2.SaveCheckpoint())
+        case TrainerRequest():
+            response = training_pb2.JoinTrainingResponse()
+            getattr(response, command.value).SetInParent()
+            return response
         case StopTraining(reason):
             return training_pb2.JoinTrainingResponse(stop=training_pb2.StopTraining(reason=reason))
         case DeviceTurn():

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from services.cli import doctor as rules
 from services.cli.__main__ import app
-from services.cli.doctor import LEAST_POINTS, Failure, Verdict, change, diagnose
+from services.cli.doctor import FAILED_FETCHES, LEAST_POINTS, Failure, Verdict, change, diagnose
 from services.cli.inspect.run_state import read_metrics
 from services.common.config.loading import load_recipe, save_resolved
 from services.common.config.recipe import Recipe
@@ -24,7 +23,6 @@ from services.common.telemetry.metrics import StallMoment
 from services.orchestrator.journal.entries import DatasetScore, Estimate, EvaluationResult
 from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.stalls import Cause
-from tests.documented import DOCS
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 40
@@ -156,7 +154,7 @@ def test_failed_transfers_in_a_row_are_named_with_the_version_held_and_the_error
     recorded: Recorded, recipe: Recipe
 ) -> None:
     recorded.steps(8)
-    recorded.transfers("", "", *["digest differs"] * rules.FAILED_FETCHES)
+    recorded.transfers("", "", *["digest differs"] * FAILED_FETCHES)
     finding = recorded.verdict(recipe).findings[0]
     assert finding.failure is Failure.WEIGHTS_NOT_ARRIVING
     assert "since version 2" in finding.evidence and "digest differs" in finding.evidence
@@ -223,12 +221,6 @@ def test_a_reward_that_rises_while_every_evaluation_falls_is_no_learning(recorde
     )
 
 
-def test_too_few_steps_give_no_verdict(recorded: Recorded, recipe: Recipe) -> None:
-    recorded.steps(LEAST_POINTS - 1, rollout_reward_mean=0.0)
-    verdict = recorded.verdict(recipe)
-    assert failures(verdict) == [] and verdict.learning[0].learned is None and not verdict.nothing_learned
-
-
 @given(
     level=st.floats(-100, 100), scale=st.floats(0.01, 10), gain=st.floats(8, 50), number=st.integers(LEAST_POINTS, 200)
 )
@@ -238,17 +230,6 @@ def test_a_change_beyond_the_noise_is_seen_at_any_level_and_scale(
     draw = random.Random(number)
     found = change([level + scale * (draw.uniform(-1, 1) + gain * step / number) for step in range(number)])
     assert found is not None and found.low > 0
-
-
-def test_noise_alone_is_seldom_a_change() -> None:
-    draw = random.Random(5)
-    changes = [change([draw.gauss(0, 1) for _ in range(40)]) for _ in range(400)]
-    assert sum(one is not None and one.low > 0 for one in changes) < 400 * 0.06
-
-
-def test_every_threshold_and_failure_is_documented() -> None:
-    page = (DOCS / "doctor.md").read_text()
-    assert all(str(failure) in page for failure in Failure)
 
 
 # --- the commands ----------------------------------------------------------------------------------------------------
@@ -277,7 +258,7 @@ def test_a_run_that_learned_nothing_fails_where_the_recipe_says_so(
     run = recipe.run.model_copy(update={"fail_when_nothing_learned": wanted})
     chosen = recipe.model_copy(update={"run": run})
     save_resolved(chosen, recorded.run_dir)
-    outcome = launch.Outcome(recorded.run_dir, {"steps": {}, "evaluations": {}}, None)  # type: ignore[typeddict-item]
+    outcome = launch.Outcome(recorded.run_dir, {"steps": {}, "evaluations": {}}, None)
     monkeypatch.setattr(launch, "run", lambda *_: outcome)
     monkeypatch.setattr(resume, "reopen", lambda *_: (chosen, recorded.run_dir))
     told = CliRunner().invoke(app, ["run", "--resume", str(recorded.run_dir)])

@@ -108,10 +108,13 @@ def test_an_environment_of_servers_that_cannot_be_used_is_told_with_the_target_t
     python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     torch = packages / "torch.py"
+    # A tiny model: the estimate of a large one takes seconds.
+    overrides = [f"inference.a.engine={engine}", "inference.a.device=cuda", "inference.a.gpus=[0]"]
+    quickstart = load_recipe(REPOSITORY / "recipes/quickstart", overrides, {})
 
     def told() -> str:
         launch._error_of.cache_clear()
-        lines = launch_problems(recipe(f"inference.a.engine={engine}"))
+        lines = launch_problems(quickstart)
         return "\n".join(line for line in lines if line.startswith("inference.a.engine"))
 
     begins, remedy = f"inference.a.engine is {engine}, but ", f"run `make {engine}-env in {REPOSITORY}`"

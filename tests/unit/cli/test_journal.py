@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.watch import journal_and_disk
+from services.cli.watch import warnings_of
 from services.common.config.loading import save_resolved
 from services.common.pb import run_pb2
 from services.orchestrator.journal import entries
@@ -106,11 +106,11 @@ def test_export_writes_rows_with_lists_of_numbers(run: Path, tmp_path: Path) -> 
 
 def test_a_disk_that_fills_up_and_records_that_are_not_used_are_told() -> None:
     now = run_pb2.RunProgress()
-    assert journal_and_disk(now) == []
+    assert warnings_of(now) == []
     now.disk.free_bytes, now.disk.bytes_per_s, now.disk.full_in_s = 9 * 1024**3, 1024**3 / 3600, 32_400.0
     now.set_aside.add(kind="trajectories", reason="damaged", count=2)
-    disk, aside = journal_and_disk(now)
+    disk, aside = warnings_of(now)
     assert disk.startswith("disk full in 9 h at 1.0 GiB an hour (9.0 GiB free)")
     assert "2 trajectories (damaged)" in aside and "rollmill journal RUN list --set-aside" in aside
     now.disk.full_in_s = 60 * 3600.0
-    assert len(journal_and_disk(now)) == 1
+    assert len(warnings_of(now)) == 1

@@ -1,9 +1,8 @@
-"""Time accounts are exclusive and complete, and name the awaited component."""
+"""Time accounts: the seconds of all activities sum to lanes x lifetime, and components have one kind each."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from contextlib import ExitStack
 
 import pytest
@@ -11,8 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.pb import account_pb2
-from services.common.telemetry.accounts import AccountState, Activity, ActivityTime, PeerState, TimeAccount, wait_shares
+from services.common.telemetry import accounts
+from services.common.telemetry.accounts import (
+    NOBODY,
+    AccountState,
+    Activity,
+    ActivityName,
+    ActivityTime,
+    Component,
+    PeerState,
+    TimeAccount,
+    TrainerState,
+)
 from services.common.wire import read, write
+
+# --- accounts
 
 
 class Clock:
@@ -119,51 +131,6 @@ def test_what_nothing_occupies_is_in_the_rest_and_a_call_without_a_lane_is_nobod
     )
 
 
-def test_what_is_going_on_now_is_told_with_its_age_and_its_note() -> None:
-    clock = Clock()
-    account = TimeAccount("replica/a/weights/model0", clock=clock)
-    with account.during("fetching", on="publisher/model0") as wait:
-        clock.now += 12.0
-        wait.note("nobody answers")
-        (now,) = account.state().now()
-    assert (now.name, now.on, now.longest_now_s, now.detail) == ("fetching", "publisher/model0", 12.0, "nobody answers")
-    (fetching,) = [a for a in account.state().activities if a.name == "fetching"]
-    assert (fetching.num_done, fetching.num_now) == (1, 0)
-
-
-def test_many_threads_lose_no_time() -> None:
-    account = TimeAccount("busy", num_lanes=8)
-    begun = account.state().seconds
-
-    def work() -> None:
-        for _ in range(300):
-            with account.lane("a"), account.during("b"):
-                pass
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    state = account.state()
-    assert sum(activity.num_now for activity in state.activities) == 8
-    assert state.seconds >= begun
-    assert sum(state.shares().values()) == pytest.approx(1.0)
-
-
-def test_wait_shares_is_a_matrix_whose_rows_sum_to_one() -> None:
-    trainer = AccountState(
-        component="trainer/model0",
-        activities=(
-            ActivityTime(name="waiting for a batch", on="orchestrator", seconds=3.0),
-            ActivityTime(name="publishing", on="orchestrator", seconds=1.0),
-            ActivityTime(name="training", seconds=4.0),
-        ),
-    )
-    matrix = wait_shares([trainer, AccountState(component="young")])
-    assert matrix == {("trainer/model0", "orchestrator"): 0.5, ("trainer/model0", ""): 0.5}
-
-
 def test_accounts_and_peers_pass_the_wire_unchanged() -> None:
     account = AccountState(
         component="envgateway",
@@ -187,3 +154,38 @@ def test_accounts_and_peers_pass_the_wire_unchanged() -> None:
         component="envgateway", address="h:1", silent_s=3.0, detail="d", gauges={"g": 1.0}, accounts=(account,)
     )
     assert read(PeerState, write(peer, account_pb2.PeerState())) == peer
+
+
+# --- names of components
+
+
+NAMES = st.text("abcz0123-_.", min_size=1, max_size=12)
+
+
+@given(NAMES, NAMES)
+def test_a_part_is_split_into_its_replica_and_what_it_is(replica_id: str, policy: str) -> None:
+    whole = accounts.replica(replica_id)
+    for inner in (accounts.weights(policy), accounts.engine(policy)):
+        assert accounts.split(accounts.part(whole, inner)) == (whole, inner)
+    assert accounts.split(accounts.records(whole)) == (whole, Component("records"))
+    assert accounts.split(whole) == (whole, NOBODY)
+
+
+@given(NAMES, NAMES, st.integers(1, 99))
+def test_each_component_is_of_one_kind(replica_id: str, policy: str, rank: int) -> None:
+    whole = accounts.replica(replica_id)
+    kinds = {
+        whole: accounts.is_replica,
+        accounts.records(whole): accounts.is_records,
+        accounts.part(whole, accounts.weights(policy)): accounts.is_weights,
+        accounts.trainer_component(policy, rank): accounts.is_of_trainer,
+        accounts.publisher(policy): accounts.is_publisher,
+    }
+    for component, kind in kinds.items():
+        assert [found for found in kinds.values() if found(component)] == [kind]
+    assert accounts.replica_id(whole) == replica_id
+
+
+@pytest.mark.parametrize("state", TrainerState)
+def test_every_state_of_a_trainer_is_an_activity(state: TrainerState) -> None:
+    assert state.name in ActivityName.__members__

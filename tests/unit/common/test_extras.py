@@ -13,7 +13,7 @@ import extras
 from services.common.extras import Kind, load_extra, provided
 
 ROOT = Path(extras.__file__).parent
-KINDS: tuple[Kind, ...] = ("environments", "engines", "trackers", "clusters", "commands")
+KINDS: tuple[Kind, ...] = ("environments", "engines", "trackers", "metrics", "clusters", "commands")
 
 
 @pytest.mark.parametrize("kind", KINDS)

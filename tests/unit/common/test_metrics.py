@@ -28,13 +28,6 @@ def test_rows_are_readable_at_once_and_appended_to(tmp_path: Path) -> None:
     assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["step", "evaluation"]
 
 
-def test_a_number_that_json_lacks_is_null(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path / "m.jsonl")
-    writer.write("step", loss=float("nan"))
-    writer.close()
-    assert json.loads((tmp_path / "m.jsonl").read_text())["loss"] is None
-
-
 @pytest.mark.parametrize("name", ["time", "kind"])
 def test_no_field_replaces_what_every_row_has(tmp_path: Path, name: str) -> None:
     writer = MetricsWriter(tmp_path / "m.jsonl")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.common.records import WeightTransfer
-from services.common.telemetry.metrics import StallMoment
+from services.common.telemetry.metrics import RowKind, StallMoment
 from services.orchestrator.metrics import RunMetrics
 
 STEP = {
@@ -31,7 +31,7 @@ def write_run(run_dir: Path, *, steps: range = range(1, 4), summary: bool = True
     for step in steps:
         metrics.training_step("model0", step, STEP)
         metrics.weight_transfer("a", transfer(step))
-        metrics.throughput(step, ["waits"], {"tokens_per_s": 500.0})
+        metrics.row(RowKind.THROUGHPUT, step=step, tokens_per_s=500.0, waits=["waits"])
     metrics.weight_transfer("a", transfer(9, error="no answer"))
     metrics.stall(StallMoment.BEGIN, "envgateway", "silent", "no answer", 0.0)
     metrics.stall(StallMoment.END, "envgateway", "silent", "no answer", 12.0)

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import structlog
 
-from services.cli.watch import refusal_warning
+from services.cli.watch import warnings_of
+from services.common.pb import run_pb2
 from services.common.records import (
     Purpose,
     Refusal,
@@ -258,7 +259,7 @@ async def test_a_replica_whose_every_record_is_refused_is_named_and_one_good_rec
         for _ in range(3):
             world.clock.now += 1.0
             watch.look()
-        return {(stall.component, stall.cause.value) for stall in world.core.stall_state.stalls}
+        return {(stall.component, stall.cause.value) for stall in world.core.stalls}
 
     with structlog.testing.capture_logs() as logs:
         for slot in slots[:7]:
@@ -283,8 +284,8 @@ def test_refusals_remember_a_bounded_number_of_senders_and_what_was_refused_most
     assert {name: n for name, n in counters.items() if n} == {
         counter_of(Reason.NAME): MOST_SENDERS + 50, counter_of(Reason.TIME): 1
     }  # fmt: skip
-    assert refusal_warning(counters).startswith(f"refused records: {MOST_SENDERS + 51}, most because of name")
-    assert refusal_warning({"failures_other": 3}) == ""
+    (told,) = warnings_of(run_pb2.RunProgress(counters=counters))
+    assert told.startswith(f"refused records: {MOST_SENDERS + 51}, most because of name")
 
 
 # -- vocabulary -------------------------------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ def split(orders: list) -> tuple[list, list]:  # type: ignore[type-arg]
 def report(world: World, replica: Replica, number: int) -> None:
     world.replica_api.report(
         replica.replica_id, replica.incarnation, held={"model0": Held(number, f"d{number}")}, num_tokens=0, emission=[],
-        gauges={},
     )  # fmt: skip
 
 

@@ -26,7 +26,8 @@ async def test_a_gateway_of_node_0_is_where_the_recipe_says_and_nothing_waits_fo
     world = worlds(envgateway={"port": 50099})
     api = gateway_of(world)
     assert api.address == "127.0.0.1:50099"
-    api.left(api.join(HERE))
+    api.join(HERE)
+    api.left(HERE)
     assert api.address == "127.0.0.1:50099" and not world.core.dispatcher.holds
 
 
@@ -39,12 +40,12 @@ async def test_nothing_is_issued_until_the_gateway_of_another_node_has_joined(wo
     assert api.address == "" and await world.orders(replica) == []
     assert "gateway of node 1 (envgateway.node) has not joined" in world.core.dispatcher.held_back
 
-    number = api.join(HERE)
+    api.join(HERE)
     commands = await world.commands(replica)
     assert commands[0] == UseGateway(HERE), "before anything that needs it"
     assert len(commands) > 1 and api.address == HERE
 
-    api.left(number)
+    api.left(HERE)
     assert "envgateway" in world.core.dispatcher.holds
     assert api.address == HERE, "for replicas that join meanwhile: it may come back there"
     api.join(HERE)
@@ -57,9 +58,9 @@ async def test_the_gateway_that_joined_last_counts_and_then_the_one_that_is_left
     api = gateway_of(world)
     replica = world.join()
     api.join(HERE)
-    second = api.join(THERE)
+    api.join(THERE)
     assert api.address == THERE
-    api.left(second)
+    api.left(THERE)
     assert api.address == HERE and not world.core.dispatcher.holds
     told = [command for command in await world.commands(replica) if isinstance(command, UseGateway)]
     assert told == [UseGateway(HERE), UseGateway(THERE), UseGateway(HERE)]

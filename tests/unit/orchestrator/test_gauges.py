@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.common.prometheus import OTHER, Translation
+from extras.prometheus.server import OTHER, samples_of
 from services.orchestrator.progress import METRICS, gauges
 from services.orchestrator.tasks.prompts import ShortPrompts
 from services.orchestrator.tasks.rows import ListRows, UsableRows
@@ -35,7 +35,7 @@ async def test_every_gauge_and_counter_of_the_orchestrator_has_its_metric(tmp_pa
         train = ShortPrompts(UsableRows(ListRows(rows, "train"), None), 1, counters, None, "data.train")
         held_out = UsableRows(ListRows(rows, "held_out"), None)
         found = gauges(world.core, {"data.train": train, "data.evaluation.held_out": held_out}, {"slots_reissued": 2})
-        samples = list(Translation(METRICS).samples(found))
+        samples = list(samples_of(found, METRICS))
         assert not [sample for sample in samples if sample[0] is OTHER]
         values = {(metric.name, labels): value for metric, labels, value in samples}
         for name, told in COUNTERS.items():

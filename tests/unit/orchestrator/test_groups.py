@@ -12,15 +12,6 @@ from services.orchestrator.groups import TaskGroup
 from tests.unit.orchestrator.builders import advantage_groups, complete_group, failure, group, sequence, trajectory
 
 
-def test_first_record_of_a_slot_wins() -> None:
-    made = group(size=2)
-    first, second = trajectory(index=0, reward=1.0), trajectory(index=0, reward=0.0)
-    assert made.resolve(first)
-    assert not made.resolve(second)
-    assert not made.resolve(failure(index=0))
-    assert made.outcomes[0] is first
-
-
 def test_a_group_completes_with_failures_too() -> None:
     made = group(size=2)
     made.resolve(failure(index=1))

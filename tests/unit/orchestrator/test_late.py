@@ -42,7 +42,6 @@ def hold(world: World, replica: Replica, version: int) -> None:
         held={"model0": Held(version, f"d{version}")},
         num_tokens=0,
         emission=[],
-        gauges={},
     )
 
 
@@ -274,9 +273,7 @@ async def test_sampled_tokens_that_reached_no_record_can_be_counted(worlds: Call
     world = worlds(run={"steps": 9}, late="drop", max_staleness=1)
 
     def report(replica: Replica, num_tokens: int) -> None:
-        world.replica_api.report(
-            "a", "1", held={"model0": Held(0, "d0")}, num_tokens=num_tokens, emission=[], gauges={}
-        )
+        world.replica_api.report("a", "1", held={"model0": Held(0, "d0")}, num_tokens=num_tokens, emission=[])
 
     replica, orders = await begin(world)
     report(replica, 10)

@@ -96,7 +96,7 @@ async def test_a_run_whose_trainer_refuses_its_batch_pauses_with_the_reason_unti
 ) -> None:
     world = worlds()
     parts, watch = world.core, world.watch()
-    trainer = world.trainer_api.join("model0", "t", 1, 0, {})
+    trainer = world.trainer_api.join("model0", "t", 1, 0)
     trainer.refusal = "engine and trainer of model0 disagree by 0.3 nats a token"
     await watch.tick()
     assert parts.control.paused and trainer.refusal in parts.dispatcher.held_back

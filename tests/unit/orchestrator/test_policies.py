@@ -25,7 +25,7 @@ async def begin(world: World) -> Replica:
 def swapped(world: World, replica: Replica, **versions: int) -> None:
     """The replica reports these versions."""
     held = {policy: Held(number, f"d{number}") for policy, number in versions.items()}
-    world.replica_api.report(replica.replica_id, replica.incarnation, held=held, num_tokens=0, emission=[], gauges={})
+    world.replica_api.report(replica.replica_id, replica.incarnation, held=held, num_tokens=0, emission=[])
 
 
 async def test_apart_each_task_group_is_played_by_one_policy_in_fair_shares(worlds: Callable[..., World]) -> None:
@@ -40,7 +40,7 @@ async def test_together_the_slowest_policy_sets_the_pace_until_its_trainer_is_lo
     worlds: Callable[..., World],
 ) -> None:
     world = worlds(policies=AB, max_staleness=0, late="drop")
-    world.trainer_api.join("b", "t", 1, 0, {})
+    world.trainer_api.join("b", "t", 1, 0)
     replica = await begin(world)
     orders = await world.orders(replica)
     assert len(orders) == 2
@@ -52,7 +52,7 @@ async def test_together_the_slowest_policy_sets_the_pace_until_its_trainer_is_lo
     assert await world.orders(replica) == [], "b has no room"
     world.lose_trainer("b")
     assert len(await world.orders(replica)) == 2, "a goes on alone"
-    world.trainer_api.join("b", "t2", 1, 0, {})
+    world.trainer_api.join("b", "t2", 1, 0)
     assert not world.core.experience.admission.absent
 
 

@@ -216,7 +216,7 @@ async def test_a_run_goes_on_where_there_is_no_room_to_make_room(
     await world.publish(0)
     watch = world.watch()
     await watch.tick()
-    world.trainer_api.join("model0", "t", 0, 4, {}, kept_checkpoint_steps=[0])
+    world.trainer_api.join("model0", "t", 0, 4, kept_checkpoint_steps=[0])
     calls: list[int] = []
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -244,7 +244,7 @@ async def test_a_run_deletes_what_no_kept_checkpoint_needs_and_goes_on(worlds: C
     watch = world.watch()
     await watch.tick()  # no trainer has joined: the needed records are unknown
     every = rows(world.run_dir, records.TRAJECTORY)
-    world.trainer_api.join("model0", "t", 1, 4, {}, kept_checkpoint_steps=[2, 4])
+    world.trainer_api.join("model0", "t", 1, 4, kept_checkpoint_steps=[2, 4])
     world.clock.now += 10.0
     await watch.tick()
     kept = {row.key for row in rows(world.run_dir, records.TRAJECTORY)}

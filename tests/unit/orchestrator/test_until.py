@@ -16,7 +16,7 @@ from services.common.records import Purpose, TaskGroupOrder
 from services.orchestrator.evaluation import Threshold
 from services.orchestrator.groups import RunState
 from services.orchestrator.journal.entries import EvaluationResult, score
-from services.orchestrator.members import Held, Replica, SaveCheckpoint, StopTraining
+from services.orchestrator.members import Held, Replica, StopTraining, TrainerRequest
 from services.orchestrator.progress import progress
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World, living
@@ -115,7 +115,6 @@ def make(worlds: Make, **settings: Any) -> World:
 def report(world: World, replica: Replica, number: int) -> None:
     world.replica_api.report(
         replica.replica_id, replica.incarnation, held={"model0": Held(number, f"d{number}")}, num_tokens=0, emission=[],
-        gauges={},
     )  # fmt: skip
 
 
@@ -156,7 +155,7 @@ async def test_training_ends_when_two_evaluations_in_a_row_hold(worlds: Make) ->
         await world.publish(0)
         replica = world.join()
         await world.settle()
-        trainer = world.trainer_api.join("model0", "t", 1, 0, {})
+        trainer = world.trainer_api.join("model0", "t", 1, 0)
         for step, reward in ((1, 1.0), (2, 0.5), (3, 1.0)):
             await answer(world, await train(world, replica, step), reward)
             assert state_of(world) is RunState.TRAINING
@@ -170,9 +169,9 @@ async def test_training_ends_when_two_evaluations_in_a_row_hold(worlds: Make) ->
         assert now.policies[0].num_steps == 4
         assert not any("trainer model0 waits" in wait for wait in now.waits)
         assert trainer.mailbox is not None
-        assert [await trainer.mailbox.get() for _ in range(len(trainer.mailbox))] == [SaveCheckpoint()]
-        again = world.trainer_api.join("model0", "t", 1, 0, {})
-        assert again.mailbox is not None and await again.mailbox.get() == SaveCheckpoint()
+        assert [await trainer.mailbox.get() for _ in range(len(trainer.mailbox))] == [TrainerRequest.SAVE_CHECKPOINT]
+        again = world.trainer_api.join("model0", "t", 1, 0)
+        assert again.mailbox is not None and await again.mailbox.get() == TrainerRequest.SAVE_CHECKPOINT
         end = await world.orders(replica)
         assert [order.purpose for order in end] == [Purpose.EVALUATION] * 3, "and nothing to train"
         await answer(world, end, 1.0)

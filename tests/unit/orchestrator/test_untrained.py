@@ -64,7 +64,7 @@ async def test_its_versions_its_steps_and_its_trainer_hold_nothing_up(worlds: Ca
             await world.trainer_api.pull_batch("a", step, timeout_s=WAIT_S)
             await world.publish(step, policy="a")
             held = {"a": Held(step, f"d{step}"), "b": Held(0, "d0")}
-            world.replica_api.report("a", "1", held=held, num_tokens=0, emission=[], gauges={})
+            world.replica_api.report("a", "1", held=held, num_tokens=0, emission=[])
         await asyncio.wait_for(run, WAIT_S)
     assert world.core.control.phase is RunState.FINISHED
     assert summary(world.core)["steps"] == {"a": world.steps}

@@ -104,7 +104,6 @@ class World:
         self.journal = Journal(self.run_dir / "journal", segment_bytes=self.segment_bytes)
         self.core = recovered(lambda aside: self._core(recipe, aside), self.journal.reader)
         self.replica_api, self.trainer_api = ReplicaApi(self.core), TrainerApi(self.core)
-        self.turns = self.core.turns
         self.journal.start()
 
     def _core(self, recipe: Recipe, aside: Quarantine) -> OrchestratorCore:
@@ -129,12 +128,12 @@ class World:
     async def crash(self) -> None:
         """Drop all memory; the journal's thread ends after its queue."""
         await self.journal.close()
-        self.core.close_metrics()
+        self.core.metrics.close()
         self.open()
 
     async def close(self) -> None:
         await self.journal.close()
-        self.core.close_metrics()
+        self.core.metrics.close()
 
     # --- peers ---
 
@@ -204,12 +203,8 @@ class World:
 
     def lose_trainer(self, policy: str) -> None:
         """End the lease of the policy's trainer, as the periodic checks do when the lease runs out."""
-        trainer = self.core.trainers.get(policy) or self.trainer_api.join(policy, "t", 1, 0, {})
+        trainer = self.core.trainers.get(policy) or self.trainer_api.join(policy, "t", 1, 0)
         trainer.lease_until = self.clock.now - 1.0
-        self.core.check_leases()
-
-    def check_leases(self) -> None:
-        """End the leases that ran out, as the periodic checks do."""
         self.core.check_leases()
 
     def watch(self) -> Watch:

@@ -39,16 +39,8 @@ async def test_batch_is_the_same_when_asked_again_with_other_rank_count(worlds: 
         assert {share.minibatches for share in shares} == {whole.minibatches}
         found = sorted((s for share in shares for s in share.sequences), key=lambda s: (s.minibatch, s.position))
         for left, right in zip(whole.sequences, found, strict=True):
-            assert (left.sequence_id, left.minibatch, left.position) == (
-                right.sequence_id,
-                right.minibatch,
-                right.position,
-            )
-            assert (left.group_mean, left.group_std, left.staleness) == (
-                right.group_mean,
-                right.group_std,
-                right.staleness,
-            )
+            for name in ("sequence_id", "minibatch", "position", "group_mean", "group_std", "staleness"):
+                assert getattr(left, name) == getattr(right, name)
             for a, b in zip(left.sequence.segments, right.sequence.segments, strict=True):
                 assert a.token_ids.tobytes() == b.token_ids.tobytes()
                 assert a.logprobs.tobytes() == b.logprobs.tobytes()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members import CancelGroup, Hello, PlayGroup
+from services.orchestrator.progress import progress
 from tests.unit.orchestrator.builders import failure, trajectory
 from tests.unit.orchestrator.world import World
 
@@ -22,7 +23,7 @@ async def test_only_unresolved_indices_are_reissued_after_a_lost_lease(worlds: C
     other = world.join("other")
     assert await world.orders(other) == []
     world.clock.now += 20.0
-    world.replica_api.report("other", "1", held=other.held, num_tokens=0, emission=[], gauges={})
+    world.replica_api.report("other", "1", held=other.held, num_tokens=0, emission=[])
     world.clock.now += 15.0
     await world.watch().tick()
     reissued = {order.task_group_id: order.indices for order in await world.orders(other)}
@@ -122,3 +123,22 @@ async def test_a_replica_that_plays_thousands_of_unknown_task_groups_can_join(wo
     await world.publish(0)
     world.train()
     assert await world.orders(replica)
+
+
+async def test_a_replica_that_comes_back_with_fewer_slots_gets_nothing_until_it_has_played(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(max_staleness=4)
+    await world.publish(0)
+    world.train()
+    orders = await world.orders(world.join(slots=8))
+    given = [order.task_group_id for order in orders]
+    assert len(given) == 2
+    again = world.join(slots=1, running=given)
+    assert {order.task_group_id for order in await world.orders(again)} == set(given), "what it plays already"
+    (shown,) = progress(world.core).replicas
+    assert (shown.num_slots, shown.num_running) == (1, 8)
+    await world.play(orders[0])
+    assert await world.orders(again) == []
+    await world.play(orders[1])
+    assert len(await world.orders(again)) == 1, "an idle replica plays a group that is larger than itself"

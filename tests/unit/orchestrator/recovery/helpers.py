@@ -36,7 +36,7 @@ async def spoiled(world: World, kind: str, key: str, which: int = 0) -> None:
     await world.settle()
     await world.journal.close()
     flip(world.run_dir, kind, key, which)
-    world.core.close_metrics()
+    world.core.metrics.close()
     world.open()
 
 

@@ -47,7 +47,7 @@ async def test_the_trainer_offers_a_newest_version_again_whose_record_is_damaged
     await world.journal.close()
     flip(world.run_dir, entries.VERSION, "model0/1")
     flip(world.run_dir, entries.VERSION, "model0/2")
-    world.core.close_metrics()
+    world.core.metrics.close()
     world.open()
     ledger = world.core.ledgers["model0"]
     assert ledger.newest_number == 2 and ledger.lacks_newest and ledger.newest is None

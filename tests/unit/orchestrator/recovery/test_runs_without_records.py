@@ -61,7 +61,7 @@ async def test_the_run_goes_on_without_all_records_of_a_kind_or_with_one_that_do
         flip_header(world.run_dir, kind, rows(world.run_dir, kind)[-1].key, -1)
     else:
         remove(world.run_dir, kind)
-    world.core.close_metrics()
+    world.core.metrics.close()
     world.open()
     newest = world.core.ledgers["model0"]
     if kind == entries.VERSION:

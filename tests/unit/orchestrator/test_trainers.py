@@ -1,18 +1,58 @@
-"""Turns on a shared device: one holder at a time, given by the buffer's level, through crashes of any member."""
+"""Trainers: the checkpoints that they keep, and turns on a shared device, one holder at a time, through crashes of any member."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.common.checkpoints import CheckpointGauge
 from services.common.errors import DeadlineError
 from services.common.records import DeviceTurn, TaskGroupOrder
-from services.orchestrator.members import PlayGroup
-from services.orchestrator.trainers import REPLICAS
+from services.orchestrator.progress import progress
+from services.orchestrator.trainers import REPLICAS, TrainerLeases
 from tests.unit.orchestrator.world import World
+
+# --- kept checkpoints
+
+
+def leases() -> TrainerLeases:
+    return TrainerLeases({"p": None}, lease_s=30.0, clock=lambda: 0.0)
+
+
+def report(trainers: TrainerLeases, **said: Any) -> None:
+    trainers.report("p", "a", **{"training_step": 9, "state": "training", "checkpoint_step": 0, "gauges": {}, **said})
+
+
+def test_batches_after_the_oldest_kept_checkpoint_are_kept() -> None:
+    trainers = leases()
+    trainer = trainers.join("p", "a", 1, 6, kept_checkpoint_steps=(6, 4))
+    assert (trainer.checkpoint_step, trainer.oldest_checkpoint_step) == (6, 4)
+    report(trainers, checkpoint_step=8, kept_checkpoint_steps=(6, 8))
+    assert (trainer.checkpoint_step, trainer.oldest_checkpoint_step) == (8, 6)
+
+
+def test_a_trainer_that_went_back_to_the_initial_model_keeps_everything() -> None:
+    trainers = leases()
+    trainers.join("p", "a", 1, 6, kept_checkpoint_steps=(4, 6))
+    assert trainers.join("p", "b", 1, 0).oldest_checkpoint_step == 0
+
+
+async def test_damaged_and_failed_checkpoints_are_among_the_counters_of_the_run(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    assert not {gauge.value for gauge in CheckpointGauge} & progress(world.core).counters.keys()
+    world.core.trainers.join("model0", "t", 1, 0)
+    world.core.trainers.report(
+        "model0", "t", training_step=1, state="training", checkpoint_step=0,
+        gauges={CheckpointGauge.DAMAGED: 2.0, CheckpointGauge.FAILED: 0.0},
+    )  # fmt: skip
+    assert progress(world.core).counters[CheckpointGauge.DAMAGED] == 2
+    assert CheckpointGauge.FAILED not in progress(world.core).counters
+
+
+# --- turns
 
 
 class Shared:
@@ -26,10 +66,10 @@ class Shared:
 
     @property
     def holder(self) -> str | None:
-        return self.world.turns.holder
+        return self.world.core.turns.holder
 
     def join_trainer(self, policy: str = "model0", incarnation: str = "t") -> None:
-        self.trainers[policy] = self.world.trainer_api.join(policy, incarnation, 1, 0, {})
+        self.trainers[policy] = self.world.trainer_api.join(policy, incarnation, 1, 0)
 
     def join_replica(self, name: str = "a", incarnation: str = "1", number: int = 0) -> None:
         self.replicas[name] = self.world.join(name, number=number, incarnation=incarnation)
@@ -42,7 +82,7 @@ class Shared:
             if turn is not None:
                 found.append(turn.yours)
                 member.device_turn = turn.number
-        self.world.turns.settle()
+        self.world.core.turns.settle()
         return found
 
     async def told(self, member: Any) -> DeviceTurn | None:
@@ -108,20 +148,6 @@ async def test_a_ready_batch_gives_the_device_to_the_trainer_and_an_empty_buffer
     assert shared.holder == REPLICAS
 
 
-async def test_a_second_batch_that_is_ready_keeps_the_turn(shared: Shared) -> None:
-    await shared.begin()
-    await shared.world.publish(0)
-    shared.world.train()
-    await shared.fill_buffer()
-    await shared.asks()
-    await shared.carry_out()
-    assert await shared.asks()
-    await shared.fill_buffer()  # rollouts that ended before their engine stopped
-    await shared.world.publish(1)
-    assert await shared.asks(2)
-    assert shared.world.turns.num_handed_over == 3
-
-
 async def test_nobody_gets_the_device_before_all_members_are_there(shared: Shared) -> None:
     """After a restart of the orchestrator any of them may hold it."""
     shared.join_replica()
@@ -137,10 +163,10 @@ async def test_a_member_that_never_joins_is_waited_for_one_lease(shared: Shared)
     await shared.carry_out()
     shared.world.clock.now += shared.world.core.trainers.lease_s - 1
     shared.replicas["a"].lease_until = shared.world.clock.now + 100
-    shared.world.check_leases()
+    shared.world.core.check_leases()
     assert shared.holder is None
     shared.world.clock.now += 2
-    shared.world.check_leases()
+    shared.world.core.check_leases()
     assert shared.holder == REPLICAS
 
 
@@ -158,7 +184,7 @@ async def test_the_lease_of_a_dead_holder_ends_its_turn(shared: Shared, dies: st
     else:
         await shared.carry_out(shared.trainers["model0"])
         shared.replicas.pop("a").lease_until = 0.0
-    shared.world.check_leases()
+    shared.world.core.check_leases()
     await shared.carry_out()
     assert shared.holder == (REPLICAS if dies == "trainer" else "model0")
 
@@ -181,35 +207,20 @@ async def test_a_broken_stream_is_told_the_turn_again(shared: Shared) -> None:
     assert shared.holder == REPLICAS, "a trainer that had its model keeps waiting"
 
 
-async def test_a_recorded_batch_waits_for_the_turn_too(shared: Shared) -> None:
-    await shared.begin()
-    await shared.world.publish(0)
-    shared.world.train()
-    await shared.fill_buffer()
-    await shared.asks()
-    await shared.carry_out()
-    assert await shared.asks()
-    assert not await shared.asks(2)
-    shared.join_trainer(incarnation="second")
-    assert not await shared.asks()
-    await shared.carry_out()
-    assert await shared.asks(), "it is replayed"
-
-
 async def test_trainers_of_two_policies_take_turns(tmp_path: Path) -> None:
     world = World(tmp_path, policies=("a", "b"), placement="shared")
     shared = Shared(world)
     await shared.begin(("a", "b"))
     for policy in ("a", "b"):
         assert not await shared.asks(policy=policy)
-    world.turns.trainers_need_it()
+    world.core.turns.trainers_need_it()
     await shared.carry_out()
     assert shared.holder == "a", "for a checkpoint"
     assert not await shared.asks(policy="a")
     await shared.carry_out()
     assert shared.holder == "b"
-    world.turns.trainer_finished("b")
-    world.turns.settle()
+    world.core.turns.trainer_finished("b")
+    world.core.turns.settle()
     await shared.carry_out()
     assert shared.holder == REPLICAS
     await world.close()
@@ -232,19 +243,3 @@ async def test_the_time_of_another_turn_does_not_count_against_a_task_group(shar
     await shared.carry_out()
     assert shared.holder == REPLICAS
     assert all(replica.assignments[name].since == since + 500.0 for name, since in began.items())
-
-
-async def test_apart_members_are_told_nothing(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    replica = world.join()
-    trainer = world.trainer_api.join("model0", "t", 1, 0, {})
-    await world.publish(0)
-    world.train()
-    buffer, found = world.core.experience.buffers["model0"], await world.commands(replica)
-    for command in found:
-        if isinstance(command, PlayGroup) and not buffer.ready:
-            await world.play(command.order)
-    await world.trainer_api.pull_batch("model0", 1, 5.0)  # without a turn
-    assert not any(isinstance(command, DeviceTurn) for command in [*found, *await world.commands(replica)])
-    assert trainer.mailbox is not None and not len(trainer.mailbox)
-    await world.close()

@@ -1,9 +1,13 @@
+"""Replicas: leases, work and mailboxes, and the acknowledgements of their records."""
+
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 
 from services.common.errors import CapacityError, LeaseLostError
-from services.orchestrator.groups import OrphanedGroups, TaskGroup
+from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members import (
     MOST_REPORT_S,
     MOST_REPORTS_PER_S,
@@ -12,10 +16,13 @@ from services.orchestrator.members import (
     CancelGroup,
     Held,
     Hello,
+    Mailbox,
     ReplicaPool,
 )
+from services.orchestrator.services.pool import MAX_ACKS, MAX_OPEN, AckQueue
 from tests.clock import Clock
-from tests.unit.orchestrator.builders import order
+
+# --- pool
 
 
 def hello(name: str = "a", incarnation: str = "1", num_slots: int = 8) -> Hello:
@@ -31,7 +38,7 @@ def pool_with_orphans() -> tuple[ReplicaPool, Clock, list[str]]:
 
 
 def report(pool: ReplicaPool, name: str = "a", incarnation: str = "1") -> None:
-    pool.report(name, incarnation, held={"model0": Held(0, "d0")}, num_tokens=0, gauges={})
+    pool.report(name, incarnation, held={"model0": Held(0, "d0")}, num_tokens=0)
 
 
 def test_what_a_replica_played_whose_stream_broke_is_given_away_once_it_has_been_silent() -> None:
@@ -65,25 +72,6 @@ def test_a_replica_that_reports_or_rejoins_after_its_stream_broke_keeps_its_work
         clock.now = 20.0
         assert pool.give_away() == [] and orphans == []
         assert replica.assignments["g"].open_slots == {0, 1}
-
-
-def test_one_that_is_expected_after_a_restart_has_a_whole_lease_to_come_back() -> None:
-    pool, clock, orphans = pool_with_orphans()
-    replica = pool.expect("a", "1")
-    pool.assign(replica, "g", [0, 1], {})
-    clock.now = 29.0
-    assert pool.give_away() == [] and orphans == []
-
-
-def test_time_in_which_the_orchestrator_stood_still_is_no_silence() -> None:
-    pool, clock, orphans = pool_with_orphans()
-    replica = pool.join(hello())
-    pool.assign(replica, "g", [0, 1], {})
-    assert replica.mailbox is not None
-    pool.stream_ended(replica, replica.mailbox)
-    clock.now = 60.0
-    pool.prolong(60.0)
-    assert pool.give_away() == [] and orphans == []
 
 
 def test_a_lost_lease_orphans_its_task_groups_and_later_reports_are_refused() -> None:
@@ -132,20 +120,6 @@ async def test_a_replica_that_does_not_read_loses_its_stream_and_not_its_lease()
     assert orphans == []
 
 
-def test_free_slots_follow_what_is_resolved_whoever_played_it() -> None:
-    pool, _, _ = pool_with_orphans()
-    replica = pool.join(hello())
-    pool.assign(replica, "g", [0, 1, 2, 3], {})
-    assert (replica.num_free, replica.fits(5), replica.fits(4)) == (4, False, True)
-    pool.resolved("g", 2)
-    assert replica.num_free == 5
-    for index in (0, 1, 3):
-        pool.resolved("g", index)
-    assert replica.num_free == 8
-    assert pool.owner("g") is None
-    assert replica.fits(9)  # a group larger than the replica plays alone
-
-
 def test_a_drained_replica_that_left_early_is_gone_once_its_last_slot_is_resolved() -> None:
     pool, _, orphans = pool_with_orphans()
     replica = pool.join(hello())
@@ -165,21 +139,9 @@ def test_a_larger_pool_is_asked_to_report_less_often_and_several_times_in_a_leas
     for number in range(2000):
         pool.join(hello(f"r{number}"))
         asked.append(pool.report_every_s)
-    assert asked[0] == asked[399] == REPORT_S and asked == sorted(asked)
-    assert all(
-        every == MOST_REPORT_S or size / every <= MOST_REPORTS_PER_S * 1.001 for size, every in enumerate(asked, 1)
-    )
-    assert asked[-1] == MOST_REPORT_S <= pool.lease_s / 6
-    short = ReplicaPool(2.0, clock)
-    assert short.report_every_s == REPORT_S
-    replica = pool.get("r0")
-    assert replica is not None and replica.mailbox is not None
-    pool.assign(replica, "g", [0], {})
-    pool.stream_ended(replica, replica.mailbox)
-    clock.now = REJOIN_S + 1.0
-    assert pool.give_away() == [], "it had no time for two reports"
-    clock.now = 2 * MOST_REPORT_S
-    assert pool.give_away() == [replica]
+    assert asked[0] == asked[399] == REPORT_S and asked[-1] == MOST_REPORT_S <= pool.lease_s / 6
+    assert 1000 / asked[999] <= MOST_REPORTS_PER_S
+    assert ReplicaPool(2.0, clock).report_every_s == REPORT_S
 
 
 def test_the_freest_replica_that_serves_and_fits_is_chosen() -> None:
@@ -195,14 +157,46 @@ def test_the_freest_replica_that_serves_and_fits_is_chosen() -> None:
     assert pool.freest(1, lambda replica: True) is None
 
 
-def test_orphans_are_tried_in_the_order_of_their_loss_and_each_need_once_where_none_fits() -> None:
-    orphans = OrphanedGroups()
-    for name, version in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):
-        orphans.add(TaskGroup(order=order(name, 2, required={"p": version})))
-    tried = []
-    for group in orphans.in_turn():
-        tried.append(group.id)
-        if group.order.required_versions["p"] == 1:
-            orphans.discard(group.id)
-    assert tried == ["a", "b", "d"], "c needs what found no place for a"
-    assert next(orphans.in_turn()).id == "a" and len(orphans) == 2
+# --- mailboxes
+
+
+async def test_a_full_mailbox_refuses_instead_of_waiting() -> None:
+    mailbox: Mailbox[int] = Mailbox(capacity=2)
+    assert mailbox.put(1)
+    assert mailbox.put(2)
+    assert not mailbox.put(3)
+    mailbox.close()
+    assert [await mailbox.get(), await mailbox.get(), await mailbox.get()] == [1, 2, None], "it is read to its end"
+
+
+async def test_a_mailbox_closed_with_an_error_tells_it_at_once() -> None:
+    mailbox: Mailbox[int] = Mailbox()
+    mailbox.put(1)
+    reading = asyncio.ensure_future(mailbox.get())
+    mailbox.close(LeaseLostError("gone"))
+    with pytest.raises(LeaseLostError):
+        await reading
+
+
+async def test_records_are_acknowledged_as_they_are_answered_and_all_before_the_end() -> None:
+    acks = AckQueue()
+    first, second = acks.open(1), acks.open(2)
+    second(RecordOutcome.DUPLICATE)
+    assert await acks.next() == [(2, RecordOutcome.DUPLICATE)]
+    acks.end()
+    pending = asyncio.ensure_future(acks.next())
+    await asyncio.sleep(0)
+    assert not pending.done()
+    first(RecordOutcome.ACCEPTED)
+    assert await pending == [(1, RecordOutcome.ACCEPTED)]
+    assert await acks.next() == []
+
+
+async def test_at_most_sixteen_are_acknowledged_at_once_and_reading_stops_when_too_many_are_open() -> None:
+    acks = AckQueue()
+    answers = [acks.open(number) for number in range(MAX_OPEN)]
+    assert acks.full
+    for answer in answers:
+        answer(RecordOutcome.ACCEPTED)
+    assert len(await acks.next()) == MAX_ACKS
+    assert not acks.full

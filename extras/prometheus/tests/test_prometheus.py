@@ -12,9 +12,10 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from extras.prometheus.server import MetricsServer, samples_of
 from services.common.config.processes import MetricsConfig
 from services.common.errors import ConfigError
-from services.common.prometheus import OTHER, Metric, MetricsServer, Translation, metrics_server
+from services.common.prometheus import Metric, metrics_server
 from services.common.security import identity
 from services.common.security.keys import Peer, Role
 from services.common.telemetry.accounts import TimeAccount
@@ -29,19 +30,14 @@ STALLED = Metric("rollmill_stalled_seconds", "gauge", "Standing still.", "stall/
 
 def test_a_gauge_becomes_the_first_metric_that_fits_with_its_labels() -> None:
     anything = Metric("rollmill_events_total", "counter", "Events.", "{event}")
-    found = Translation([BUFFERED, STALLED, anything]).samples(
-        {"buffered/actor": 3, "stall/dead peer/replica/a": 2.5, "oddities": 1}
+    found = samples_of(
+        {"buffered/actor": 3, "stall/dead peer/replica/a": 2.5, "oddities": 1}, [BUFFERED, STALLED, anything]
     )
     assert list(found) == [
         (BUFFERED, ("actor",), 3.0),
         (STALLED, ("dead peer", "replica/a"), 2.5),
         (anything, ("oddities",), 1.0),
     ]
-
-
-def test_a_gauge_that_no_metric_knows_is_not_lost() -> None:
-    (sample,) = Translation([BUFFERED]).samples({"a gauge of the future": 7})
-    assert sample == (OTHER, ("a gauge of the future",), 7.0)
 
 
 @pytest.mark.parametrize("name", ["buffered", "rollmill_Buffered", "rollmill_buffered_total"])
@@ -100,11 +96,6 @@ async def test_a_scrape_reads_what_is_true_now(server: MetricsServer, tmp_path: 
     idle = (("activity", "idle"), ("component", "trainer/model0"), ("on", ""))
     assert second["rollmill_activity_seconds_total", idle] > first["rollmill_activity_seconds_total", idle] >= 0
     assert first["process_resident_memory_bytes", ()] > 0
-
-
-async def test_prometheus_forgets_a_process_that_has_stopped(server: MetricsServer, tmp_path: Path) -> None:
-    await server.stop()
-    assert not list((tmp_path / "prometheus").iterdir())
 
 
 def test_metrics_are_off_unless_asked_for_and_never_open_to_strangers() -> None:
