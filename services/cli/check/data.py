@@ -7,14 +7,11 @@ start.
 
 **Overlaps**: evaluation tasks that occur in the training data, word for word, or in long runs of words of one training task.
 A text is its words in lower case without punctuation. An evaluation task overlaps with a training task when the texts
-are equal, or when runs of 13 words (8 for texts of fewer than 13; none below 8) that both have cover half of the
-evaluation task's words. Runs of 13 are GPT-3's (Brown et al., arXiv 2005.14165, appendix C: 8 to 13 words by the length
-of the texts); half of the words in the same training task is Tülu 3's rule (Lambert et al., arXiv 2411.15124), because
+are equal, or when the training task has half of its runs of 13 words. Runs of 13 are GPT-3's (Brown et al., arXiv 2005.14165,
+appendix C); half of them in the same training task is near Tülu 3's rule (Lambert et al., arXiv 2411.15124), because
 a single run is often a common phrase: 9 of AIME 2024's 30 problems share one with MATH ("where m and n are relatively
 prime positive integers. Find m + n."), and none is in the list. For the same reason a run that more than 8 evaluation
-tasks have counts as their template. Tasks without a text overlap when their rows are equal and name an ``index``. The runs of
-the evaluation tasks are held in memory (at most ``MAX_EVALUATION_WORDS``), training tasks pass by once (at most
-``MAX_TRAINING_WORDS``). Texts beyond that are not compared, and the report says so.
+tasks have counts as their template. Tasks without a text overlap when their rows are equal and name an ``index``.
 
 **Reference solutions** of programming problems are judged, to find rows with wrong tests: `rollmill check --solutions N`
 reports on the first rows of each dataset; `rollmill data code` leaves failing rows out of the file that it writes. Needs a
@@ -29,7 +26,7 @@ import inspect
 import os
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -365,49 +362,23 @@ def _reward_of(path: str, task: Task, answer: str) -> float:
         raise ConfigError(f"{place_of(function)}{error}") from None
 
 
-LONG, SHORT = 13, 8
+RUN = 13  # words
 MAX_TEMPLATE = 8
-MAX_EVALUATION_WORDS = 1_000_000
-MAX_TRAINING_WORDS = 10_000_000
+MOST_EVALUATION, MOST_TRAINING = 20_000, 200_000  # tasks of one dataset that are compared
 NUM_EXAMPLES = 3
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
-    """One evaluation task and the training task with the largest overlap."""
+@dataclass(slots=True)
+class Seen:
+    """One evaluation task, and the training task with the largest overlap."""
 
     task_id: str
-    training_task_id: str
-    share: float  # of its words; 1 for texts that are equal
-    equal: bool
     text: str
-
-
-@dataclass(slots=True, kw_only=True)
-class Overlap:
-    """The overlap of one evaluation dataset with the training data."""
-
-    num_tasks: int = 0
-    num_unread: int = 0  # evaluation tasks beyond the bound
-    matches: list[Match] = field(default_factory=list)  # equal ones first, then by share
-
-    @property
-    def num_equal(self) -> int:
-        return sum(match.equal for match in self.matches)
-
-
-@dataclass(slots=True)
-class _Text:
-    """One text, of one or several evaluation tasks."""
-
-    words: list[int]  # by number in the vocabulary
-    run: int  # words in a run; 0 for a text that is too short to have one
-    tasks: list[tuple[str, str, str]] = field(default_factory=list)  # dataset, task id, original text
-    share: float = 0.0
+    num_runs: int
+    share: float = 0.0  # of its runs; 1 for texts that are equal
     training_task_id: str = ""
-    equal: bool = False
 
 
 def words_of(text: str) -> list[str]:
@@ -436,136 +407,83 @@ def text_of(task: Task, field: str | None = None) -> str:
 def overlap_lines(recipe: Recipe, sources: Mapping[str, TaskSource]) -> list[str]:
     """A line for each evaluation dataset that overlaps with the training data, and one for those that could not be compared.
     ``sources``: the datasets that are here, by section."""
-    missing = [where for where in recipe.data.sections() if where not in sources] if recipe.data.evaluation else []
-    unknown = []
-    if missing:
+    lines = []
+    if missing := [where for where in recipe.data.sections() if where not in sources] if recipe.data.evaluation else []:
         of = "its tasks" if len(missing) == 1 else "their tasks"
         of = "evaluation tasks" if any(map(is_training, missing)) else of
-        unknown = [
+        lines = [
             f"{', '.join(missing)}: not on this machine yet, so it is not known whether {of} occur in the training data"
         ]
-    trained = {where: source for where, source in sources.items() if is_training(where)}
-    if not trained or len(trained) == len(sources):
-        return unknown
-    fields = {where: recipe.workflow_of(where).settings.get("prompt_field") for where in sources}
-    texts = {where: _texts(source, fields[where]) for where, source in sources.items()}
-    training = chain.from_iterable([texts.pop(where) for where in trained])
-    found, num_read = find_overlap(training, texts)
-    num_training = sum(map(len, trained.values()))
-    unread = f" (the first {num_read} of {num_training} tasks)" if num_read < num_training else ""
-    return [*(_line(where, overlap, unread) for where, overlap in found.items() if overlap.matches), *unknown]
+    training = [where for where in sources if is_training(where)]
+    evaluation = [where for where in sources if not is_training(where)]
+    if not training or not evaluation:
+        return lines
+
+    def texts(where: str, most: int) -> Iterator[tuple[str, str]]:
+        field, source = recipe.workflow_of(where).settings.get("prompt_field"), sources[where]
+        for place in range(min(most, len(source))):
+            yield source[place].task_id, text_of(source[place], field if isinstance(field, str) else None)
+
+    trained = chain.from_iterable(texts(where, MOST_TRAINING) for where in training)
+    found = find_overlap(trained, {where: texts(where, MOST_EVALUATION) for where in evaluation})
+    unread = any(len(sources[where]) > MOST_TRAINING for where in training)
+    told = [_line(where, len(sources[where]), seen, unread) for where, seen in found.items() if seen]
+    return [*told, *lines]
 
 
-def _texts(source: TaskSource, field: object) -> Iterator[tuple[str, str]]:
-    for place in range(len(source)):
-        yield source[place].task_id, text_of(source[place], field if isinstance(field, str) else None)
-
-
-def _line(where: str, overlap: Overlap, unread: str) -> str:
-    count, total = len(overlap.matches), overlap.num_tasks - overlap.num_unread
-    near = count - overlap.num_equal
-    kinds = [f"{overlap.num_equal} word for word"] if overlap.num_equal else []
-    kinds += [f"{near} with at least half of their words in runs of {LONG} of one training task"] if near else []
+def _line(where: str, total: int, found: Sequence[Seen], unread: bool) -> str:
+    equal, read = sum(seen.share == 1 for seen in found), min(total, MOST_EVALUATION)
+    kinds = [f"{equal} word for word"] if equal else []
+    kinds += [f"{len(found) - equal} with at least half of their runs of {RUN} words"] if equal < len(found) else []
     shown = []
-    for match in overlap.matches[:NUM_EXAMPLES]:
-        text, share = " ".join(match.text.split()), "" if match.equal else f"{match.share:.0%} of "
+    for seen in found[:NUM_EXAMPLES]:
+        text, share = " ".join(seen.text.split()), "" if seen.share == 1 else f"{seen.share:.0%} of "
         text = text if len(text) <= 80 else f"{text[:79]}…"
-        shown.append(f'{match.task_id} is {share}training task {match.training_task_id}: "{text}"')
-    beyond = f"; {overlap.num_unread} more tasks were not looked at" if overlap.num_unread else ""
+        shown.append(f'{seen.task_id} is {share}training task {seen.training_task_id}: "{text}"')
+    with_what = f"{TRAIN}{f' (the first {MOST_TRAINING} tasks of each dataset)' if unread else ''}"
+    beyond = f"; {total - read} more tasks were not looked at" if total > read else ""
     return (
-        f"{where}: {count} of {total} tasks ({count / total:.1%}) overlap with {TRAIN}{unread}: {' and '.join(kinds)}; "
+        f"{where}: {len(found)} of {read} tasks ({len(found) / read:.1%}) overlap with {with_what}: {' and '.join(kinds)}; "
         f"{'; '.join(shown)}{beyond}"
     )
 
 
 def find_overlap(
-    training: Iterable[tuple[str, str]],
-    evaluation: Mapping[str, Iterable[tuple[str, str]]],
-    max_training_words: int = MAX_TRAINING_WORDS,
-    max_evaluation_words: int = MAX_EVALUATION_WORDS,
-) -> tuple[dict[str, Overlap], int]:
-    """The overlap of each evaluation dataset with the training data, and the number of training tasks that were
-    compared.
-
-    Tasks are (id, text); those without words are never in common.
-    """
-    found = {name: Overlap() for name in evaluation}
-    by_words: dict[str, _Text] = {}
-    by_run: dict[int, list[_Text]] = {}  # by hash; of a template one more than the most
-    vocabulary: dict[str, int] = {}  # from 1; 0 is a word of no evaluation task
+    training: Iterable[tuple[str, str]], evaluation: Mapping[str, Iterable[tuple[str, str]]]
+) -> dict[str, list[Seen]]:
+    """The tasks of each evaluation dataset that overlap with a training task, equal ones first, then by share. Tasks are (id,
+    text); those without words are never in common."""
+    found: dict[str, list[Seen]] = {name: [] for name in evaluation}
+    by_run: defaultdict[int, list[Seen]] = defaultdict(list)  # by hash; also of whole texts
     for name, tasks in evaluation.items():
         for task_id, text in tasks:
-            words = words_of(text)
-            found[name].num_tasks += 1
-            max_evaluation_words -= len(words)
-            if max_evaluation_words < 0:
-                found[name].num_unread += 1
-                continue
-            joined = " ".join(words)
-            if words and joined not in by_words:
-                numbers = [vocabulary.setdefault(word, len(vocabulary) + 1) for word in words]
-                one = by_words[joined] = _Text(numbers, next((n for n in (LONG, SHORT) if len(words) >= n), 0))
-                for key in {key for key, _ in _runs(numbers, one.run)}:
-                    if len(having := by_run.setdefault(key, [])) <= MAX_TEMPLATE:
-                        having.append(one)
-            if words:
-                by_words[joined].tasks.append((name, task_id, text))
-    num_read = 0
+            whole, runs = _hashes(text)
+            found[name].append(seen := Seen(task_id, text, max(1, len(runs))))
+            for key in runs | whole:
+                by_run[key].append(seen)
     for task_id, text in training:
-        words = words_of(text)
-        max_training_words -= len(words)
-        if max_training_words < 0:
-            break
-        num_read += 1
-        same = by_words.get(" ".join(words))
-        if same is not None and not same.equal:
-            same.equal, same.share, same.training_task_id = True, 1.0, task_id
-        in_common: defaultdict[int, set[int]] = defaultdict(set)  # id of a text -> hashes of runs
-        near: dict[int, _Text] = {}
-        for known_words in _known_parts([vocabulary.get(word, 0) for word in words]):
-            for key in (key for run in (LONG, SHORT) for key, _ in _runs(known_words, run)):
-                for one in having if len(having := by_run.get(key, [])) <= MAX_TEMPLATE else ():
-                    near[id(one)] = one
-                    in_common[id(one)].add(key)
-        for which, one in near.items():
-            if not one.equal and (share := _covered(one, in_common[which])) > one.share:
-                one.share, one.training_task_id = share, task_id
-    for one in by_words.values():
-        for name, task_id, text in one.tasks if one.equal or one.share >= 0.5 else ():
-            found[name].matches.append(
-                Match(
-                    task_id=task_id, training_task_id=one.training_task_id, share=one.share, equal=one.equal, text=text
-                )
-            )
-    for overlap in found.values():
-        overlap.matches.sort(key=lambda match: (not match.equal, -match.share))
-    return found, num_read
+        whole, runs = _hashes(text)
+        common: Counter[int] = Counter()
+        near = {}
+        for key in runs | whole:
+            having = by_run.get(key, ())
+            for seen in having if key in whole or len(having) <= MAX_TEMPLATE else ():
+                near[id(seen)] = seen
+                common[id(seen)] += seen.num_runs if key in whole else 1
+        for which, seen in near.items():
+            if (share := min(1.0, common[which] / seen.num_runs)) > seen.share:
+                seen.share, seen.training_task_id = share, task_id
+    return {
+        name: sorted((seen for seen in tasks if seen.share >= 0.5), key=lambda seen: -seen.share)
+        for name, tasks in found.items()
+    }
 
 
-def _runs(numbers: Sequence[int], run: int) -> Iterator[tuple[int, int]]:
-    """(hash, start) of every sequence of so many words."""
-    if run:
-        for begin in range(len(numbers) - run + 1):
-            yield hash(tuple(numbers[begin : begin + run])), begin
-
-
-def _known_parts(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The longest stretches without a 0 in which a run has room: no other run is one of an evaluation task."""
-    begin = 0
-    for end in [place for place, number in enumerate(numbers) if not number] + [len(numbers)]:
-        if end - begin >= SHORT:
-            yield numbers[begin:end]
-        begin = end + 1
-
-
-def _covered(text: _Text, keys: set[int]) -> float:
-    """Share of a text's words that stand in one of these runs."""
-    count = end = 0
-    for key, begin in _runs(text.words, text.run):
-        if key in keys:
-            count += begin + text.run - max(end, begin)
-            end = begin + text.run
-    return count / len(text.words)
+def _hashes(text: str) -> tuple[set[int], set[int]]:
+    """Hashes of the whole text, and of its runs of words; both empty for a text without words."""
+    words = words_of(text)
+    runs = {hash(tuple(words[at : at + RUN])) for at in range(len(words) - RUN + 1)}
+    return {hash((len(words), *words))} if words else set(), runs
 
 
 QUEUE_TIMEOUT_S = 600.0
