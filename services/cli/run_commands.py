@@ -324,22 +324,7 @@ def replay(
     console.print_json(json.dumps(replay_step(run, policy, step, lambda text: say(progress, text))))
 
 
-HELP = """\
-List, verify and export the journal of a run.
-
-The journal is RUN/journal: everything that the orchestrator has acknowledged, in segments of compressed JSON lines, and an
-index of them. RUN may be running, stopped or broken: these commands only read.
-
-    rollmill journal RUN verify              read every record, compare its checksum; exit code 1 when one is damaged
-    rollmill journal RUN list --set-aside    records that the run does not use, and why
-    rollmill journal RUN list --kind versions --last 5
-    rollmill journal RUN export -o rows      JSON lines, that `datasets` opens
-
-The orchestrator sets a damaged record aside when it starts, logs it, and continues. docs/journal.md describes the effect of
-losing each kind of record.
-"""
-
-journal_app = typer.Typer(no_args_is_help=True, help=HELP, rich_markup_mode="markdown", subcommand_metavar="COMMAND")
+journal_app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", subcommand_metavar="COMMAND")
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
@@ -349,6 +334,19 @@ def journal(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(help="A run directory, such as runs/quickstart-20260101-120000.")],
 ) -> None:
+    """List, verify and export the journal of a run.
+
+    The journal is RUN/journal: everything that the orchestrator has acknowledged, in segments of compressed JSON lines, and an
+    index of them. RUN may be running, stopped or broken: these commands only read.
+
+        rollmill journal RUN verify              read every record, compare its checksum; exit code 1 when one is damaged
+        rollmill journal RUN list --set-aside    records that the run does not use, and why
+        rollmill journal RUN list --kind versions --last 5
+        rollmill journal RUN export -o rows      JSON lines, that `datasets` opens
+
+    The orchestrator sets a damaged record aside when it starts, logs it, and continues. docs/journal.md describes the effect of
+    losing each kind of record.
+    """
     context.obj = run
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
