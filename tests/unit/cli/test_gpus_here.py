@@ -23,10 +23,6 @@ def recipe(*overrides: str) -> Recipe:
     return load_recipe(REPOSITORY / "recipes/code/qwen3-8b-m2po-full", list(overrides), {})
 
 
-def test_a_machine_with_all_the_gpus_has_no_problem() -> None:
-    assert gpu_problems(recipe(), [79.6] * 8) == []
-
-
 def test_gpus_that_are_not_there_are_named_with_the_key_and_those_that_are() -> None:
     (line,) = gpu_problems(recipe(), [80.0] * 6)
     assert line.startswith("policies.model0.trainer.gpus names GPU 6, 7, but this machine has the GPUs 0 to 5")
@@ -51,11 +47,6 @@ def test_less_memory_than_the_recipe_counts_with_is_told_with_the_number_to_writ
     lines = gpu_problems(recipe(), [80.0, 80.0, 23.7, 80.0, *[80.0] * 4])
     assert len(lines) == 1
     assert "inference.a.gpus: GPU 2 has 23.7 GiB" in lines[0] and "write 23 there" in lines[0]
-
-
-def test_gpus_of_another_node_are_not_looked_for_here() -> None:
-    elsewhere = recipe("inference.a.node=1")
-    assert all("inference.a" not in line for line in gpu_problems(elsewhere, []))
 
 
 def test_the_driver_is_asked_and_its_absence_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

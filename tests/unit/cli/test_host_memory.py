@@ -64,21 +64,6 @@ def test_versions_and_stage_are_counted_in_shared_memory(tmp_path: Path) -> None
     assert delta.memory["mirror of a model0"] == VERSION
 
 
-def test_the_versions_of_an_adapter_take_its_size_in_shared_memory(tmp_path: Path) -> None:
-    adapted = recipe(tmp_path, adapter={"rank": 16, "alpha": 32})
-    size = 2 * 43_646_976
-    assert host_estimates(adapted, has_gpus=True)[0].shared == {
-        "4 versions of model0": 4 * size,
-        "stage of a model0": size,
-    }
-
-
-def test_what_a_trainer_offloads_is_in_the_memory_of_the_host(tmp_path: Path) -> None:
-    kept = host_estimates(recipe(tmp_path), has_gpus=True)[0]
-    moved = host_estimates(recipe(tmp_path, trainer={"offload": ["optimizer"]}), has_gpus=True)[0]
-    assert moved.total_bytes - kept.total_bytes == 8 * 8_190_735_360, "two float32 moments"
-
-
 def test_shm_size_follows_from_the_recipe(tmp_path: Path) -> None:
     assert shared_memory_gib(recipe(tmp_path), 0) == 101  # 6 * 15.26 GiB and a tenth
     assert shared_memory_gib(recipe(tmp_path, model="Qwen/Qwen3-0.6B"), 0) < 10

@@ -123,11 +123,6 @@ def test_processes_of_node_1_dial_node_0_and_are_reached_by_nobody() -> None:
     assert found.process.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
 
 
-def test_with_an_address_of_its_own_node_1_is_a_relay() -> None:
-    argv = find(two_nodes(), "inference-a", None, {NODE_0: "login-1", nodes.NODE_HOST: HERE}).process.argv
-    assert argv[argv.index("--host") + 1] == HERE
-
-
 def test_a_trainer_elsewhere_dials_node_0_and_publishes_at_its_own_address() -> None:
     environment = {NODE_0: "elsewhere.example", nodes.NODE_HOST: HERE}
     found = find(two_nodes(), "trainer-model1", None, environment)

@@ -157,13 +157,6 @@ def test_the_expected_answer_and_the_task_are_shown(
     assert "» m" in told, "the policy is told without colours, too"
 
 
-@pytest.mark.parametrize("data", ["", "{", "null", "[]", '{"tests": []}', '{"answer": null}'])
-def test_a_row_without_an_answer_is_shown_without_one(
-    monkeypatch: pytest.MonkeyPatch, no_network: list[object], data: str
-) -> None:
-    assert "expected" not in shown(monkeypatch, "/gone/model", {**row(7), "issue": {"data_json": data}})
-
-
 def test_a_long_or_hostile_answer_is_cut_and_printable(
     monkeypatch: pytest.MonkeyPatch, no_network: list[object]
 ) -> None:
