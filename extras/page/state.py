@@ -9,7 +9,7 @@ from pathlib import Path
 
 from services.cli.console import format_clock, format_reward
 from services.cli.doctor import as_object, diagnose
-from services.cli.inspect.curves import newest_shares, segments_of
+from services.cli.inspect.plot import newest_shares, segments_of
 from services.cli.inspect.run_model import Json
 from services.cli.inspect.run_state import Row, logged_at, parse_rows, read_rows
 from services.cli.inspect.standing import RUNNING, Standing

@@ -320,7 +320,7 @@ def deploy(
     ] = None,
 ) -> None:
     """Write the files of a deployment from the resolved recipe (docs/deploy.md)."""
-    from services.cli.deploy.command import deploy as write_deployment
+    from services.cli.deploy.deploy import deploy as write_deployment
 
     for path in write_deployment(recipe, target, output, set_ or (), profile, gpu):
         say(console, str(path))

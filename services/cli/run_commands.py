@@ -134,7 +134,7 @@ def trace(
 
     Needs the run directory only: during the run, after its end, and after any process was killed.
     """
-    from services.cli.inspect.trace_view import list_groups, show_group
+    from services.cli.inspect.trace import list_groups, show_group
     from services.common.errors import ConfigError
 
     if run is not None and group is None and not list_ and "/" not in str(run) and not run.exists():

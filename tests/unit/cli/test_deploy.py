@@ -15,8 +15,7 @@ import jsonschema
 import pytest
 import yaml
 
-from services.cli.deploy.command import deploy
-from services.cli.deploy.layout import lay_out
+from services.cli.deploy.deploy import deploy, lay_out
 from services.common.errors import ConfigError
 from tests import needs
 from tests.waiting import PROCESS_S

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.cli.deploy.command import deploy
+from services.cli.deploy.deploy import deploy
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 from tests.documented import DOCS

@@ -10,8 +10,7 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.inspect.curves import Points, band, curves, grouped, kind_of
-from services.cli.inspect.plot import plot_runs
+from services.cli.inspect.plot import Points, band, curves, grouped, kind_of, plot_runs
 from services.cli.inspect.run_state import read_metrics, training_steps
 from services.cli.run.launch import headline, how_training_ended
 from services.common.telemetry.accounts import ActivityName

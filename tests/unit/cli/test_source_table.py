@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from services.cli.console import source_words
-from services.cli.inspect.curves import part_lines
+from services.cli.inspect.plot import part_lines
 from services.cli.watch import render
 from services.common.pb import run_pb2
 from services.common.telemetry.metrics import StepKey, source_key
