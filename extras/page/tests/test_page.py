@@ -324,8 +324,8 @@ def test_what_an_orchestrator_says_is_shown_as_it_says_it() -> None:
     found = as_json(progress)
     assert json.loads(json.dumps(found)) == found
     assert (found["state"], found["waits"]) == ("training", ["trainer waits for rollouts"])
-    assert found["policies"][0]["step"] == 3 and found["policies"][0]["trainer"] == "not joined"
-    assert found["replicas"][0] | {"running": 5, "slots": 8, "versions": {"m": 2}} == found["replicas"][0]
+    assert found["policies"][0]["version"] == 3 and found["policies"][0]["trainer_state"] == "not joined"
+    assert found["replicas"][0] | {"num_running": 5, "num_slots": 8, "versions": {"m": 2}} == found["replicas"][0]
     assert found["stalls"][0]["cause"] == "no free disk"
 
 
