@@ -389,18 +389,14 @@ def list_(
     Kinds: runs, task_groups, assignments, trajectories, failures, verdicts, closed_groups, observations, batches, versions,
     evaluation_starts, evaluations, states, set_aside, collected.
     """
-    from services.cli.inspect.journal import list_records, list_set_aside, show_records, show_set_aside
+    from services.cli.inspect.journal import list_records, list_set_aside, show_records
 
     if set_aside:
-        aside = list_set_aside(context.obj, kind=kind, key=key, number=number, last=last)
-        if as_json:
-            typer.echo(json.dumps({"set_aside": aside}))
-        else:
-            show_set_aside(aside, console)
-        return
-    found = list_records(context.obj, kind=kind, key=key, number=number, last=last, content=content)
+        found = list_set_aside(context.obj, kind=kind, key=key, number=number, last=last)
+    else:
+        found = list_records(context.obj, kind=kind, key=key, number=number, last=last, content=content)
     if as_json:
-        typer.echo(json.dumps({"records": found}))
+        typer.echo(json.dumps({"set_aside" if set_aside else "records": found}))
     else:
         show_records(found, console)
 

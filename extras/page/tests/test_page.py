@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from benchmarks._page_run import HOSTILE, write_run
 from extras.page import index
 from extras.page.index import FAILED, TRAINED
-from extras.page.pieces import Pieces
+from extras.page.reader import Pieces
 from extras.page.server import POLICY, PageServer, check_runs, keys_to_serve
 from extras.page.state import MetricsTail, as_json
 from services.cli.__main__ import app
