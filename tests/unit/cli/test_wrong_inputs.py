@@ -21,8 +21,7 @@ from services.cli.check import models as hub
 from services.cli.check.recipe import check_recipe, describe
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
-from tests.unit.cli.wrong_inputs import GRADED, WRONG, Wrong, write_good
-from tests.unit.cli.wrong_mixtures import MIXTURES
+from tests.unit.cli.wrong_inputs import GRADED, MIXTURES, WRONG, Wrong, write_good
 
 ALL = [*WRONG, *MIXTURES]
 
