@@ -78,15 +78,7 @@ def trajectories(
     """
     from services.cli.inspect.trajectories import Wanted, read_trajectories, show
 
-    wanted = Wanted(
-        last=last,
-        group=group,
-        task=task,
-        step=step,
-        evaluation=evaluation,
-        min_reward=min_reward,
-        max_reward=max_reward,
-    )
+    wanted = Wanted(last, group, task, step, evaluation, min_reward, max_reward)
     found = chosen_run(run)
     rows = read_trajectories(found, wanted)
     if not rows:

@@ -130,19 +130,15 @@ class Found:
         return bool(names) and not any(name in self.damage for name in names)
 
     def as_object(self) -> dict[str, Any]:
+        of_manifest = ("size_bytes", "num_ranks", "num_updates", "written_at")
         return {
-            "policy": self.policy,
-            "step": self.step,
+            **{
+                name: getattr(self, name)
+                for name in ("policy", "step", "state", "verified", "can_be_exported", "replay")
+            },
+            **{name: getattr(self.manifest, name, None) for name in of_manifest},
             "path": str(self.path),
             "damaged": self.is_damaged,
-            "state": self.state,
-            "verified": self.verified,
-            "can_be_exported": self.can_be_exported,
-            "replay": self.replay,
-            **{
-                name: getattr(self.manifest, name, None)
-                for name in ("size_bytes", "num_ranks", "num_updates", "written_at")
-            },
         }
 
 

@@ -161,7 +161,7 @@ def _common_prefix(one: str, other: str) -> str:
 _MOST_CHARACTERS = 600  # of an expected answer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """Which trajectories to show; all that is given must hold."""
 
