@@ -370,11 +370,11 @@ def test_a_card_too_small_is_told_with_the_figure_and_the_settings_that_help(mon
 
 def test_an_interpreter_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.cli.check.recipe.gpus_here", lambda: [80.0] * 8)
-    lines = launch._interpreter_problems(on_gpus("inference.a.sglang.python=/nowhere/bin/python"), has_gpus=True)
+    lines = launch._interpreter_problems(on_gpus("inference.a.sglang.python=/nowhere/bin/python"), has_gpus=False)
     assert "inference.a: sglang.python: there is no interpreter /nowhere/bin/python" in "\n".join(lines)
 
 
-@pytest.mark.parametrize("engine", ["sglang"])
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_an_environment_of_servers_that_cannot_be_used_is_told_with_the_target_that_makes_it(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,7 +393,7 @@ def test_an_environment_of_servers_that_cannot_be_used_is_told_with_the_target_t
 
     def told() -> str:
         launch._error_of.cache_clear()
-        lines = launch._interpreter_problems(on_gpus(f"inference.a.engine={engine}"), has_gpus=True)
+        lines = launch._interpreter_problems(on_gpus(f"inference.a.engine={engine}"), has_gpus=False)
         return "\n".join(line for line in lines if line.startswith("inference.a.engine"))
 
     begins, remedy = f"inference.a.engine is {engine}, but ", f"run `make {engine}-env in {REPOSITORY}`"
