@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from services.cli.check.models import config_of, file_of
-from services.common.config.data import TRAIN, DatasetConfig, WorkflowConfig, is_training, name_of
+from services.common.config.data import TRAIN, DatasetConfig, is_training, name_of
 from services.common.config.envgateway import EnvGatewayConfig, SandboxConfig
 from services.common.config.recipe import Recipe
 from services.common.dataset_rows import BuiltInReward, prompt_in, truth_in
@@ -76,22 +76,25 @@ class Tried:
 
 def try_rows(recipe: Recipe, sources: Mapping[str, TaskSource]) -> Tried:
     """Try the first row of each dataset that is on this machine, and measure the prompts of some more."""
-    tried = Tried([], [])
-    chat = _chat(recipe, tried)
+    tried, chat = Tried([], []), None
+    try:
+        chat = _chat(recipe)
+    except ConfigError as error:
+        tried.problems.append(error.message)
     for where, source in sources.items():
         if is_training(where) and not recipe.run.steps:
             continue
-        workflow = recipe.workflow_of(where)
         try:
             source = _short_prompts(recipe, where, source, tried)
         except DatasetError as error:
             tried.problems.append(error.message)
             continue
-        if chat is not None:
-            _try_prompts(recipe, where, workflow, source, chat, tried)
-        _try_reward(recipe, where, workflow, source, tried)
-        if any(service.engine == "forced" for service in recipe.inference.values()):
-            _try_script(recipe, where, workflow, source[0], tried)
+        trials = [_try_reward(recipe, where, source), _try_script(recipe, where, source[0])]
+        for trial in trials if chat is None else [_try_prompts(recipe, where, source, chat), *trials]:
+            try:
+                tried.told.extend(trial)
+            except ConfigError as error:
+                tried.problems.append(error.message)
     return tried
 
 
@@ -112,7 +115,7 @@ def _short_prompts(recipe: Recipe, where: str, source: TaskSource, tried: Tried)
     return short
 
 
-def _chat(recipe: Recipe, tried: Tried) -> Chat | None:
+def _chat(recipe: Recipe) -> Chat | None:
     """The tokenizer of the policy that plays, with its template; None if the run makes the tokenizer, or this machine lacks its files."""
     name = recipe.workflow.settings.get("policy") or next(iter(recipe.playing_policies), None)
     path = recipe.policies[name].model.path if name in recipe.policies else None
@@ -127,27 +130,25 @@ def _chat(recipe: Recipe, tried: Tried) -> Chat | None:
         tokenizer = load_tokenizer(path)
         rows = config_of(path).get("vocab_size")
         if isinstance(rows, int) and len(tokenizer) > rows:
-            tried.problems.append(
-                f"policies.{name}.model.path: the tokenizer of {path} has {len(tokenizer)} tokens, and vocab_size of its config.json "
-                f"is {rows}: use the tokenizer that was saved with the model"
+            raise ConfigError(
+                f"the tokenizer of {path} has {len(tokenizer)} tokens, and vocab_size of its config.json is {rows}: use the "
+                "tokenizer that was saved with the model"
             )
         return Chat(tokenizer)
     except RollmillError as error:
-        tried.problems.append(f"policies.{name}.model.path: {error.message}")
+        raise ConfigError(f"policies.{name}.model.path: {error.message}") from None
     except Exception as error:  # a template is a program of the model's author, and can raise anything
         if "jinja2" not in type(error).__module__:
             raise
-        tried.problems.append(f"policies.{name}.model.path: the chat template of {path} fails: {error}")
-    return None
+        raise ConfigError(f"policies.{name}.model.path: the chat template of {path} fails: {error}") from None
 
 
-def _try_prompts(
-    recipe: Recipe, where: str, workflow: WorkflowConfig, source: TaskSource, chat: Chat, tried: Tried
-) -> None:
+def _try_prompts(recipe: Recipe, where: str, source: TaskSource, chat: Chat) -> Iterator[str]:
     from services.inference.workflows.base import PromptSettings, build_messages
     from services.inference.workflows.registry import workflow_settings
     from services.orchestrator.tasks.datasets import WITH_PROMPT
 
+    workflow = recipe.workflow_of(where)
     settings = workflow_settings(workflow)
     if workflow.name not in WITH_PROMPT or not isinstance(settings, PromptSettings):
         return  # prompts of its own, or of an environment
@@ -161,19 +162,17 @@ def _try_prompts(
         try:
             lengths.append(len(chat.prompt_ids(build_messages(settings, task))))
         except RollmillError as error:
-            tried.problems.append(f"{where}: row of task {task.task_id} gives no prompt: {error.message}")
-            return
+            raise ConfigError(f"{where}: row of task {task.task_id} gives no prompt: {error.message}") from None
         except Exception as error:  # of the template
             if "jinja2" not in type(error).__module__:
                 raise
-            tried.problems.append(f"{where}: the chat template refuses task {task.task_id}: {error}")
-            return
+            raise ConfigError(f"{where}: the chat template refuses task {task.task_id}: {error}") from None
     key = "model.context_length" if limit == context - 1 else "workflow.settings.max_prompt_tokens"
-    _judge_lengths(where, lengths, (limit, key), context, recipe.sampling.max_new_tokens, tried)
+    yield from _judge_lengths(where, lengths, (limit, key), context, recipe.sampling.max_new_tokens)
     if is_training(where):
         text = chat.decode(chat.prompt_ids(build_messages(settings, source[0])))
         shown = text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS // 2]} ... {text[-_SHOWN_CHARS // 2 :]}"
-        tried.told.append(f"{_first_row(where)} as a prompt of {lengths[0]} tokens: {shown!r}")
+        yield f"{_first_row(where)} as a prompt of {lengths[0]} tokens: {shown!r}"
 
 
 def _first_row(where: str) -> str:
@@ -182,25 +181,25 @@ def _first_row(where: str) -> str:
 
 
 def _judge_lengths(
-    where: str, lengths: Sequence[int], bound: tuple[int, str], context: int, budget: int, tried: Tried
-) -> None:
+    where: str, lengths: Sequence[int], bound: tuple[int, str], context: int, budget: int
+) -> Iterator[str]:
     """``bound``: the most tokens of a prompt, and the key that says so."""
     limit, key = bound
     too_long = sum(length > limit for length in lengths)
     longest = max(lengths)
     if too_long == len(lengths):
-        tried.problems.append(
+        raise ConfigError(
             f"{where}: every prompt of {len(lengths)} is longer than the {limit} tokens that {key} allows "
             f"(the shortest has {min(lengths)}): write a larger {key.rpartition('.')[2]}, or other rows"
         )
-    elif too_long:
-        tried.told.append(
+    if too_long:
+        yield (
             f"{where}: {too_long} of {len(lengths)} prompts are longer than the {limit} tokens that {key} allows "
             f"(the longest has {longest}), and fail each time: write {where}.max_prompt_tokens: {limit}, or a larger "
             f"{key.rpartition('.')[2]}"
         )
     elif longest + budget > context:
-        tried.told.append(
+        yield (
             f"{where}: the longest prompt of {len(lengths)} has {longest} tokens, which leaves {context - longest} of "
             f"sampling.max_new_tokens ({budget}) in model.context_length ({context})"
         )
@@ -212,15 +211,15 @@ def _spaced(number: int, most: int = MOST_PROMPTS) -> Iterator[int]:
     yield from range(0, number, step)
 
 
-def _try_reward(recipe: Recipe, where: str, workflow: WorkflowConfig, source: TaskSource, tried: Tried) -> None:
+def _try_reward(recipe: Recipe, where: str, source: TaskSource) -> Iterator[str]:
     """Call the user's reward with an empty answer and, where the row has an answer, with that one; in a box where the bare
     one gets no more than the empty one."""
     from services.inference.workflows.scripts import boxed
 
-    path, task = workflow.reward, source[0]
+    path, task = recipe.workflow_of(where).reward, source[0]
     if path in tuple(BuiltInReward) and is_training(where):
         tasks = [source[place] for place in _spaced(len(source), _MOST_REWARDED)]
-        _try_built_in(recipe, where, BuiltInReward(path), tasks, tried)
+        yield from _try_built_in(recipe, where, BuiltInReward(path), tasks)
     if not isinstance(path, str) or ":" not in path:
         return
     truth = truth_in(task.data)
@@ -232,8 +231,7 @@ def _try_reward(recipe: Recipe, where: str, workflow: WorkflowConfig, source: Ta
         try:
             values[what] = _reward_of(path, task, answer)
         except ConfigError as error:
-            tried.problems.append(f"{where}, task {task.task_id}, {what}: {error.message}")
-            return
+            raise ConfigError(f"{where}, task {task.task_id}, {what}: {error.message}") from None
     gains_nothing = truth is not None and max(values.values()) <= values["an empty answer"]
     if gains_nothing:
         with contextlib.suppress(ConfigError):  # a function that reads no box may raise
@@ -241,15 +239,15 @@ def _try_reward(recipe: Recipe, where: str, workflow: WorkflowConfig, source: Ta
             gains_nothing = max(values.values()) <= values["an empty answer"]
     if is_training(where):
         shown = ", ".join(f"{value:g} for {what}" for what, value in values.items())
-        tried.told.append(f"{_first_row(where)} scored by {path}: {shown}")
+        yield f"{_first_row(where)} scored by {path}: {shown}"
         if gains_nothing:
-            tried.told.append(
+            yield (
                 f"{where}: {path} gives the row's own answer no more than an empty one: call the function with an answer that "
                 "should be right"
             )
 
 
-def _try_built_in(recipe: Recipe, where: str, reward: BuiltInReward, tasks: Sequence[Task], tried: Tried) -> None:
+def _try_built_in(recipe: Recipe, where: str, reward: BuiltInReward, tasks: Sequence[Task]) -> Iterator[str]:
     """Score the own answers of some rows, written as a policy writes them, with a reward of the gateway."""
     from services.inference.workflows.scripts import boxed
 
@@ -264,26 +262,24 @@ def _try_built_in(recipe: Recipe, where: str, reward: BuiltInReward, tasks: Sequ
                 # A number alone: behind GSM8K's mark, without a box, dollar signs or a fraction of zeros.
                 answer = boxed(re.sub(r"(?<=\d)\.0+\Z", "", answer_text(truth, "the row").strip("$ ")))
         except DatasetError as error:
-            tried.told.append(f"{where}, task {task.task_id}: the reward {reward} could not be tried: {error.message}")
+            yield f"{where}, task {task.task_id}: the reward {reward} could not be tried: {error.message}"
             continue
         asked.append((task, answer))
     try:
         results = asyncio.run(_graded(recipe, reward, asked))
     except RollmillError as error:
-        tried.told.append(
-            f"{where}, task {asked[0][0].task_id}: the reward {reward} could not be tried: {error.message}"
-        )
+        yield f"{where}, task {asked[0][0].task_id}: the reward {reward} could not be tried: {error.message}"
         return
     for (task, answer), result in zip(asked, results, strict=True):
         if result.reward <= 0:
-            tried.told.append(
+            yield (
                 f"{where}: {reward} gives the row's own answer no more than an empty one: {answer[:_SHOWN_CHARS]!r} of task "
                 f"{task.task_id} is {result.outcome}{result.detail and f' ({result.detail})'}; write the rows' answers as the policy "
                 "is to write them, or name another reward"
             )
             return
         if reward is BuiltInReward.BOXED and _SENTENCE.search(answer):
-            tried.told.append(
+            yield (
                 f"{where}: {reward} compares texts, and the answer of task {task.task_id} is a text of several words or lines: "
                 f"{answer[:_SHOWN_CHARS]!r}; write the value alone, or name another reward"
             )
@@ -312,12 +308,15 @@ async def _graded(recipe: Recipe, reward: BuiltInReward, asked: Sequence[tuple[T
         await pool.close()
 
 
-def _try_script(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task, tried: Tried) -> None:
+def _try_script(recipe: Recipe, where: str, task: Task) -> Iterator[str]:
     """Call the script of the replay engine for the first turn of the row, with the messages of the row as its prompt."""
     from services.inference.workflows.base import PromptSettings, build_messages
     from services.inference.workflows.scripts import Scene, load_scripts
 
-    forced = next(service.forced for service in recipe.inference.values() if service.engine == "forced")
+    forced = next((service.forced for service in recipe.inference.values() if service.engine == "forced"), None)
+    if forced is None:
+        return
+    workflow = recipe.workflow_of(where)
     scene = Scene(task, Purpose.TRAIN if is_training(where) else Purpose.EVALUATION, 0, name_of(where))
     policy = workflow.settings.get("policy") or next(iter(recipe.playing_policies))
     try:
@@ -329,11 +328,9 @@ def _try_script(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task
         said = scene.text(load_scripts(forced, recipe), policy, prompt)
     except RAISED as error:  # the user's script
         raised = f"{place_of_error(error)}the script of the replay engine raised {told(error)}"
-        tried.problems.append(f"{where}, task {task.task_id}: {raised} (inference.<name>.forced.script)")
-    else:
-        if is_training(where):
-            text = f"{_first_row(where)} answered by the script of the replay engine: {said[:_SHOWN_CHARS]!r}"
-            tried.told.append(text)
+        raise ConfigError(f"{where}, task {task.task_id}: {raised} (inference.<name>.forced.script)") from None
+    if is_training(where):
+        yield f"{_first_row(where)} answered by the script of the replay engine: {said[:_SHOWN_CHARS]!r}"
 
 
 def _reward_of(path: str, task: Task, answer: str) -> float:
