@@ -25,6 +25,7 @@ from services.common.config.loading import load_recipe, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.installing import install
+from tests.unit.cli.wrong_inputs import GOOD
 from tests.waiting import PROCESS_S
 
 HEADER = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
@@ -43,20 +44,9 @@ def recipe(tmp_path: Path) -> Path:
         (tmp_path / "model" / name).write_text("{}")
     (tmp_path / "model" / "model.safetensors").write_bytes(struct.pack("<Q", len(HEADER)) + HEADER + bytes(8))
     path = tmp_path / "recipe.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "name": "checked",
-                "policies": {"model0": {"model": {"path": "./model"}, "trainer": {"port": 0}, "weights": {"port": 0}}},
-                "data": {"train": {"path": "./tasks.jsonl"}},
-                "evaluation": {"at_start": False, "at_end": False},
-                "workflow": {"name": "single_turn", "settings": {"reward": "math"}},
-                "orchestrator": {"port": 0},
-                "inference": {"a": {"port": 0}},
-                "envgateway": {"port": 0},
-            }
-        )
-    )
+    math = {"name": "single_turn", "settings": {"reward": "math"}}
+    tree = {**GOOD, "name": "checked", "data": {"train": {"path": "./tasks.jsonl"}}, "workflow": math}
+    path.write_text(yaml.safe_dump(tree))
     return path
 
 

@@ -14,6 +14,7 @@ from services.cli.check.data import MAX_TEMPLATE, RUN, find_overlap, text_of, wo
 from services.cli.check.recipe import check_recipe
 from services.common.config.loading import load_recipe
 from services.common.records import Task
+from tests.unit.cli.wrong_inputs import GOOD
 
 Matches = list[tuple[str, str, float]]
 
@@ -80,24 +81,13 @@ def recipe(tmp_path: Path) -> Path:
     )
     (tmp_path / "unseen.jsonl").write_text(json.dumps({**row, "problem": "What?"}))
     path = tmp_path / "recipe.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "name": "checked",
-                "policies": {
-                    "model0": {"model": {"path": "org/model"}, "trainer": {"port": 0}, "weights": {"port": 0}}
-                },
-                "data": {
-                    "train": {"path": "./train.jsonl"},
-                    "evaluation": {name: {"path": f"./{name}.jsonl"} for name in ("seen", "unseen")},
-                },
-                "workflow": {"name": "single_turn", "settings": {"reward": "math"}},
-                "orchestrator": {"port": 0},
-                "inference": {"a": {"port": 0}},
-                "envgateway": {"port": 0},
-            }
-        )
-    )
+    data = {
+        "train": {"path": "./train.jsonl"},
+        "evaluation": {name: {"path": f"./{name}.jsonl"} for name in ("seen", "unseen")},
+    }
+    policy = {**GOOD["policies"]["model0"], "model": {"path": "org/model"}}
+    math = {"name": "single_turn", "settings": {"reward": "math"}}
+    path.write_text(yaml.safe_dump({**GOOD, "policies": {"model0": policy}, "data": data, "workflow": math}))
     return path
 
 
