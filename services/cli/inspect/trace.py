@@ -64,7 +64,7 @@ class StageName(enum.StrEnum):
     UNTIL_CLOSED = "until it was closed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Stage:
     """A part of a task group's life."""
 
@@ -77,7 +77,7 @@ class Stage:
         return self.end - self.begin
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     at: float
     what: str  # short and countable
@@ -124,7 +124,7 @@ def stages(facts: GroupFacts) -> list[Stage]:
         if not end:
             continue
         if at:
-            found.append(Stage(name=name, begin=at, end=max(at, end)))
+            found.append(Stage(name, at, max(at, end)))
         at = max(at, end)
     return found
 
@@ -163,7 +163,7 @@ def events(facts: GroupFacts, *, with_slots: bool = False) -> list[Event]:
         *_training(facts),
         *_end(facts),
     ]
-    found += [Event(at=note.at, what=note.event, text=f"{note.text} ({note.service})") for note in facts.notes]
+    found += [Event(note.at, note.event, f"{note.text} ({note.service})") for note in facts.notes]
     return sorted((event for event in found if event.at), key=lambda event: event.at)
 
 
@@ -171,42 +171,43 @@ def _issue(facts: GroupFacts) -> Iterator[Event]:
     for number, assignment in enumerate(facts.assignments):
         replica = f"replica {assignment.replica_id}" if assignment.replica_id else "no replica"
         if number:
-            yield Event(at=assignment.at, what="reissued", text=f"open slots issued again, to {replica}")
+            yield Event(assignment.at, "reissued", f"open slots issued again, to {replica}")
         else:
             of = f" of {', '.join(facts.policies)}" if facts.policies else ""
-            text = f"task {facts.task_id} issued to {replica}: {facts.num_slots} slots{of}"
-            yield Event(at=assignment.at, what="issued", text=text)
+            yield Event(
+                assignment.at, "issued", f"task {facts.task_id} issued to {replica}: {facts.num_slots} slots{of}"
+            )
 
 
 def _play(facts: GroupFacts) -> Iterator[Event]:
     slots = facts.slots
     for replica in dict.fromkeys(slot.replica_id for slot in slots if slot.accepted_at):
         accepted = min(slot.accepted_at for slot in slots if slot.replica_id == replica and slot.accepted_at)
-        yield Event(at=accepted, what="accepted", text=f"accepted by replica {replica}")
-    yield Event(at=_least(slot.started_at for slot in slots), what="started", text="the first rollout starts")
+        yield Event(accepted, "accepted", f"accepted by replica {replica}")
+    yield Event(_least(slot.started_at for slot in slots), "started", "the first rollout starts")
     for slot in slots:
         if slot.failure:
             text = f"slot {slot.index} failed: {slot.failure}" + (f": {slot.detail}" if slot.detail else "")
-            yield Event(at=slot.finished_at or slot.durable_at, what="failed", text=text, slot=slot.index)
+            yield Event(slot.finished_at or slot.durable_at, "failed", text, slot=slot.index)
     if not facts.all_known:
         return
     finished = max(slot.finished_at for slot in slots)
-    yield Event(at=finished, what="finished", text="the last rollout ends")
+    yield Event(finished, "finished", "the last rollout ends")
     came = f"{facts.num_slots - facts.num_failed} trajectories, {facts.num_failed} failures"
-    yield Event(at=max(slot.durable_at for slot in slots), what="complete", text=f"complete, all durable: {came}")
+    yield Event(max(slot.durable_at for slot in slots), "complete", f"complete, all durable: {came}")
 
 
 def _slot_events(facts: GroupFacts) -> Iterator[Event]:
     for slot in facts.slots:
-        yield Event(at=slot.started_at, what="slot_started", text=f"slot {slot.index} starts", slot=slot.index)
+        yield Event(slot.started_at, "slot_started", f"slot {slot.index} starts", slot=slot.index)
         for phase in slot.phases:
             text = f"slot {slot.index}: {phase_text(phase.what, phase.policy, phase.num_tokens, phase.detail)}"
             text += f" in {phase.seconds:.3f} s"
-            yield Event(at=slot.started_at + phase.begin_s, what=phase.what, text=text, slot=slot.index)
-        yield Event(at=slot.finished_at, what="slot_finished", text=f"slot {slot.index} ends", slot=slot.index)
+            yield Event(slot.started_at + phase.begin_s, phase.what, text, slot=slot.index)
+        yield Event(slot.finished_at, "slot_finished", f"slot {slot.index} ends", slot=slot.index)
         again = f", for the {slot.num_sends}. time" if slot.num_sends > 1 else ""
-        yield Event(at=slot.sent_at, what="slot_sent", text=f"slot {slot.index} is sent{again}", slot=slot.index)
-        yield Event(at=slot.durable_at, what="slot_durable", text=f"slot {slot.index} is durable", slot=slot.index)
+        yield Event(slot.sent_at, "slot_sent", f"slot {slot.index} is sent{again}", slot=slot.index)
+        yield Event(slot.durable_at, "slot_durable", f"slot {slot.index} is durable", slot=slot.index)
 
 
 def phase_text(what: str, policy: str, num_tokens: int, detail: str) -> str:
@@ -227,7 +228,7 @@ def _training(facts: GroupFacts) -> Iterator[Event]:
         )
         if 0 < verdict.num_kept < verdict.num_sequences:
             text += f" ({verdict.num_kept} of them)"
-        yield Event(at=facts.judged_at, what=f"advantage_group_{verdict.outcome}", text=text)
+        yield Event(facts.judged_at, f"advantage_group_{verdict.outcome}", text)
     for use in facts.uses:
         yield from _use(use)
 
@@ -239,25 +240,24 @@ def _use(use: Used) -> Iterator[Event]:
         f"{again}in the batch of step {use.training_step} of {use.policy}: {use.num_sequences} of its {use.batch_size} "
         f"sequences, minibatch {cuts}, staleness at most {use.staleness_max}"
     )
-    yield Event(at=use.assembled_at, what="batch", text=text)
+    yield Event(use.assembled_at, "batch", text)
     for rank, at in use.pulls:
-        yield Event(at=at, what="pulled", text=f"batch of step {use.training_step} pulled by rank {rank}")
+        yield Event(at, "pulled", f"batch of step {use.training_step} pulled by rank {rank}")
     for begin, end in use.compute:
-        yield Event(at=begin, what="training", text=f"training step {use.training_step} of {use.policy} begins")
+        yield Event(begin, "training", f"training step {use.training_step} of {use.policy} begins")
         facts = [f"{end - begin:.3f} s"]
         facts += [f"loss {use.loss:.4g}"] if use.loss is not None else []
         facts += [f"gradient norm {use.grad_norm:.4g}"] if use.grad_norm is not None else []
-        yield Event(at=end, what="trained", text=f"training step {use.training_step} done: {', '.join(facts)}")
+        yield Event(end, "trained", f"training step {use.training_step} done: {', '.join(facts)}")
     if use.published_at:
-        text = f"version {use.training_step} of {use.policy} published"
-        yield Event(at=use.published_at, what="published", text=text)
+        yield Event(use.published_at, "published", f"version {use.training_step} of {use.policy} published")
 
 
 def _end(facts: GroupFacts) -> Iterator[Event]:
     if facts.closed_at and facts.closed_reason != "trained":
-        yield Event(at=facts.closed_at, what="closed", text=f"closed: {facts.closed_reason}")
+        yield Event(facts.closed_at, "closed", f"closed: {facts.closed_reason}")
     if facts.evaluated_at:
-        yield Event(at=facts.evaluated_at, what="evaluated", text=f"evaluation {facts.evaluation} is finished")
+        yield Event(facts.evaluated_at, "evaluated", f"evaluation {facts.evaluation} is finished")
 
 
 def seconds_in(slot: SlotFacts, what: PhaseKind | None = None, *, other_than: PhaseKind | None = None) -> float:
