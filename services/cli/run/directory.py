@@ -398,11 +398,11 @@ def opened(
                 say(console, f"{setting}: {former} -> {new}")
         return resolved, run_dir
     loaded = on_this_machine(load_with_profile(recipe, overrides, profile))
-    run_dir, why = choose(loaded, asked=resume == AUTO)
+    before, why = choose(loaded, asked=resume == AUTO)
     if why:
         say(console, why)
-    if run_dir is not None:
-        return reopen(run_dir, console)
+    if before is not None:
+        return reopen(before, console)
     check_launch(loaded)
     check_named(loaded)
     return prepare(loaded)
