@@ -146,7 +146,6 @@ class Run:
 
     def traces(self) -> Rows:
         """Every task group: the times of issue, rollout, judgement, batch and training, with its stages in seconds."""
-        from services.cli.inspect.trace import read_groups
-        from services.cli.inspect.trace_view import group_as_json
+        from services.cli.inspect.trace import group_as_json, read_groups
 
         return Rows(lambda: map(group_as_json, read_groups(self.path)))

@@ -11,7 +11,6 @@ No network but loopback: the names of other hosts do not resolve.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import json
 import os
@@ -100,18 +99,13 @@ class Page:
         await self.call("Input.dispatchKeyEvent", type="keyDown", **facts, **text)
         await self.call("Input.dispatchKeyEvent", type="keyUp", **facts)
 
-    async def size(self, width: int, height: int, *, scale: float = 1.0, phone: bool = False) -> None:
-        await self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone
-        )
+    async def size(self, width: int, height: int, *, phone: bool = False) -> None:
+        facts = {"width": width, "height": height, "deviceScaleFactor": 1.0, "mobile": phone}
+        await self.call("Emulation.setDeviceMetricsOverride", **facts)
 
     async def scheme(self, name: str) -> None:
         """``dark`` or ``light``, as the person's system prefers it."""
         await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
-
-    async def screenshot(self, path: Path) -> None:
-        answer = await self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     async def _read(self) -> None:
         try:

@@ -4,7 +4,7 @@ The own fork server of ``rollmill run`` is forked here too, before any thread st
 both save each run five CPU seconds. It forks the orchestrator and the gateway as well, which saves two.
 The process leaves without tearing down the thousands of modules that it does not use.
 All else is the command's code. Tests that start ``python -m services.cli run`` itself,
-such as ``test_relaunch``, have the import.
+such as ``test_first_run``, have the import.
 """
 
 from __future__ import annotations

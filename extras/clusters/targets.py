@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.cli.check.memory import GIB, HostEstimate, ModelShape, host_estimates, shared_memory_gib
-from services.cli.deploy.layout import (
+from services.cli.deploy.deploy import (
     APP,
     CHECKOUT,
     COMPUTING,

@@ -23,7 +23,7 @@ from rich.console import Console
 from extras.page.index import number_of
 from extras.page.reader import RunReader, guarded
 from services.cli.console import say
-from services.cli.inspect.curves import curves
+from services.cli.inspect.plot import curves
 from services.cli.inspect.run_state import Row, check_run_directory
 from services.cli.keys import keys_there
 from services.common.config.loading import load_resolved

@@ -6,10 +6,13 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import Message
 
 from services.cli.console import format_clock, format_reward
 from services.cli.doctor import as_object, diagnose
-from services.cli.inspect.curves import newest_shares, segments_of
+from services.cli.inspect.plot import newest_shares, segments_of
 from services.cli.inspect.run_model import Json
 from services.cli.inspect.run_state import Row, logged_at, parse_rows, read_rows
 from services.cli.inspect.standing import RUNNING, Standing
@@ -29,7 +32,7 @@ from services.common.errors import RollmillError
 from services.common.pb import run_pb2
 from services.common.security import identity
 from services.common.telemetry.accounts import is_records, is_weights
-from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, ThroughputKey, TrainerKey
+from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, ThroughputKey
 from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.evaluation import played_by
 
@@ -62,7 +65,7 @@ def _stalls(rows: Iterable[Row]) -> list[Json]:
                 "at": row["time"] - _seconds(row),
                 "kind": "stall",
                 "who": key[0],
-                "cause": key[1].replace("_", " "),
+                "cause": _words(key[1]),
                 "text": str(row.get("detail", "")),
                 "seconds": None,
             }
@@ -224,11 +227,10 @@ def _last(standing: Standing, rows: Sequence[Row]) -> Json:
         "policies": [
             {
                 "policy": policy,
-                "step": row["step"],
-                "steps": standing.wanted_steps,
+                "version": row["step"],
+                "num_steps": standing.wanted_steps,
                 "staleness_max": row.get(StepKey.STALENESS_MAX),
-                "reward": row.get(StepKey.ROLLOUT_REWARD_MEAN),
-                "loss": row.get(TrainerKey.LOSS.in_row),
+                "metrics": row,
             }
             for policy, row in newest.items()
         ],
@@ -288,54 +290,29 @@ class Live:
 
 
 def as_json(progress: run_pb2.RunProgress) -> Json:
-    """The parts of a run's progress that the page shows."""
+    """The parts of a run's progress that the page shows, under the names of the protocol."""
+
+    def plain(message: Message, **own: Any) -> Json:
+        return {f.name: getattr(message, f.name) for f in message.DESCRIPTOR.fields if f.name not in own} | own
+
     return {
         "state": state_word(progress.state),
         "time": time_words(progress),
         "tokens_per_s": progress.tokens_per_s,
-        "policies": [_policy(policy) for policy in progress.policies],
-        "replicas": [
-            {
-                "replica": replica.replica_id,
-                "running": replica.num_running,
-                "slots": replica.num_slots,
-                "tokens_per_s": replica.tokens_per_s,
-                "versions": dict(replica.versions),
-                "lease_left_s": replica.lease_left_s,
-                "draining": replica.draining,
-            }
-            for replica in progress.replicas
+        "policies": [
+            plain(one, version=max(0, one.version), metrics=dict(one.metrics), trainer_state=_words(one.trainer_state))
+            for one in progress.policies
         ],
+        "replicas": [plain(one, versions=dict(one.versions)) for one in progress.replicas],
         "waits": list(progress.waits),
         "stalls": [
-            {
-                "component": stall.component,
-                "cause": stall.cause.replace("_", " "),
-                "detail": stall.detail,
-                "since": stall.since.ToNanoseconds() / 1e9,
-                "advice": stall.advice,
-            }
-            for stall in progress.stalls
+            plain(one, cause=_words(one.cause), since=one.since.ToNanoseconds() / 1e9) for one in progress.stalls
         ],
-        "warnings": [
-            *warnings_of(progress),
-            *masked_rollouts(progress.counters),
-        ],
+        "warnings": [*warnings_of(progress), *masked_rollouts(progress.counters)],
         "threshold": threshold_words(progress.threshold) if progress.HasField("threshold") else "",
         "shares": shares_of(progress.accounts),
     }
 
 
-def _policy(policy: run_pb2.PolicyProgress) -> Json:
-    return {
-        "policy": policy.policy,
-        "step": max(0, policy.version),
-        "steps": policy.num_steps,
-        "buffered": policy.num_buffered,
-        "expected": policy.num_expected,
-        "quota": policy.quota,
-        "staleness_max": policy.staleness_max,
-        "trainer": policy.trainer_state.replace("_", " "),
-        "reward": policy.metrics.get(StepKey.ROLLOUT_REWARD_MEAN),
-        "loss": policy.metrics.get(TrainerKey.LOSS.in_row),
-    }
+def _words(name: str) -> str:
+    return name.replace("_", " ")

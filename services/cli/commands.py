@@ -320,7 +320,7 @@ def deploy(
     ] = None,
 ) -> None:
     """Write the files of a deployment from the resolved recipe (docs/deploy.md)."""
-    from services.cli.deploy.command import deploy as write_deployment
+    from services.cli.deploy.deploy import deploy as write_deployment
 
     for path in write_deployment(recipe, target, output, set_ or (), profile, gpu):
         say(console, str(path))
@@ -336,7 +336,6 @@ RunningArgument = Annotated[
         "./runs, else --orchestrator.",
     ),
 ]
-RunOption = Annotated[Path | None, typer.Option("--run", hidden=True, help="The same as the argument RUN.")]
 AddressOption = Annotated[
     str | None,
     typer.Option("--orchestrator", help="Instead of RUN: the orchestrator's HOST:PORT.", show_default=ORCHESTRATOR),
@@ -344,13 +343,13 @@ AddressOption = Annotated[
 
 
 @live_app.command()
-def status(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
+def status(run: RunningArgument = None, address: AddressOption = None) -> None:
     """Show the state of a run (running, finished, stopped or interrupted) and the command that goes on with the run."""
     from services.cli.inspect.standing import COMMAND, standing
     from services.cli.watch import check_answers, chosen, reach, render
     from services.common.errors import InfrastructureError
 
-    run = chosen(run or named, address)
+    run = chosen(run, address)
     client = reach(run, address)
     try:
         answer = check_answers(client, run) if run is not None else client.get_run()
@@ -368,31 +367,31 @@ def status(run: RunningArgument = None, address: AddressOption = None, named: Ru
 
 
 @live_app.command()
-def watch(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
+def watch(run: RunningArgument = None, address: AddressOption = None) -> None:
     """Follow a run until its end; Ctrl-C stops watching, not the run."""
     from services.cli.watch import ProgressView, chosen, follow, reach
 
-    client = reach(chosen(run or named, address), address)
+    client = reach(chosen(run, address), address)
     with ProgressView(console, client.get_run().run_id) as view:
         follow(client, view)
 
 
 @live_app.command()
-def pause(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
+def pause(run: RunningArgument = None, address: AddressOption = None) -> None:
     """Issue no further tasks and start no further training step, until `rollmill resume`."""
-    _client(run or named, address).pause()
+    _client(run, address).pause()
     console.print("paused; go on with `rollmill resume`")
 
 
 @live_app.command()
-def resume(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
+def resume(run: RunningArgument = None, address: AddressOption = None) -> None:
     """Continue after `rollmill pause`. To continue a run whose processes have ended, use `rollmill run --resume RUN`."""
-    _client(run or named, address).resume()
+    _client(run, address).resume()
     console.print("going on")
 
 
 @live_app.command()
-def stop(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
+def stop(run: RunningArgument = None, address: AddressOption = None) -> None:
     """End a run for good: trainers write a checkpoint and exit, replicas finish their rollouts.
 
     To continue the run later, stop `rollmill run` with Ctrl-C instead, then use `rollmill run --resume RUN`.
@@ -401,7 +400,7 @@ def stop(run: RunningArgument = None, address: AddressOption = None, named: RunO
     from services.cli.watch import chosen
     from services.common.errors import InfrastructureError
 
-    run = chosen(run or named, address)
+    run = chosen(run, address)
     try:
         _client(run, address).stop("rollmill stop")
     except InfrastructureError:

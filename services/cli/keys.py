@@ -38,12 +38,7 @@ from services.common.security.keys import CA, DAYS, VARIABLE, Bundle, Role, is_t
 KEYS = "keys"  # in the run directory
 RENEWED_WITHIN_S = 14 * 86400.0
 
-_ROLES = {
-    "orchestrator": Role.ORCHESTRATOR,
-    "envgateway": Role.ENVGATEWAY,
-    "inference": Role.INFERENCE,
-    "trainer": Role.TRAINER,
-}
+_WITH_KEYS = ("orchestrator", "envgateway", "inference", "trainer")  # what names of processes begin with, and roles
 
 
 def keys_there(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.environ) -> Path | None:
@@ -94,10 +89,7 @@ def renew_in_time(keys: Path | None) -> bool:
 
     Keys that were copied here can only be renewed where they were made.
     """
-    if keys is None:
-        return False
-
-    if not is_there(keys / CA_KEY):
+    if keys is None or not is_there(keys / CA_KEY):
         return False
     ring = Keyring(keys)
     ends_at = min(min(each.certificate_ends_at, each.token_ends_at) for each in ring.entries())
@@ -111,8 +103,8 @@ def with_keys(spec: ProcessSpec, keys: Path | None) -> ProcessSpec:
     """The process with the keys of its role and no others."""
     kind = spec.name.partition("-")[0]
     variables = {VARIABLE: ""}
-    if keys is not None and kind in _ROLES:
-        own = keys / _ROLES[kind].value
+    if keys is not None and kind in _WITH_KEYS:
+        own = keys / kind
         # grpc logs every unfinished handshake; an unauthenticated client could fill the disk with that.
         quiet = os.environ.get("GRPC_VERBOSITY", "ERROR")
         variables = {VARIABLE: str(own if is_there(own) else keys), "GRPC_VERBOSITY": quiet}
@@ -121,7 +113,7 @@ def with_keys(spec: ProcessSpec, keys: Path | None) -> ProcessSpec:
 
 def role_of(process: str) -> Role:
     """The role of a process by its name in the plan."""
-    return _ROLES[process.partition("-")[0]]
+    return Role(process.partition("-")[0])
 
 
 def act_as(keys: Path | None, process: str) -> Identity | None:
@@ -284,8 +276,7 @@ class Keyring:
         files.write_file(folder / CA_KEY, authority.key)
         files.write_file(folder / TOKEN_KEY, token_key)
         files.write_file(folder / files.TOKEN_PUBLIC, certificates.public_part(token_key))
-        about = {"run": run, "hosts": list(hosts), "client_certificates": client_certificates}
-        files.write_file(folder / ABOUT, (json.dumps(about, indent=2) + "\n").encode())
+        _write_about(folder, run, list(hosts), client_certificates)
         made = cls(folder, clock)
         made.renew(days=days)
         return made
@@ -300,8 +291,7 @@ class Keyring:
         more = [host for host in hosts if host not in self.hosts]
         if more:
             self.hosts += more
-            about = {"run": self.run, "hosts": self.hosts, "client_certificates": self.client_certificates}
-            files.write_file(self.folder / ABOUT, (json.dumps(about, indent=2) + "\n").encode())
+            _write_about(self.folder, self.run, self.hosts, self.client_certificates)
         authority = certificates.Pair(self._read(files.CA), self._read(CA_KEY))
         token_key = self._read(TOKEN_KEY)
         now = self._clock()
@@ -368,3 +358,8 @@ class Keyring:
                 f"{self.folder / name}: {error.strerror}; only the directory that `rollmill keys` made can make keys, "
                 "not the bundles copied from it"
             ) from None
+
+
+def _write_about(folder: Path, run: str, hosts: list[str], client_certificates: bool) -> None:
+    about = {"run": run, "hosts": hosts, "client_certificates": client_certificates}
+    files.write_file(folder / ABOUT, (json.dumps(about, indent=2) + "\n").encode())

@@ -19,27 +19,6 @@ from services.common.security.keys import DAYS, WHAT_FOR, Role
 if TYPE_CHECKING:
     from services.cli.keys import Entry
 
-HELP = """\
-Make the keys of a run. Keys identify the callers of its services, and a role has permission for certain calls.
-
-With keys, all services of a run use TLS, and each caller has a certificate or a token of this run. Without keys, services
-bind loopback only. `rollmill run` makes keys by itself if the recipe asks for TLS; this command is for processes that are
-started one by one, on one node or several.
-
-1. `rollmill keys recipes/quickstart -o keys` makes an authority and a directory for every role.
-
-2. Copy to each node the directories of the roles that run there (`scp -r keys/inference node1:keys/`, where `keys` exists), and no other files:
-`ca.key` and `token.key` create identities: never copy them.
-
-3. Start each process with `ROLLMILL_KEYS=keys` (or `keys/inference`), commands such as `rollmill watch` likewise: they use
-`keys/operator`, or `keys/viewer`.
-
-4. Before they expire: `rollmill keys recipes/quickstart -o keys --renew`, and copy again. Running processes load the new keys.
-
-`rollmill keys show keys` prints role, run and validity. `rollmill keys token keys --role viewer --hours 8` prints one more
-token, for clients that use a token instead of a directory.
-"""
-
 
 class _RunIsDefault(TyperGroup):
     """``rollmill keys RECIPE`` is ``rollmill keys make RECIPE``."""
@@ -50,9 +29,32 @@ class _RunIsDefault(TyperGroup):
         return super().parse_args(context, args)
 
 
-keys_app = typer.Typer(cls=_RunIsDefault, no_args_is_help=True, help=HELP, rich_markup_mode="markdown")
+keys_app = typer.Typer(cls=_RunIsDefault, no_args_is_help=True, rich_markup_mode="markdown")
 
 FolderArgument = Annotated[Path, typer.Argument(help="A directory that `rollmill keys` made.")]
+
+
+@keys_app.callback()
+def keys() -> None:
+    """Make the keys of a run. Keys identify the callers of its services, and a role has permission for certain calls.
+
+    With keys, all services of a run use TLS, and each caller has a certificate or a token of this run. Without keys, services
+    bind loopback only. `rollmill run` makes keys by itself if the recipe asks for TLS; this command is for processes that are
+    started one by one, on one node or several.
+
+    1. `rollmill keys recipes/quickstart -o keys` makes an authority and a directory for every role.
+
+    2. Copy to each node the directories of the roles that run there (`scp -r keys/inference node1:keys/`, where `keys` exists), and no other files:
+    `ca.key` and `token.key` create identities: never copy them.
+
+    3. Start each process with `ROLLMILL_KEYS=keys` (or `keys/inference`), commands such as `rollmill watch` likewise: they use
+    `keys/operator`, or `keys/viewer`.
+
+    4. Before they expire: `rollmill keys recipes/quickstart -o keys --renew`, and copy again. Running processes load the new keys.
+
+    `rollmill keys show keys` prints role, run and validity. `rollmill keys token keys --role viewer --hours 8` prints one more
+    token, for clients that use a token instead of a directory.
+    """
 
 
 @keys_app.command()

@@ -93,7 +93,7 @@ def _files(folder: Path, name: str, wanted: Wanted) -> dict[str, str]:
         "DATA": texts["DEMO_DATA"] if demo_rows else texts["OWN_DATA"] if every is None else texts["SPLIT_DATA"],
         "TRAIN": _train(folder, wanted, every),
         "EVERY": str(every),
-        "HELD_OUT": f"every {_ordinal(every or 0)} row",
+        "HELD_OUT": f"one row in {every}",
         "EVALUATION": (
             "{every: 5} # training steps"
             if demo_rows
@@ -153,9 +153,7 @@ def held_out_words(wanted: Wanted) -> str:
     if every is None:
         return f"{'1 row is' if num_rows == 1 else f'{num_rows} rows are'} too few to hold some out: the run evaluates nothing (name other rows in data.evaluation)"
     count = "" if num_rows is None else f"{num_rows // every} of {num_rows:,} rows are"
-    return (
-        f"{count or 'a part of the rows is'} held out for evaluation: every {_ordinal(every)} row (hold_out: {every})"
-    )
+    return f"{count or 'a part of the rows is'} held out for evaluation: one row in {every} (hold_out: {every})"
 
 
 def _num_rows(wanted: Wanted) -> int | None:
@@ -189,15 +187,6 @@ def _rows_of(path: str, columns: tuple[tuple[str, str], ...]) -> int:
 
 def _columns(wanted: Wanted) -> dict[str, str]:
     return {name: column for name, column in (("prompt", wanted.prompt), ("answer", wanted.answer)) if column}
-
-
-def _ordinal(number: int) -> str:
-    """
-    >>> [_ordinal(number) for number in (2, 11, 23, 40)]
-    ['2nd', '11th', '23rd', '40th']
-    """
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
 
 
 def _train(folder: Path, wanted: Wanted, every: int | None) -> str:

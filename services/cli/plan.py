@@ -158,12 +158,7 @@ def with_free_ports(recipe: Recipe) -> Recipe:
     Services of other nodes find one for themselves.
     """
     tree: dict[str, Any] = recipe.model_dump(mode="json")
-    sections = {"orchestrator": tree["orchestrator"]}
-    sections |= {f"inference.{name}": each for name, each in tree["inference"].items() if each["node"] == 0}
-    if recipe.envgateway and recipe.envgateway.node == 0:
-        sections["envgateway"] = tree["envgateway"]
-    for name, policy in tree["policies"].items():
-        sections |= {f"policies.{name}.{part}": policy[part] for part in ("trainer", "weights")}
+    sections = _of_node_0(tree)
     open_sections = {name: section for name, section in sections.items() if section["port"] == 0}
     hosts = sorted({LOOPBACK, *(section["host"] for section in sections.values() if "host" in section)})
     named = {port for _, port in recipe.ports()}  # of processes that are not listening yet
@@ -172,6 +167,17 @@ def with_free_ports(recipe: Recipe) -> Recipe:
     chosen = {*recipe.launch.chosen_ports, *(f"{name}.port" for name in open_sections)}
     tree["launch"]["chosen_ports"] = sorted(chosen)
     return Recipe.model_validate(tree)
+
+
+def _of_node_0(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The sections of a recipe's tree that listen on node 0, by their paths."""
+    found = {"orchestrator": tree["orchestrator"]}
+    found |= {f"inference.{name}": each for name, each in tree["inference"].items() if each["node"] == 0}
+    if tree["envgateway"] and tree["envgateway"]["node"] == 0:
+        found["envgateway"] = tree["envgateway"]
+    for name, policy in tree["policies"].items():
+        found |= {f"policies.{name}.{part}": policy[part] for part in ("trainer", "weights")}
+    return found
 
 
 def taken_ports(recipe: Recipe) -> list[tuple[str, int]]:
@@ -250,11 +256,8 @@ def with_addresses(recipe: Recipe, environment: Mapping[str, str] = os.environ) 
         return recipe
     here = address_of_node_0(environment)
     tree: dict[str, Any] = recipe.model_dump(mode="json")
-    sections = [tree["orchestrator"], *(service for service in tree["inference"].values() if service["node"] == 0)]
-    sections += [tree["envgateway"]] if recipe.envgateway and recipe.envgateway.node == 0 else []
-    sections += [policy["weights"] for policy in tree["policies"].values()]
-    for section in sections:
-        if is_loopback(section["host"]):
+    for section in _of_node_0(tree).values():
+        if is_loopback(section.get("host", "")):
             section["host"] = here
     return Recipe.model_validate(tree)
 

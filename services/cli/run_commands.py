@@ -78,15 +78,7 @@ def trajectories(
     """
     from services.cli.inspect.trajectories import Wanted, read_trajectories, show
 
-    wanted = Wanted(
-        last=last,
-        group=group,
-        task=task,
-        step=step,
-        evaluation=evaluation,
-        min_reward=min_reward,
-        max_reward=max_reward,
-    )
+    wanted = Wanted(last, group, task, step, evaluation, min_reward, max_reward)
     found = chosen_run(run)
     rows = read_trajectories(found, wanted)
     if not rows:
@@ -134,7 +126,7 @@ def trace(
 
     Needs the run directory only: during the run, after its end, and after any process was killed.
     """
-    from services.cli.inspect.trace_view import list_groups, show_group
+    from services.cli.inspect.trace import list_groups, show_group
     from services.common.errors import ConfigError
 
     if run is not None and group is None and not list_ and "/" not in str(run) and not run.exists():
@@ -324,22 +316,7 @@ def replay(
     console.print_json(json.dumps(replay_step(run, policy, step, lambda text: say(progress, text))))
 
 
-HELP = """\
-List, verify and export the journal of a run.
-
-The journal is RUN/journal: everything that the orchestrator has acknowledged, in segments of compressed JSON lines, and an
-index of them. RUN may be running, stopped or broken: these commands only read.
-
-    rollmill journal RUN verify              read every record, compare its checksum; exit code 1 when one is damaged
-    rollmill journal RUN list --set-aside    records that the run does not use, and why
-    rollmill journal RUN list --kind versions --last 5
-    rollmill journal RUN export -o rows      JSON lines, that `datasets` opens
-
-The orchestrator sets a damaged record aside when it starts, logs it, and continues. docs/journal.md describes the effect of
-losing each kind of record.
-"""
-
-journal_app = typer.Typer(no_args_is_help=True, help=HELP, rich_markup_mode="markdown", subcommand_metavar="COMMAND")
+journal_app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", subcommand_metavar="COMMAND")
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
@@ -349,6 +326,19 @@ def journal(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(help="A run directory, such as runs/quickstart-20260101-120000.")],
 ) -> None:
+    """List, verify and export the journal of a run.
+
+    The journal is RUN/journal: everything that the orchestrator has acknowledged, in segments of compressed JSON lines, and an
+    index of them. RUN may be running, stopped or broken: these commands only read.
+
+        rollmill journal RUN verify              read every record, compare its checksum; exit code 1 when one is damaged
+        rollmill journal RUN list --set-aside    records that the run does not use, and why
+        rollmill journal RUN list --kind versions --last 5
+        rollmill journal RUN export -o rows      JSON lines, that `datasets` opens
+
+    The orchestrator sets a damaged record aside when it starts, logs it, and continues. docs/journal.md describes the effect of
+    losing each kind of record.
+    """
     context.obj = run
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -391,18 +381,14 @@ def list_(
     Kinds: runs, task_groups, assignments, trajectories, failures, verdicts, closed_groups, observations, batches, versions,
     evaluation_starts, evaluations, states, set_aside.
     """
-    from services.cli.inspect.journal import list_records, list_set_aside, show_records, show_set_aside
+    from services.cli.inspect.journal import list_records, list_set_aside, show_records
 
     if set_aside:
-        aside = list_set_aside(context.obj, kind=kind, key=key, number=number, last=last)
-        if as_json:
-            typer.echo(json.dumps({"set_aside": aside}))
-        else:
-            show_set_aside(aside, console)
-        return
-    found = list_records(context.obj, kind=kind, key=key, number=number, last=last, content=content)
+        found = list_set_aside(context.obj, kind=kind, key=key, number=number, last=last)
+    else:
+        found = list_records(context.obj, kind=kind, key=key, number=number, last=last, content=content)
     if as_json:
-        typer.echo(json.dumps({"records": found}))
+        typer.echo(json.dumps({"set_aside" if set_aside else "records": found}))
     else:
         show_records(found, console)
 

@@ -39,7 +39,6 @@ def test_the_agent_with_a_tool_of_the_guide_is_trained(tmp_path: Path) -> None:
     for name, text in files("my-agent.md").items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    follow(tmp_path, "rollmill check mine/adder.yaml --profile tiny")
     follow(tmp_path, "rollmill run mine/adder.yaml --profile tiny")
     (run_dir,) = (tmp_path / "runs").iterdir()
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -90,10 +90,7 @@ def test_an_installed_rollmill_makes_checks_and_runs_a_recipe_in_the_current_fol
     )
     assert all(Path(file).is_relative_to(bin_folder.parent) for file in where.split())
     answer(rollmill, "new", "mine", here=tmp_path)
-    for name in ("mine", "quickstart"):
-        assert f"{name} is ready to run" in answer(rollmill, "check", name, here=tmp_path)
-    told = answer(rollmill, "check", "one-card/qwen3-0.6b-full", here=tmp_path)
-    assert "qwen3-0.6b-full is " in " ".join(told.split())
+    assert "mine is ready to run" in answer(rollmill, "check", "mine", here=tmp_path)
     short = ["--set", "run.steps=2", "--set", "warm_start.model0.steps=2", "--set", "evaluation.at_start=false",
              "--set", "evaluation.at_end=false", "--set", "policies.model0.batch.size=16"]  # fmt: skip
     answer(rollmill, "run", "quickstart", *short, here=tmp_path)

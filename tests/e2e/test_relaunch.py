@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from services.cli.run.processes import ForkServer
 from services.common.config.loading import load_resolved
-from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S, SMALL
+from services.common.system.child import module_command
+from tests.e2e.conftest import RECIPE, RUN_TIMEOUT_S, SMALL
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
@@ -26,17 +27,13 @@ SETTINGS = [*SMALL, "run.steps=4", "evaluation.at_start=false", "data.evaluation
 class Launch:
     """``rollmill run recipes/quickstart --resume auto`` in a process of its own, without a name of the run."""
 
-    def __init__(self, runs: Path, name: str, *settings: str) -> None:
-        arguments = [part for setting in [f"run.dir={runs}", *SETTINGS, *settings] for part in ("--set", setting)]
+    def __init__(self, forks: ForkServer, runs: Path, name: str, *settings: str) -> None:
+        sets = [part for each in [f"run.dir={runs}", *SETTINGS, *settings] for part in ("--set", each)]
         self._output = runs / f"{name}.out"
-        with self._output.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "services.cli", "run", "recipes/quickstart", *arguments, "--resume", "auto"],
-                cwd=REPOSITORY,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        command = module_command("tests.forked_launch", "run", str(RECIPE), *sets, "--resume", "auto")
+        process = forks.start(command, {**os.environ, "OMP_NUM_THREADS": "1"}, self._output)
+        assert process is not None, "the fork server has ended"
+        self.process = process
 
     @property
     def output(self) -> str:
@@ -49,11 +46,11 @@ class Launch:
 
 
 @pytest.fixture
-def launch(tmp_path: Path, started_from: list[str]) -> Iterator[Callable[[str], Launch]]:
+def launch(forks: ForkServer, tmp_path: Path, started_from: list[str]) -> Iterator[Callable[[str], Launch]]:
     launches: list[Launch] = []
 
     def start(name: str) -> Launch:
-        launches.append(Launch(tmp_path, name, *started_from))
+        launches.append(Launch(forks, tmp_path, name, *started_from))
         return launches[-1]
 
     yield start
@@ -82,7 +79,7 @@ def test_the_run_of_a_launcher_that_was_killed_goes_on_once(launch: Callable[[st
     while not any(b'"training_step"' in file.read_bytes() for file in tmp_path.glob("*/metrics/orchestrator.jsonl")):
         assert first.process.poll() is None and time.monotonic() < deadline, first.output
         time.sleep(0.1)
-    first.process.kill()
+    os.kill(first.process.pid, signal.SIGKILL)
     first.process.wait(WAIT_S)
     assert "beginning a new run" in first.output
     (run_dir,) = run_directories(tmp_path)

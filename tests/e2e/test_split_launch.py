@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S, SMALL, WARM_START
+from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S, SMALL
 from tests.ports import free_port
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = [*WARM_START, *SMALL, "run.steps=2", "data.evaluation.held_out.limit=8", "evaluation.at_start=false"]
+SETTINGS = [*SMALL, "run.steps=2", "data.evaluation.held_out.limit=8", "evaluation.at_start=false"]
 WEBSHOP = "recipes/webshop/qwen2.5-7b-instruct-m2po-delta"
 VARIABLES = ("ORCHESTRATOR_PORT", "ENVGATEWAY_PORT")  # all others may be free ones: their owners tell them
 
@@ -29,7 +29,8 @@ VARIABLES = ("ORCHESTRATOR_PORT", "ENVGATEWAY_PORT")  # all others may be free o
 class Scripts:
     """Processes started by scripts of deploy/launch, all with the same settings and variables."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, started_from: list[str]) -> None:
+        self._started_from = started_from
         ports = {variable: str(free_port()) for variable in VARIABLES}
         self.run_dir = directory / "split"
         self._directory = directory
@@ -39,8 +40,8 @@ class Scripts:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, script: str, recipe: str = "recipes/quickstart", *arguments: str, **variables: str) -> None:
-        """Without arguments with ``SETTINGS``."""
-        settings = [part for setting in SETTINGS for part in ("--set", setting)]
+        """Without arguments with ``SETTINGS`` and those that the run is started from."""
+        settings = [part for setting in (*SETTINGS, *self._started_from) for part in ("--set", setting)]
         with (self._directory / f"{script}.out").open("ab") as output:
             self.running[script] = subprocess.Popen(
                 [str(REPOSITORY / "deploy" / "launch" / script), recipe, *(arguments or settings)],
@@ -68,8 +69,8 @@ class Scripts:
 
 
 @pytest.fixture
-def scripts(tmp_path: Path) -> Iterator[Scripts]:
-    made = Scripts(tmp_path)
+def scripts(tmp_path: Path, started_from: list[str]) -> Iterator[Scripts]:
+    made = Scripts(tmp_path, started_from)
     yield made
     made.stop()
 

@@ -43,47 +43,36 @@ async def leaves_later(task, completion):
 """
 
 
-def run(here: Path, shell: str, variables: Mapping[str, str], *settings: str) -> Path:
-    """The directory of a run that a shell starts as ``"$@"``; it must exit with 0."""
-    command = [sys.executable, "-m", "services.cli", "run", "mine", *SHORT, *settings]
-    done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {shell}", "shell", *command],
-        cwd=here,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr).decode(errors="replace")
-    (run_dir,) = here.glob("*/mine-*")
-    assert json.loads((run_dir / "summary.json").read_text())["state"] == "finished"
-    return run_dir
-
-
 @pytest.mark.parametrize(
-    ("shell", "variables", "settings"),
+    ("shell", "variables", "settings", "reward"),
     [
         (
             '"$@" | head -1',
             {**PROXIES, **JOB, **ASCII},
             ("policies.model0.trainer.num_ranks=2", "description=reward ≤ 1 🎉", "run.dir=./ü ≤"),
+            "leaves",
         ),
-        ("trap '' CHLD HUP PIPE; exec \"$@\" <&- >&- 2>&-", JOB, ()),
+        ("trap '' CHLD HUP PIPE; exec \"$@\" <&- >/dev/full 2>&-", {**JOB, "PYTHONIOENCODING": "ascii"}, (), "leaves_later"),
     ],
-    ids=["proxies, two ranks in a job, ascii and a reader that leaves", "ignored signals and closed streams"],
-)
-def test_a_run_trains_to_its_end(
-    shell: str, variables: Mapping[str, str], settings: tuple[str, ...], tmp_path: Path
+    ids=["proxies, two ranks in a job, ascii and a reader that leaves", "ignored signals, closed streams, a full output"],
+)  # fmt: skip
+def test_a_run_trains_to_its_end_and_a_reward_that_leaves_or_cancels_fails_its_rollouts_by_name(
+    shell: str, variables: Mapping[str, str], settings: tuple[str, ...], reward: str, tmp_path: Path
 ) -> None:
     rollmill(tmp_path, "new", "mine")
-    run(tmp_path, shell, variables, *(part for setting in settings for part in ("--set", setting)))
-
-
-@pytest.mark.parametrize(("reward", "shell"), [("leaves", '"$@" >/dev/full 2>&1'), ("leaves_later", '"$@"')])
-def test_a_reward_that_leaves_or_cancels_fails_its_rollouts_by_name(reward: str, shell: str, tmp_path: Path) -> None:
-    rollmill(tmp_path, "new", "mine")
     (tmp_path / "mine" / "wild.py").write_text(REWARDS)
-    run_dir = run(tmp_path, shell, {"PYTHONIOENCODING": "ascii"}, "--set", f"workflow.settings.reward=wild:{reward}")
+    sets = [part for each in (*settings, f"workflow.settings.reward=wild:{reward}") for part in ("--set", each)]
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {shell}", "shell", sys.executable, "-m", "services.cli", "run", "mine", *SHORT, *sets],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr).decode(errors="replace")
+    (run_dir,) = tmp_path.glob("*/mine-*")
+    assert json.loads((run_dir / "summary.json").read_text())["state"] == "finished"
     events = [json.loads(line) for line in (run_dir / "logs" / "inference-a.jsonl").read_text().splitlines()]
     failed = Counter(event["reason"] for event in events if event["event"] == "rollout.failed")
     assert {"CancelledError", "SystemExit", "KeyboardInterrupt"} <= failed.keys()

@@ -19,8 +19,7 @@ from benchmarks._peers import ScriptedTrainer
 from services.cli.__main__ import app
 from services.cli.inspect.fate import Fate, read_fates
 from services.cli.inspect.run_model import GroupFacts
-from services.cli.inspect.trace import events, read_group, read_groups, stages, status
-from services.cli.inspect.trace_view import choose, counted
+from services.cli.inspect.trace import choose, counted, events, read_group, read_groups, stages, status
 from services.cli.run.processes import ForkServer
 from services.common.errors import ConfigError
 from services.common.system.child import module_command

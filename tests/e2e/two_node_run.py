@@ -1,6 +1,6 @@
-"""The two-node recipe on two machines (``tests/two_machines.py``), started by hand: node 0 prints commands, node 1 executes these.
+"""A run on two machines (``tests/two_machines.py``), started by hand: node 0 prints commands, node 1 executes these.
 
-Inference a runs on node 1, all other processes on node 0.
+Inference a and the gateway run on node 1, all other processes on node 0.
 """
 
 from __future__ import annotations
@@ -22,28 +22,33 @@ from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
 from tests.two_machines import Machine, TwoMachines
 
-RECIPE = "recipes/code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
+RECIPE = "recipes/quickstart-code"
 WAIT_S = 240.0
 SETTINGS = (
     "inference.a.node=1",
-    "run.id=two",
+    "envgateway.node=1",
     "envgateway.sandbox.allow_tier_0=true",  # root in a container: what the tiny model writes are lines of a script
+    "run.id=two",
+    "run.steps=100000",  # the test ends it
+    "run.until=null",
+    "evaluation.at_start=false",
     "evaluation.at_end=false",
     "evaluation.every=0",
-    "run.until=null",
+    "orchestrator.lease_s=3",
+    "policies.model0.weights.transfer=delta",
+    "policies.model0.batch.size=8",
+    "policies.model0.batch.minibatches=1",
+    "policies.model0.batch.late=keep",  # else slots that wait for another replica are cancelled as too old
 )
-DELTAS = ("policies.model0.weights.transfer=delta", "policies.model1.weights.transfer=delta")
 
 
 class TwoNodeRun:
     """``start``, ``paste``, look; ``stop`` ends the remaining processes. ``output`` of each node lies in the directory."""
 
-    def __init__(self, machines: TwoMachines, directory: Path, *settings: str, recipe: str = RECIPE) -> None:
+    def __init__(self, machines: TwoMachines, directory: Path) -> None:
         self.machines = machines
-        self._recipe = recipe
         self.run_dir = machines.node0.directory / "runs" / "two"
         self._directory = directory
-        self._settings = (*SETTINGS, f"run.dir={self.run_dir.parent}", *settings)
         self._environment = {"PATH": machines.path, "PYTHON": sys.executable, "COLUMNS": "300"}
         self._environment |= dict.fromkeys(("ROLLMILL_KEYS", "NODE_HOST", "ORCHESTRATOR_HOST_EXTERNAL", "RUN_DIR"), "")
         self.node0: subprocess.Popen[str] | None = None
@@ -52,8 +57,8 @@ class TwoNodeRun:
 
     def start(self) -> None:
         """``rollmill run`` on node 0; returns when the commands for node 1 are printed."""
-        arguments = [part for setting in self._settings for part in ("--set", setting)]
-        command = ["run", self._recipe, "--profile", "tiny", *arguments]
+        arguments = [part for setting in (*SETTINGS, f"run.dir={self.run_dir.parent}") for part in ("--set", setting)]
+        command = ["run", RECIPE, "--profile", "tiny", *arguments]
         self.node0 = self.rollmill(self.machines.node0, *command, output="node0")
         self.wait_for(
             lambda: len(self.printed()) == 3 and self.output("node0").endswith("\n"), "the commands for node 1"
@@ -65,13 +70,9 @@ class TwoNodeRun:
         begin = next((n for n, line in enumerate(lines) if line.startswith("paste on node 1")), len(lines))
         return lines[begin : begin + 3]
 
-    def paste(self, *edits: tuple[str, str]) -> None:
-        """Execute on node 1 exactly the printed lines, but for ``edits`` (old, new)."""
-        script = "\n".join(self.printed()[1:])
-        for old, new in edits:
-            assert old in script
-            script = script.replace(old, new)
-        self.node1 = self._popen(self.machines.node1, ["bash", "-c", script], "node1")
+    def paste(self) -> None:
+        """Execute on node 1 exactly the printed lines."""
+        self.node1 = self._popen(self.machines.node1, ["bash", "-c", "\n".join(self.printed()[1:])], "node1")
 
     def rollmill(self, machine: Machine, *arguments: str, output: str, **variables: str) -> subprocess.Popen[str]:
         """Start a command of ``rollmill`` on a machine."""
@@ -130,34 +131,33 @@ class TwoNodeRun:
         mark = f'"event":"{name}"'.encode()
         return [orjson.loads(line) for file in files for line in file.read_bytes().splitlines() if mark in line]
 
+    def transfers(self, what: str) -> set[str]:
+        """The values of a field of the versions that node 1 took."""
+        return {event[what] for event in self.events(LogEvent.WEIGHTS_UPDATED, self.logs_of_node1())}
+
     def logs_of_node1(self) -> list[Path]:
         return sorted((self.machines.node1.checkout / "runs" / "two-node1" / "logs").glob("*.jsonl"))
 
-    def wait_for(self, condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> float:
-        """Seconds until the condition held. Raises when the run on node 0 ends before."""
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        """Wait until the condition holds. Raises when the run on node 0 ends before."""
         begin = looked = time.monotonic()
         while not condition():
             cost_s = time.monotonic() - looked
-            ended = self.node0 is None or self.node0.poll() is not None
-            assert not ended, f"the run ended before {what}:\n{self.output('node0')}\n{self.output('node1')}"
-            waited = time.monotonic() - begin
-            assert waited < timeout_s, f"no {what} in {timeout_s} s:\n{self.output('node0')}\n{self.output('node1')}"
+            outputs = f"{self.output('node0')}\n{self.output('node1')}"
+            assert self.node0 is not None and self.node0.poll() is None, f"the run ended before {what}:\n{outputs}"
+            assert time.monotonic() - begin < WAIT_S, f"no {what} in {WAIT_S} s:\n{outputs}"
             time.sleep(max(0.1, 5 * cost_s))  # reading the journal takes no time from the run that is waited for
             looked = time.monotonic()
-        return time.monotonic() - begin
 
-    def wait_for_more(self, replica: str, count: int = 1) -> float:
-        """Seconds until a replica is a member and has brought more trajectories."""
+    def wait_for_more(self, replica: str) -> None:
+        """Wait until a replica is a member and has brought another trajectory."""
         before = self.trajectories()[replica]
+        self.wait_for(
+            lambda: self.is_member(replica) and self.trajectories()[replica] > before, f"a trajectory of {replica}"
+        )
 
-        def brought() -> bool:
-            return self.is_member(replica) and self.trajectories()[replica] >= before + count
-
-        return self.wait_for(brought, f"a trajectory of {replica}")
-
-    def wait_until_lost(self, replica: str) -> float:
-        """Seconds until the end of its lease; 0 if the lease had ended before, as on an overloaded machine."""
-        return self.wait_for(lambda: not self.is_member(replica), f"the end of {replica}'s lease")
+    def wait_until_lost(self, replica: str) -> None:
+        self.wait_for(lambda: not self.is_member(replica), f"the end of {replica}'s lease")
 
     def stop(self) -> None:
         for process in reversed(self._started):  # node 1 first

@@ -6,20 +6,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.needs import installed
+from tests.chromium import browser
 
 PAGE = (Path(__file__).parents[1] / "data" / "hostile_page.html").read_text()
 VISIT_S = 120.0  # on a busy machine; a visit takes a few seconds
-_END_S = 10.0
 _HEAD_ENDS = b"\r\n\r\n"
 
 
@@ -44,7 +40,9 @@ class Report:
 
 async def visit(targets: Sequence[Target]) -> Report:
     """Let a browser visit the page until that has tried everything. Raises ``TimeoutError``."""
-    async with _site(targets) as (site, rules), _browser(rules, "http://evil.test/"):
+    plain_http = "--disable-features=HttpsUpgrades"
+    async with _site(targets) as (site, rules), browser(f"--host-resolver-rules={rules}", plain_http) as page:
+        await page.call("Page.navigate", url="http://evil.test/")
         async with asyncio.timeout(VISIT_S):
             return await site.report
 
@@ -116,35 +114,3 @@ async def _site(targets: Sequence[Target]) -> AsyncIterator[tuple[_Site, str]]:
             rules.append(f"MAP {target.name}.rebound.test 127.0.0.1:{await serve(site.forwarder(target))}")
         rules += ["EXCLUDE localhost", "EXCLUDE 127.0.0.1", "MAP * ~NOTFOUND"]
         yield site, ",".join(rules)
-
-
-@asynccontextmanager
-async def _browser(rules: str, url: str) -> AsyncIterator[None]:
-    program = installed("chromium")
-    assert program is not None
-    with tempfile.TemporaryDirectory(prefix="rollmill-browser-", ignore_cleanup_errors=True) as profile:
-        process = await asyncio.create_subprocess_exec(
-            program,
-            "--headless=new",
-            "--no-sandbox",  # tests run as root; the page is ours
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--no-first-run",
-            "--disable-background-networking",
-            "--disable-component-update",
-            "--disable-features=HttpsUpgrades",
-            f"--user-data-dir={profile}",
-            f"--host-resolver-rules={rules}",
-            url,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            yield
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            async with asyncio.timeout(_END_S):
-                await process.wait()

@@ -21,7 +21,7 @@ from services.common.config.envgateway import HttpConfig, ServedTaskConfig
 from services.envgateway.http import HttpServer, Submission, SubmissionOutcome
 from tests import needs
 from tests.contract.test_http_doors import _status
-from tests.integration.hostile_page import Report, Target, visit
+from tests.integration.hostile_page import Target, visit
 from tests.integration.inference.endpoint_peers import serving
 
 pytestmark = pytest.mark.slow
@@ -39,8 +39,8 @@ class _Python:
 
 
 @asynccontextmanager
-async def servers(folder: Path) -> AsyncIterator[tuple[list[Target], Any]]:
-    """Judge, task server, endpoint and metrics, and the task server's conversations."""
+async def servers(folder: Path, kind: str = "") -> AsyncIterator[tuple[list[Target], Any]]:
+    """Judge, task server, endpoint and metrics, whose names begin with ``kind``, and the task server's conversations."""
     submissions: Any = _Python()
     judge = HttpServer(HttpConfig(port=0), "127.0.0.1", _NoQueue(), submissions)  # type: ignore[arg-type]
     metrics = MetricsServer(_status, (), name="envgateway", host="127.0.0.1", port=0)
@@ -53,13 +53,13 @@ async def servers(folder: Path) -> AsyncIterator[tuple[list[Target], Any]]:
         serving() as endpoint,
     ):
         yield [
-            Target(name="judge", port=judge.port, path="/run", reads=("/status",),
+            Target(name=f"{kind}judge", port=judge.port, path="/run", reads=("/status",),
                    bodies={"type": "python", "solution": program}),
-            Target(name="tasks", port=tasks.server.port, path="/api/start_sample", reads=("/api/list_sessions",),
+            Target(name=f"{kind}tasks", port=tasks.server.port, path="/api/start_sample", reads=("/api/list_sessions",),
                    bodies={"name": "orders", "index": 0}),
-            Target(name="endpoint", port=int(endpoint.base_url.rpartition(":")[2].partition("/")[0]),
+            Target(name=f"{kind}endpoint", port=int(endpoint.base_url.rpartition(":")[2].partition("/")[0]),
                    path="/v1/chat/completions", bodies={"messages": []}, reads=("/v1/models",)),
-            Target(name="metrics", port=metrics_port, path="/metrics", bodies={}, reads=("/metrics",)),
+            Target(name=f"{kind}metrics", port=metrics_port, path="/metrics", bodies={}, reads=("/metrics",)),
         ], tasks.server.conversations  # fmt: skip
     await judge.stop()
     await metrics.stop()
@@ -69,9 +69,8 @@ class _NoQueue:
     num_waiting, num_slots = 7, 3
 
 
-@pytest.fixture
-def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Requests that came through to a route's handler."""
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Requests that come through to a route's handler, of servers that are made from now on."""
     found: list[str] = []
     inner = http.body_in_time  # behind the checks
 
@@ -89,8 +88,9 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.fixture
 def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that are made from now on have none."""
+
     def nothing(*_: object) -> Any:
         @web.middleware
         async def middleware(request: web.Request, handler: http.Handler) -> web.StreamResponse:
@@ -103,35 +103,36 @@ def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(http, "for_programs", nothing)
     monkeypatch.setattr(http, "closed_to_pages", as_it_is)
-    return
 
 
-async def play(folder: Path) -> tuple[Report, set[str], int]:
-    """The reports of the page, which programs left their file, and how many conversations began."""
-    needs.check("chromium")
-    async with servers(folder) as (targets, conversations):
-        report = await visit(targets)
-        await asyncio.sleep(0.3)  # a beacon may come last
-        begun = len(list(conversations.all))
-    return report, {path.name for path in folder.iterdir()}, begun
-
-
-async def test_a_page_of_another_site_runs_nothing_and_reads_nothing(tmp_path: Path, reached: list[str]) -> None:
-    report, ran, begun = await play(tmp_path)
-    assert len(report.tried) > 100, "the page has tried everything"
-    assert ran == set() and begun == 0 and report.read == ()
-    assert not [each for each in reached if each.startswith("POST")]
-    assert reached == [], "not even what is only read"
-
-
-async def test_the_same_page_is_obeyed_by_servers_without_the_checks(
-    tmp_path: Path, reached: list[str], without_checks: None
+async def test_a_page_of_another_site_runs_and_reads_nothing_but_of_servers_without_the_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report, ran, begun = await play(tmp_path)
-    wanted = {f"judge {host} {way}" for host in ("127.0.0.1", "localhost") for way in WAYS}
-    wanted |= {f"judge rebound {way}" for way in ("json", "text")}
+    needs.check("chromium")
+    with monkeypatch.context() as counting:
+        reached = counted(counting)
+        guarded = servers(tmp_path)
+        targets, conversations = await guarded.__aenter__()
+    try:
+        without_checks(monkeypatch)
+        async with servers(tmp_path, "open") as (opened, open_conversations):
+            report = await visit([*targets, *opened])
+            await asyncio.sleep(0.3)  # a beacon may come last
+            begun = [len(list(each.all)) for each in (conversations, open_conversations)]
+    finally:
+        await guarded.__aexit__(None, None, None)
+    ran, read = {path.name for path in tmp_path.iterdir()}, [json.dumps(each) for each in report.read]
+    assert len(report.tried) > 200, "the page has tried everything"
+    wanted = {f"openjudge {host} {way}" for host in ("127.0.0.1", "localhost") for way in WAYS}
+    wanted |= {f"openjudge rebound {way}" for way in ("json", "text")}
     assert wanted <= ran, sorted(wanted - ran)
-    assert begun > 0
-    read = json.dumps(report.read)
-    for what in ("judge rebound json", "a secret", "judge rebound get /status", "metrics rebound get /metrics"):
-        assert what in read
+    for what in (
+        "openjudge rebound json",
+        "a secret",
+        "openjudge rebound get /status",
+        "openmetrics rebound get /metrics",
+    ):
+        assert what in " ".join(read)
+    assert begun[0] == 0 and begun[1] > 0
+    assert [each for each in (*ran, *read) if not each.strip('"').startswith("open")] == []
+    assert reached == [], "not even what is only read"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.cli.deploy.command import deploy
+from services.cli.deploy.deploy import deploy
 from services.common.installing import COMPLETE
 from tests import needs
 

@@ -16,8 +16,7 @@ import yaml
 from rich.console import Console
 
 from extras.clusters.targets import Size, size_of, size_of_node
-from services.cli.deploy.command import deploy
-from services.cli.deploy.layout import lay_out
+from services.cli.deploy.deploy import deploy, lay_out
 from services.cli.plan import at_addresses_of
 from services.cli.run.launch import find, start
 from services.common.config.loading import load_recipe

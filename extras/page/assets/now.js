@@ -6,6 +6,8 @@
   const { get } = Rollmill.api;
   const { card, clock, el, known, note, num, percent, put, seconds, table, words } = Rollmill.dom;
 
+  const REWARD = "rollout_reward_mean", LOSS = "trainer/loss"; // of a row of a training step
+
   function now(place, page) {
     let last = "";
     return {
@@ -50,8 +52,8 @@
 
   function ring(state) {
     const at = state.now;
-    const slots = at.replicas.reduce((sum, one) => sum + one.slots, 0);
-    const running = at.replicas.reduce((sum, one) => sum + one.running, 0);
+    const slots = at.replicas.reduce((sum, one) => sum + one.num_slots, 0);
+    const running = at.replicas.reduce((sum, one) => sum + one.num_running, 0);
     const stage = (name, value, unit, ...below) => el("li", {}, el("h3", {}, name),
       el("p", { class: "figure" }, value, unit && el("small", {}, ` ${unit}`)), below.map((text) => text && el("p", { class: "soft" }, text)));
     const many = at.policies.length > 1;
@@ -62,13 +64,13 @@
       el("ol", { class: "stages" },
         stage("Rollouts", at.replicas.length ? `${running} / ${slots}` : num(at.rollouts), at.replicas.length ? "slots" : "finished",
           at.replicas.length > 0 && `${num(at.tokens_per_s, 0)} tokens/s on ${at.replicas.length} replica${at.replicas.length > 1 ? "s" : ""}`),
-        stage("Experience", state.is_live ? each((one) => num(one.buffered)) : num(at.trained_tokens), state.is_live ? "buffered" : "trained tokens",
-          at.policies.some((one) => known(one.expected)) && `${each((one) => num(one.expected))} expected, quota ${each((one) => num(one.quota))}`),
-        stage("Training", each((one) => `${num(one.step)} / ${num(one.steps)}`), "steps",
-          each((one) => [one.trainer, known(one.loss) && `loss ${num(one.loss)}`].filter(Boolean).join(", "))),
-        stage("Weights", each((one) => `v${num(one.step)}`), "", held(at), each((one) => `staleness ≤ ${num(one.staleness_max)}`)),
-        stage("Reward", each((one) => num(one.reward)), "", "rollouts since the batch before")),
-      at.policies.map((one) => el("progress", { max: one.steps || 1, value: one.step, "aria-label": `steps of ${one.policy}` })));
+        stage("Experience", state.is_live ? each((one) => num(one.num_buffered)) : num(at.trained_tokens), state.is_live ? "buffered" : "trained tokens",
+          at.policies.some((one) => known(one.num_expected)) && `${each((one) => num(one.num_expected))} expected, quota ${each((one) => num(one.quota))}`),
+        stage("Training", each((one) => `${num(one.version)} / ${num(one.num_steps)}`), "steps",
+          each((one) => [one.trainer_state, known(one.metrics[LOSS]) && `loss ${num(one.metrics[LOSS])}`].filter(Boolean).join(", "))),
+        stage("Weights", each((one) => `v${num(one.version)}`), "", held(at), each((one) => `staleness ≤ ${num(one.staleness_max)}`)),
+        stage("Reward", each((one) => num(one.metrics[REWARD])), "", "rollouts since the batch before")),
+      at.policies.map((one) => el("progress", { max: one.num_steps || 1, value: one.version, "aria-label": `steps of ${one.policy}` })));
   }
 
   function held(at) {
@@ -136,7 +138,7 @@
 
   function replicas(found) {
     return card("Replicas", table([["replica"], ["rollouts", "right"], ["tokens/s", "right"], ["versions"], ["lease", "right"]],
-      found.map((one) => [one.replica + (one.draining ? " (draining)" : ""), `${one.running} / ${one.slots}`, num(one.tokens_per_s, 0),
+      found.map((one) => [one.replica_id + (one.draining ? " (draining)" : ""), `${one.num_running} / ${one.num_slots}`, num(one.tokens_per_s, 0),
         Object.entries(one.versions).map(([policy, version]) => `${policy}@${version}`).join(" "), seconds(one.lease_left_s)]), { label: "replicas" }));
   }
 

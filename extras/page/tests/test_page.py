@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from benchmarks._page_run import HOSTILE, write_run
 from extras.page import index
 from extras.page.index import FAILED, TRAINED
-from extras.page.pieces import Pieces
+from extras.page.reader import Pieces
 from extras.page.server import POLICY, PageServer, check_runs, keys_to_serve
 from extras.page.state import MetricsTail, as_json
 from services.cli.__main__ import app
@@ -324,8 +324,8 @@ def test_what_an_orchestrator_says_is_shown_as_it_says_it() -> None:
     found = as_json(progress)
     assert json.loads(json.dumps(found)) == found
     assert (found["state"], found["waits"]) == ("training", ["trainer waits for rollouts"])
-    assert found["policies"][0]["step"] == 3 and found["policies"][0]["trainer"] == "not joined"
-    assert found["replicas"][0] | {"running": 5, "slots": 8, "versions": {"m": 2}} == found["replicas"][0]
+    assert found["policies"][0]["version"] == 3 and found["policies"][0]["trainer_state"] == "not joined"
+    assert found["replicas"][0] | {"num_running": 5, "num_slots": 8, "versions": {"m": 2}} == found["replicas"][0]
     assert found["stalls"][0]["cause"] == "no free disk"
 
 

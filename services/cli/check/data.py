@@ -7,14 +7,11 @@ start.
 
 **Overlaps**: evaluation tasks that occur in the training data, word for word, or in long runs of words of one training task.
 A text is its words in lower case without punctuation. An evaluation task overlaps with a training task when the texts
-are equal, or when runs of 13 words (8 for texts of fewer than 13; none below 8) that both have cover half of the
-evaluation task's words. Runs of 13 are GPT-3's (Brown et al., arXiv 2005.14165, appendix C: 8 to 13 words by the length
-of the texts); half of the words in the same training task is Tülu 3's rule (Lambert et al., arXiv 2411.15124), because
+are equal, or when the training task has half of its runs of 13 words. Runs of 13 are GPT-3's (Brown et al., arXiv 2005.14165,
+appendix C); half of them in the same training task is near Tülu 3's rule (Lambert et al., arXiv 2411.15124), because
 a single run is often a common phrase: 9 of AIME 2024's 30 problems share one with MATH ("where m and n are relatively
 prime positive integers. Find m + n."), and none is in the list. For the same reason a run that more than 8 evaluation
-tasks have counts as their template. Tasks without a text overlap when their rows are equal and name an ``index``. The runs of
-the evaluation tasks are held in memory (at most ``MAX_EVALUATION_WORDS``), training tasks pass by once (at most
-``MAX_TRAINING_WORDS``). Texts beyond that are not compared, and the report says so.
+tasks have counts as their template. Tasks without a text overlap when their rows are equal and name an ``index``.
 
 **Reference solutions** of programming problems are judged, to find rows with wrong tests: `rollmill check --solutions N`
 reports on the first rows of each dataset; `rollmill data code` leaves failing rows out of the file that it writes. Needs a
@@ -29,7 +26,7 @@ import inspect
 import os
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -38,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from services.common.config.data import TRAIN, DatasetConfig, WorkflowConfig, is_training, name_of
+from services.common.config.data import TRAIN, DatasetConfig, is_training, name_of
 from services.common.config.envgateway import EnvGatewayConfig, SandboxConfig
 from services.common.config.recipe import Recipe
 from services.common.dataset_rows import BuiltInReward, prompt_in, truth_in
@@ -79,22 +76,25 @@ class Tried:
 
 def try_rows(recipe: Recipe, sources: Mapping[str, TaskSource]) -> Tried:
     """Try the first row of each dataset that is on this machine, and measure the prompts of some more."""
-    tried = Tried([], [])
-    chat = _chat(recipe, tried)
+    tried, chat = Tried([], []), None
+    try:
+        chat = _chat(recipe)
+    except ConfigError as error:
+        tried.problems.append(error.message)
     for where, source in sources.items():
         if is_training(where) and not recipe.run.steps:
             continue
-        workflow = recipe.workflow_of(where)
         try:
             source = _short_prompts(recipe, where, source, tried)
         except DatasetError as error:
             tried.problems.append(error.message)
             continue
-        if chat is not None:
-            _try_prompts(recipe, where, workflow, source, chat, tried)
-        _try_reward(recipe, where, workflow, source, tried)
-        if any(service.engine == "forced" for service in recipe.inference.values()):
-            _try_script(recipe, where, workflow, source[0], tried)
+        trials = [_try_reward(recipe, where, source), _try_script(recipe, where, source[0])]
+        for trial in trials if chat is None else [_try_prompts(recipe, where, source, chat), *trials]:
+            try:
+                tried.told.extend(trial)
+            except ConfigError as error:
+                tried.problems.append(error.message)
     return tried
 
 
@@ -115,7 +115,7 @@ def _short_prompts(recipe: Recipe, where: str, source: TaskSource, tried: Tried)
     return short
 
 
-def _chat(recipe: Recipe, tried: Tried) -> Chat | None:
+def _chat(recipe: Recipe) -> Chat | None:
     """The tokenizer of the policy that plays, with its template; None if the run makes the tokenizer, or this machine lacks its files."""
     name = recipe.workflow.settings.get("policy") or next(iter(recipe.playing_policies), None)
     path = recipe.policies[name].model.path if name in recipe.policies else None
@@ -130,27 +130,25 @@ def _chat(recipe: Recipe, tried: Tried) -> Chat | None:
         tokenizer = load_tokenizer(path)
         rows = config_of(path).get("vocab_size")
         if isinstance(rows, int) and len(tokenizer) > rows:
-            tried.problems.append(
-                f"policies.{name}.model.path: the tokenizer of {path} has {len(tokenizer)} tokens, and vocab_size of its config.json "
-                f"is {rows}: use the tokenizer that was saved with the model"
+            raise ConfigError(
+                f"the tokenizer of {path} has {len(tokenizer)} tokens, and vocab_size of its config.json is {rows}: use the "
+                "tokenizer that was saved with the model"
             )
         return Chat(tokenizer)
     except RollmillError as error:
-        tried.problems.append(f"policies.{name}.model.path: {error.message}")
+        raise ConfigError(f"policies.{name}.model.path: {error.message}") from None
     except Exception as error:  # a template is a program of the model's author, and can raise anything
         if "jinja2" not in type(error).__module__:
             raise
-        tried.problems.append(f"policies.{name}.model.path: the chat template of {path} fails: {error}")
-    return None
+        raise ConfigError(f"policies.{name}.model.path: the chat template of {path} fails: {error}") from None
 
 
-def _try_prompts(
-    recipe: Recipe, where: str, workflow: WorkflowConfig, source: TaskSource, chat: Chat, tried: Tried
-) -> None:
+def _try_prompts(recipe: Recipe, where: str, source: TaskSource, chat: Chat) -> Iterator[str]:
     from services.inference.workflows.base import PromptSettings, build_messages
     from services.inference.workflows.registry import workflow_settings
     from services.orchestrator.tasks.datasets import WITH_PROMPT
 
+    workflow = recipe.workflow_of(where)
     settings = workflow_settings(workflow)
     if workflow.name not in WITH_PROMPT or not isinstance(settings, PromptSettings):
         return  # prompts of its own, or of an environment
@@ -164,19 +162,17 @@ def _try_prompts(
         try:
             lengths.append(len(chat.prompt_ids(build_messages(settings, task))))
         except RollmillError as error:
-            tried.problems.append(f"{where}: row of task {task.task_id} gives no prompt: {error.message}")
-            return
+            raise ConfigError(f"{where}: row of task {task.task_id} gives no prompt: {error.message}") from None
         except Exception as error:  # of the template
             if "jinja2" not in type(error).__module__:
                 raise
-            tried.problems.append(f"{where}: the chat template refuses task {task.task_id}: {error}")
-            return
+            raise ConfigError(f"{where}: the chat template refuses task {task.task_id}: {error}") from None
     key = "model.context_length" if limit == context - 1 else "workflow.settings.max_prompt_tokens"
-    _judge_lengths(where, lengths, (limit, key), context, recipe.sampling.max_new_tokens, tried)
+    yield from _judge_lengths(where, lengths, (limit, key), context, recipe.sampling.max_new_tokens)
     if is_training(where):
         text = chat.decode(chat.prompt_ids(build_messages(settings, source[0])))
         shown = text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS // 2]} ... {text[-_SHOWN_CHARS // 2 :]}"
-        tried.told.append(f"{_first_row(where)} as a prompt of {lengths[0]} tokens: {shown!r}")
+        yield f"{_first_row(where)} as a prompt of {lengths[0]} tokens: {shown!r}"
 
 
 def _first_row(where: str) -> str:
@@ -185,25 +181,25 @@ def _first_row(where: str) -> str:
 
 
 def _judge_lengths(
-    where: str, lengths: Sequence[int], bound: tuple[int, str], context: int, budget: int, tried: Tried
-) -> None:
+    where: str, lengths: Sequence[int], bound: tuple[int, str], context: int, budget: int
+) -> Iterator[str]:
     """``bound``: the most tokens of a prompt, and the key that says so."""
     limit, key = bound
     too_long = sum(length > limit for length in lengths)
     longest = max(lengths)
     if too_long == len(lengths):
-        tried.problems.append(
+        raise ConfigError(
             f"{where}: every prompt of {len(lengths)} is longer than the {limit} tokens that {key} allows "
             f"(the shortest has {min(lengths)}): write a larger {key.rpartition('.')[2]}, or other rows"
         )
-    elif too_long:
-        tried.told.append(
+    if too_long:
+        yield (
             f"{where}: {too_long} of {len(lengths)} prompts are longer than the {limit} tokens that {key} allows "
             f"(the longest has {longest}), and fail each time: write {where}.max_prompt_tokens: {limit}, or a larger "
             f"{key.rpartition('.')[2]}"
         )
     elif longest + budget > context:
-        tried.told.append(
+        yield (
             f"{where}: the longest prompt of {len(lengths)} has {longest} tokens, which leaves {context - longest} of "
             f"sampling.max_new_tokens ({budget}) in model.context_length ({context})"
         )
@@ -215,15 +211,15 @@ def _spaced(number: int, most: int = MOST_PROMPTS) -> Iterator[int]:
     yield from range(0, number, step)
 
 
-def _try_reward(recipe: Recipe, where: str, workflow: WorkflowConfig, source: TaskSource, tried: Tried) -> None:
+def _try_reward(recipe: Recipe, where: str, source: TaskSource) -> Iterator[str]:
     """Call the user's reward with an empty answer and, where the row has an answer, with that one; in a box where the bare
     one gets no more than the empty one."""
     from services.inference.workflows.scripts import boxed
 
-    path, task = workflow.reward, source[0]
+    path, task = recipe.workflow_of(where).reward, source[0]
     if path in tuple(BuiltInReward) and is_training(where):
         tasks = [source[place] for place in _spaced(len(source), _MOST_REWARDED)]
-        _try_built_in(recipe, where, BuiltInReward(path), tasks, tried)
+        yield from _try_built_in(recipe, where, BuiltInReward(path), tasks)
     if not isinstance(path, str) or ":" not in path:
         return
     truth = truth_in(task.data)
@@ -235,8 +231,7 @@ def _try_reward(recipe: Recipe, where: str, workflow: WorkflowConfig, source: Ta
         try:
             values[what] = _reward_of(path, task, answer)
         except ConfigError as error:
-            tried.problems.append(f"{where}, task {task.task_id}, {what}: {error.message}")
-            return
+            raise ConfigError(f"{where}, task {task.task_id}, {what}: {error.message}") from None
     gains_nothing = truth is not None and max(values.values()) <= values["an empty answer"]
     if gains_nothing:
         with contextlib.suppress(ConfigError):  # a function that reads no box may raise
@@ -244,15 +239,15 @@ def _try_reward(recipe: Recipe, where: str, workflow: WorkflowConfig, source: Ta
             gains_nothing = max(values.values()) <= values["an empty answer"]
     if is_training(where):
         shown = ", ".join(f"{value:g} for {what}" for what, value in values.items())
-        tried.told.append(f"{_first_row(where)} scored by {path}: {shown}")
+        yield f"{_first_row(where)} scored by {path}: {shown}"
         if gains_nothing:
-            tried.told.append(
+            yield (
                 f"{where}: {path} gives the row's own answer no more than an empty one: call the function with an answer that "
                 "should be right"
             )
 
 
-def _try_built_in(recipe: Recipe, where: str, reward: BuiltInReward, tasks: Sequence[Task], tried: Tried) -> None:
+def _try_built_in(recipe: Recipe, where: str, reward: BuiltInReward, tasks: Sequence[Task]) -> Iterator[str]:
     """Score the own answers of some rows, written as a policy writes them, with a reward of the gateway."""
     from services.inference.workflows.scripts import boxed
 
@@ -267,26 +262,24 @@ def _try_built_in(recipe: Recipe, where: str, reward: BuiltInReward, tasks: Sequ
                 # A number alone: behind GSM8K's mark, without a box, dollar signs or a fraction of zeros.
                 answer = boxed(re.sub(r"(?<=\d)\.0+\Z", "", answer_text(truth, "the row").strip("$ ")))
         except DatasetError as error:
-            tried.told.append(f"{where}, task {task.task_id}: the reward {reward} could not be tried: {error.message}")
+            yield f"{where}, task {task.task_id}: the reward {reward} could not be tried: {error.message}"
             continue
         asked.append((task, answer))
     try:
         results = asyncio.run(_graded(recipe, reward, asked))
     except RollmillError as error:
-        tried.told.append(
-            f"{where}, task {asked[0][0].task_id}: the reward {reward} could not be tried: {error.message}"
-        )
+        yield f"{where}, task {asked[0][0].task_id}: the reward {reward} could not be tried: {error.message}"
         return
     for (task, answer), result in zip(asked, results, strict=True):
         if result.reward <= 0:
-            tried.told.append(
+            yield (
                 f"{where}: {reward} gives the row's own answer no more than an empty one: {answer[:_SHOWN_CHARS]!r} of task "
                 f"{task.task_id} is {result.outcome}{result.detail and f' ({result.detail})'}; write the rows' answers as the policy "
                 "is to write them, or name another reward"
             )
             return
         if reward is BuiltInReward.BOXED and _SENTENCE.search(answer):
-            tried.told.append(
+            yield (
                 f"{where}: {reward} compares texts, and the answer of task {task.task_id} is a text of several words or lines: "
                 f"{answer[:_SHOWN_CHARS]!r}; write the value alone, or name another reward"
             )
@@ -315,12 +308,15 @@ async def _graded(recipe: Recipe, reward: BuiltInReward, asked: Sequence[tuple[T
         await pool.close()
 
 
-def _try_script(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task, tried: Tried) -> None:
+def _try_script(recipe: Recipe, where: str, task: Task) -> Iterator[str]:
     """Call the script of the replay engine for the first turn of the row, with the messages of the row as its prompt."""
     from services.inference.workflows.base import PromptSettings, build_messages
     from services.inference.workflows.scripts import Scene, load_scripts
 
-    forced = next(service.forced for service in recipe.inference.values() if service.engine == "forced")
+    forced = next((service.forced for service in recipe.inference.values() if service.engine == "forced"), None)
+    if forced is None:
+        return
+    workflow = recipe.workflow_of(where)
     scene = Scene(task, Purpose.TRAIN if is_training(where) else Purpose.EVALUATION, 0, name_of(where))
     policy = workflow.settings.get("policy") or next(iter(recipe.playing_policies))
     try:
@@ -332,11 +328,9 @@ def _try_script(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task
         said = scene.text(load_scripts(forced, recipe), policy, prompt)
     except RAISED as error:  # the user's script
         raised = f"{place_of_error(error)}the script of the replay engine raised {told(error)}"
-        tried.problems.append(f"{where}, task {task.task_id}: {raised} (inference.<name>.forced.script)")
-    else:
-        if is_training(where):
-            text = f"{_first_row(where)} answered by the script of the replay engine: {said[:_SHOWN_CHARS]!r}"
-            tried.told.append(text)
+        raise ConfigError(f"{where}, task {task.task_id}: {raised} (inference.<name>.forced.script)") from None
+    if is_training(where):
+        yield f"{_first_row(where)} answered by the script of the replay engine: {said[:_SHOWN_CHARS]!r}"
 
 
 def _reward_of(path: str, task: Task, answer: str) -> float:
@@ -365,49 +359,23 @@ def _reward_of(path: str, task: Task, answer: str) -> float:
         raise ConfigError(f"{place_of(function)}{error}") from None
 
 
-LONG, SHORT = 13, 8
+RUN = 13  # words
 MAX_TEMPLATE = 8
-MAX_EVALUATION_WORDS = 1_000_000
-MAX_TRAINING_WORDS = 10_000_000
+MOST_EVALUATION, MOST_TRAINING = 20_000, 200_000  # tasks of one dataset that are compared
 NUM_EXAMPLES = 3
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
-    """One evaluation task and the training task with the largest overlap."""
+@dataclass(slots=True)
+class Seen:
+    """One evaluation task, and the training task with the largest overlap."""
 
     task_id: str
-    training_task_id: str
-    share: float  # of its words; 1 for texts that are equal
-    equal: bool
     text: str
-
-
-@dataclass(slots=True, kw_only=True)
-class Overlap:
-    """The overlap of one evaluation dataset with the training data."""
-
-    num_tasks: int = 0
-    num_unread: int = 0  # evaluation tasks beyond the bound
-    matches: list[Match] = field(default_factory=list)  # equal ones first, then by share
-
-    @property
-    def num_equal(self) -> int:
-        return sum(match.equal for match in self.matches)
-
-
-@dataclass(slots=True)
-class _Text:
-    """One text, of one or several evaluation tasks."""
-
-    words: list[int]  # by number in the vocabulary
-    run: int  # words in a run; 0 for a text that is too short to have one
-    tasks: list[tuple[str, str, str]] = field(default_factory=list)  # dataset, task id, original text
-    share: float = 0.0
+    num_runs: int
+    share: float = 0.0  # of its runs; 1 for texts that are equal
     training_task_id: str = ""
-    equal: bool = False
 
 
 def words_of(text: str) -> list[str]:
@@ -436,136 +404,83 @@ def text_of(task: Task, field: str | None = None) -> str:
 def overlap_lines(recipe: Recipe, sources: Mapping[str, TaskSource]) -> list[str]:
     """A line for each evaluation dataset that overlaps with the training data, and one for those that could not be compared.
     ``sources``: the datasets that are here, by section."""
-    missing = [where for where in recipe.data.sections() if where not in sources] if recipe.data.evaluation else []
-    unknown = []
-    if missing:
+    lines = []
+    if missing := [where for where in recipe.data.sections() if where not in sources] if recipe.data.evaluation else []:
         of = "its tasks" if len(missing) == 1 else "their tasks"
         of = "evaluation tasks" if any(map(is_training, missing)) else of
-        unknown = [
+        lines = [
             f"{', '.join(missing)}: not on this machine yet, so it is not known whether {of} occur in the training data"
         ]
-    trained = {where: source for where, source in sources.items() if is_training(where)}
-    if not trained or len(trained) == len(sources):
-        return unknown
-    fields = {where: recipe.workflow_of(where).settings.get("prompt_field") for where in sources}
-    texts = {where: _texts(source, fields[where]) for where, source in sources.items()}
-    training = chain.from_iterable([texts.pop(where) for where in trained])
-    found, num_read = find_overlap(training, texts)
-    num_training = sum(map(len, trained.values()))
-    unread = f" (the first {num_read} of {num_training} tasks)" if num_read < num_training else ""
-    return [*(_line(where, overlap, unread) for where, overlap in found.items() if overlap.matches), *unknown]
+    training = [where for where in sources if is_training(where)]
+    evaluation = [where for where in sources if not is_training(where)]
+    if not training or not evaluation:
+        return lines
+
+    def texts(where: str, most: int) -> Iterator[tuple[str, str]]:
+        field, source = recipe.workflow_of(where).settings.get("prompt_field"), sources[where]
+        for place in range(min(most, len(source))):
+            yield source[place].task_id, text_of(source[place], field if isinstance(field, str) else None)
+
+    trained = chain.from_iterable(texts(where, MOST_TRAINING) for where in training)
+    found = find_overlap(trained, {where: texts(where, MOST_EVALUATION) for where in evaluation})
+    unread = any(len(sources[where]) > MOST_TRAINING for where in training)
+    told = [_line(where, len(sources[where]), seen, unread) for where, seen in found.items() if seen]
+    return [*told, *lines]
 
 
-def _texts(source: TaskSource, field: object) -> Iterator[tuple[str, str]]:
-    for place in range(len(source)):
-        yield source[place].task_id, text_of(source[place], field if isinstance(field, str) else None)
-
-
-def _line(where: str, overlap: Overlap, unread: str) -> str:
-    count, total = len(overlap.matches), overlap.num_tasks - overlap.num_unread
-    near = count - overlap.num_equal
-    kinds = [f"{overlap.num_equal} word for word"] if overlap.num_equal else []
-    kinds += [f"{near} with at least half of their words in runs of {LONG} of one training task"] if near else []
+def _line(where: str, total: int, found: Sequence[Seen], unread: bool) -> str:
+    equal, read = sum(seen.share == 1 for seen in found), min(total, MOST_EVALUATION)
+    kinds = [f"{equal} word for word"] if equal else []
+    kinds += [f"{len(found) - equal} with at least half of their runs of {RUN} words"] if equal < len(found) else []
     shown = []
-    for match in overlap.matches[:NUM_EXAMPLES]:
-        text, share = " ".join(match.text.split()), "" if match.equal else f"{match.share:.0%} of "
+    for seen in found[:NUM_EXAMPLES]:
+        text, share = " ".join(seen.text.split()), "" if seen.share == 1 else f"{seen.share:.0%} of "
         text = text if len(text) <= 80 else f"{text[:79]}…"
-        shown.append(f'{match.task_id} is {share}training task {match.training_task_id}: "{text}"')
-    beyond = f"; {overlap.num_unread} more tasks were not looked at" if overlap.num_unread else ""
+        shown.append(f'{seen.task_id} is {share}training task {seen.training_task_id}: "{text}"')
+    with_what = f"{TRAIN}{f' (the first {MOST_TRAINING} tasks of each dataset)' if unread else ''}"
+    beyond = f"; {total - read} more tasks were not looked at" if total > read else ""
     return (
-        f"{where}: {count} of {total} tasks ({count / total:.1%}) overlap with {TRAIN}{unread}: {' and '.join(kinds)}; "
+        f"{where}: {len(found)} of {read} tasks ({len(found) / read:.1%}) overlap with {with_what}: {' and '.join(kinds)}; "
         f"{'; '.join(shown)}{beyond}"
     )
 
 
 def find_overlap(
-    training: Iterable[tuple[str, str]],
-    evaluation: Mapping[str, Iterable[tuple[str, str]]],
-    max_training_words: int = MAX_TRAINING_WORDS,
-    max_evaluation_words: int = MAX_EVALUATION_WORDS,
-) -> tuple[dict[str, Overlap], int]:
-    """The overlap of each evaluation dataset with the training data, and the number of training tasks that were
-    compared.
-
-    Tasks are (id, text); those without words are never in common.
-    """
-    found = {name: Overlap() for name in evaluation}
-    by_words: dict[str, _Text] = {}
-    by_run: dict[int, list[_Text]] = {}  # by hash; of a template one more than the most
-    vocabulary: dict[str, int] = {}  # from 1; 0 is a word of no evaluation task
+    training: Iterable[tuple[str, str]], evaluation: Mapping[str, Iterable[tuple[str, str]]]
+) -> dict[str, list[Seen]]:
+    """The tasks of each evaluation dataset that overlap with a training task, equal ones first, then by share. Tasks are (id,
+    text); those without words are never in common."""
+    found: dict[str, list[Seen]] = {name: [] for name in evaluation}
+    by_run: defaultdict[int, list[Seen]] = defaultdict(list)  # by hash; also of whole texts
     for name, tasks in evaluation.items():
         for task_id, text in tasks:
-            words = words_of(text)
-            found[name].num_tasks += 1
-            max_evaluation_words -= len(words)
-            if max_evaluation_words < 0:
-                found[name].num_unread += 1
-                continue
-            joined = " ".join(words)
-            if words and joined not in by_words:
-                numbers = [vocabulary.setdefault(word, len(vocabulary) + 1) for word in words]
-                one = by_words[joined] = _Text(numbers, next((n for n in (LONG, SHORT) if len(words) >= n), 0))
-                for key in {key for key, _ in _runs(numbers, one.run)}:
-                    if len(having := by_run.setdefault(key, [])) <= MAX_TEMPLATE:
-                        having.append(one)
-            if words:
-                by_words[joined].tasks.append((name, task_id, text))
-    num_read = 0
+            whole, runs = _hashes(text)
+            found[name].append(seen := Seen(task_id, text, max(1, len(runs))))
+            for key in runs | whole:
+                by_run[key].append(seen)
     for task_id, text in training:
-        words = words_of(text)
-        max_training_words -= len(words)
-        if max_training_words < 0:
-            break
-        num_read += 1
-        same = by_words.get(" ".join(words))
-        if same is not None and not same.equal:
-            same.equal, same.share, same.training_task_id = True, 1.0, task_id
-        in_common: defaultdict[int, set[int]] = defaultdict(set)  # id of a text -> hashes of runs
-        near: dict[int, _Text] = {}
-        for known_words in _known_parts([vocabulary.get(word, 0) for word in words]):
-            for key in (key for run in (LONG, SHORT) for key, _ in _runs(known_words, run)):
-                for one in having if len(having := by_run.get(key, [])) <= MAX_TEMPLATE else ():
-                    near[id(one)] = one
-                    in_common[id(one)].add(key)
-        for which, one in near.items():
-            if not one.equal and (share := _covered(one, in_common[which])) > one.share:
-                one.share, one.training_task_id = share, task_id
-    for one in by_words.values():
-        for name, task_id, text in one.tasks if one.equal or one.share >= 0.5 else ():
-            found[name].matches.append(
-                Match(
-                    task_id=task_id, training_task_id=one.training_task_id, share=one.share, equal=one.equal, text=text
-                )
-            )
-    for overlap in found.values():
-        overlap.matches.sort(key=lambda match: (not match.equal, -match.share))
-    return found, num_read
+        whole, runs = _hashes(text)
+        common: Counter[int] = Counter()
+        near = {}
+        for key in runs | whole:
+            having = by_run.get(key, ())
+            for seen in having if key in whole or len(having) <= MAX_TEMPLATE else ():
+                near[id(seen)] = seen
+                common[id(seen)] += seen.num_runs if key in whole else 1
+        for which, seen in near.items():
+            if (share := min(1.0, common[which] / seen.num_runs)) > seen.share:
+                seen.share, seen.training_task_id = share, task_id
+    return {
+        name: sorted((seen for seen in tasks if seen.share >= 0.5), key=lambda seen: -seen.share)
+        for name, tasks in found.items()
+    }
 
 
-def _runs(numbers: Sequence[int], run: int) -> Iterator[tuple[int, int]]:
-    """(hash, start) of every sequence of so many words."""
-    if run:
-        for begin in range(len(numbers) - run + 1):
-            yield hash(tuple(numbers[begin : begin + run])), begin
-
-
-def _known_parts(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The longest stretches without a 0 in which a run has room: no other run is one of an evaluation task."""
-    begin = 0
-    for end in [place for place, number in enumerate(numbers) if not number] + [len(numbers)]:
-        if end - begin >= SHORT:
-            yield numbers[begin:end]
-        begin = end + 1
-
-
-def _covered(text: _Text, keys: set[int]) -> float:
-    """Share of a text's words that stand in one of these runs."""
-    count = end = 0
-    for key, begin in _runs(text.words, text.run):
-        if key in keys:
-            count += begin + text.run - max(end, begin)
-            end = begin + text.run
-    return count / len(text.words)
+def _hashes(text: str) -> tuple[set[int], set[int]]:
+    """Hashes of the whole text, and of its runs of words; both empty for a text without words."""
+    words = words_of(text)
+    runs = {hash(tuple(words[at : at + RUN])) for at in range(len(words) - RUN + 1)}
+    return {hash((len(words), *words))} if words else set(), runs
 
 
 QUEUE_TIMEOUT_S = 600.0

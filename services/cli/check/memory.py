@@ -11,11 +11,13 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from services.cli.plan import trainer_name
+from services.common.config.loading import apply_override
 from services.common.config.processes import InferenceConfig, Placement, cache_bytes, engine_numbers, too_small
 from services.common.config.recipe import Recipe
 from services.common.config.training import ALL_LINEAR, OFFLOAD_BUCKET_BYTES, AdapterConfig, PolicyConfig
@@ -34,6 +36,7 @@ _RANK = 16  # of the adapter that is proposed
 _RANK_BYTES = 2 * GIB  # an interpreter with torch and CUDA, in host memory
 _UNKNOWN_GIB = 8  # for versions of policies whose size is not known before the run
 _EMBEDDED = ("torch", "forced")
+_OFFLOADED = {"optimizer": "Adam", "reference": "reference"}  # what is offloaded -> its part
 _SMALL = 1 * GIB  # files of that size may spill from /dev/shm to a disk unnoticed
 
 
@@ -414,66 +417,66 @@ def misfits(recipe: Recipe) -> list[str]:
     """One line for each process that does not fit on its GPUs, with its parts and the keys to change."""
     lines = []
     for found in estimates(recipe):
-        if not found.fits:
-            less = [
-                (other.total, key)
-                for key, changed in _smaller_policies(recipe)
+        if found.fits:
+            continue
+        less: dict[float, str] = {}
+        if found.process.startswith("trainer-") and OTHERS not in found.parts:
+            less = {
+                other.total: key
+                for key, changed in _smaller(recipe)
                 for other in estimates(changed)
-                if other.process == found.process and found.process.startswith("trainer-") and OTHERS not in found.parts
-            ]
-            parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in found.parts.items() if size >= GIB / 20)
-            lines.append(
-                f"{found.process} needs {found.total / GIB:.1f} GiB on each GPU of node {found.node} ({parts}), "
-                f"but has {found.limit / GIB:.1f} (launch.gpu_memory_gib: {recipe.launch.gpu_memory_gib:g}): "
-                f"write {_settings(found.total, less)}{found.remedy}"
-            )
+                if other.process == found.process
+            }
+        lines.append(
+            f"{found.process} needs {found.total / GIB:.1f} GiB on each GPU of node {found.node} ({_shown(found.parts)}), "
+            f"but has {found.limit / GIB:.1f} (launch.gpu_memory_gib: {recipe.launch.gpu_memory_gib:g}): "
+            f"write {_settings(found.total, less)}{found.remedy}"
+        )
     return lines
 
 
-def _settings(now: float, found: Iterable[tuple[float, str]]) -> str:
-    """The three changes of one setting each that save most, with the GiB that are then needed; empty without any.
-    ``found``: the bytes that are needed with each, and how it is written."""
-    named = [f"{key} ({total / GIB:.1f} GiB)" for total, key in sorted(found) if total < now]
+def _settings(now: float, found: Mapping[float, str]) -> str:
+    """The changes of one setting each that save most, with the GiB that are then needed; empty without any."""
+    named = [f"{key} ({total / GIB:.1f} GiB)" for total, key in sorted(found.items()) if total < now]
     return f"{', '.join(named[:_MOST_NAMED])}, or " if named else ""
 
 
-def _smaller_policies(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """Settings that take less memory of a GPU or a host, as they are written, and the recipe with each."""
+_LESS = (  # the plainer of two with the same effect comes later
+    "trainer.offload: [optimizer, reference]",
+    "trainer.offload: [optimizer]",
+    "trainer.offload: [reference]",
+    "trainer.offload: []",  # of the host's memory, as is the next
+    "weights.keep_versions: 1",
+    "trainer.gradient_checkpointing: true",
+    f"adapter: {{rank: {_RANK}, alpha: {2 * _RANK}}}",
+)
+
+
+def _smaller(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """Settings that may take less memory of a GPU or a host, as they are written, and the recipe with each."""
     for name, policy in recipe.trained_policies.items():
-        for key, changed in _changes(policy):
-            yield f"policies.{name}.{key}", recipe.model_copy(update={"policies": {**recipe.policies, name: changed}})
+        context, settings = policy.model.context_length, list(_LESS)
+        if policy.trainer.device != "cpu":  # which computes it slowly
+            settings.append("trainer.compute_dtype: bfloat16")
+        if min(policy.trainer.token_budget, minibatch_tokens(policy)) > context:
+            settings.append(f"trainer.token_budget: {context}")
+        elif context > 1024:
+            settings.append(f"model.context_length: {context // 2}")
+        yield from _changed(recipe, f"policies.{name}", settings)
+    for name, service in recipe.inference.items():
+        if service.engine in _EMBEDDED:
+            smaller = _changed(recipe, f"inference.{name}", [f"kv_cache_gib: {service.kv_cache_gib / 4:g}"])
+            yield from ((key, changed) for key, changed in smaller if not small_caches(changed))
 
 
-def _changes(policy: PolicyConfig) -> Iterator[tuple[str, PolicyConfig]]:
-    trainer = policy.trainer
-    for offload in (["optimizer"], ["optimizer", "reference"], ["reference"]):
-        allowed = policy.adapter is None and set(offload) > set(trainer.offload)
-        if allowed and ("reference" not in offload or policy.algorithm.needs_reference):
-            yield f"trainer.offload: [{', '.join(offload)}]", _with_trainer(policy, offload=offload)
-    if trainer.gradient_checkpointing is not True:
-        yield "trainer.gradient_checkpointing: true", _with_trainer(policy, gradient_checkpointing=True)
-    if trainer.compute_dtype != "bfloat16" and trainer.device != "cpu":  # a CPU computes it slowly
-        yield "trainer.compute_dtype: bfloat16", _with_trainer(policy, compute_dtype="bfloat16")
-    yield "trainer.offload: []", _with_trainer(policy, offload=[])  # of the host's memory, as is the next
-    weights = policy.weights.model_copy(update={"keep_versions": 1})
-    yield "weights.keep_versions: 1", policy.model_copy(update={"weights": weights})
-    context = policy.model.context_length
-    if min(trainer.token_budget, minibatch_tokens(policy)) > context:
-        yield f"trainer.token_budget: {context}", _with_trainer(policy, token_budget=context)
-    elif context > 1024:
-        model = policy.model.model_copy(update={"context_length": context // 2})
-        yield (
-            f"model.context_length: {context // 2}",
-            _with_trainer(policy, token_budget=context // 2).model_copy(update={"model": model}),
-        )
-    if policy.adapter is None:
-        adapter = AdapterConfig(rank=_RANK, alpha=2 * _RANK)
-        plain = _with_trainer(policy, offload=[name for name in trainer.offload if name != "optimizer"])
-        yield f"adapter: {{rank: {_RANK}, alpha: {2 * _RANK}}}", plain.model_copy(update={"adapter": adapter})
-
-
-def _with_trainer(policy: PolicyConfig, **changes: object) -> PolicyConfig:
-    return policy.model_copy(update={"trainer": policy.trainer.model_copy(update=changes)})
+def _changed(recipe: Recipe, section: str, settings: Iterable[str]) -> Iterator[tuple[str, Recipe]]:
+    """The recipe with each setting of a section that it can have."""
+    for setting in settings:
+        tree = recipe.model_dump(mode="json")
+        key, _, value = setting.partition(": ")
+        apply_override(tree, f"{section}.{key}={value}")
+        with suppress(ValueError, ConfigError):
+            yield f"{section}.{setting}", Recipe.model_validate(tree)
 
 
 # --- one host
@@ -507,18 +510,11 @@ class HostEstimate:
 def host_estimates(recipe: Recipe, *, has_gpus: bool) -> dict[int, HostEstimate]:
     """The estimate of each node; policies of unknown size are left out. ``has_gpus``: `auto` takes a GPU.
 
-    With an adapter, N of mirror, snapshots and stage is the adapter's.
-
-        offloaded moments      2 N m              with trainer.offload: optimizer, m bytes of the master type
-        offloaded reference    N f                with a KL term and trainer.offload: reference, f bytes as it is kept
-        processes              2 GiB per rank
-        trainer, engine        all their parts, on a CPU
-        mirror                 N p per service    p bytes of the published type; mapped from the snapshot where both are on
-                                                  one host and the transfer is no delta
-        snapshots (/dev/shm)   N p versions       keep_versions, one being written, one mapped by replicas, and with deltas
-                                                  the base of the one in progress
-        stage (/dev/shm)       N p per service    of SGLang and vLLM
-    """  # fmt: skip
+    A trainer or an engine on a CPU takes what it takes on a GPU; a trainer on GPUs what it offloads, and 2 GiB per rank. Each
+    service has a mirror of a version, which is mapped from the snapshot where both are on one host and the transfer is no
+    delta. In /dev/shm lie the snapshots (keep_versions, one being written, one mapped by replicas, and with deltas the base
+    of the one in progress) and the stages of SGLang and vLLM.
+    """
     found: dict[int, HostEstimate] = defaultdict(HostEstimate)
     for name, policy in recipe.policies.items():
         shape = ModelShape.of(policy.model.path)
@@ -528,21 +524,19 @@ def host_estimates(recipe: Recipe, *, has_gpus: bool) -> dict[int, HostEstimate]
         version = published_parameters(shape, policy) * DTYPE_BYTES[policy.published_dtype]
         for node in trainer.nodes if policy.trained else ():
             process, share = trainer_name(name, node), 1 / len(trainer.nodes)
+            all_here = policy.model_copy(update={"trainer": trainer.model_copy(update={"offload": []})})
+            whole = {part: size * trainer.num_ranks for part, size in trainer_rank_parts(shape, all_here).items()}
             if _is_on_cpu(trainer.device, bool(trainer.gpus), has_gpus=has_gpus):
-                parts = trainer_rank_parts(shape, _with_trainer(policy, offload=[]))  # to the same memory
-                states = sum(size for part, size in parts.items() if part != "allowance") * trainer.num_ranks
-                found[node].add(process, f"trainer {name}", states * share)
-            else:
-                found[node].add(process, "processes", _RANK_BYTES * trainer.num_ranks * share)
-                if "optimizer" in trainer.offload:
-                    moments = 2 * shape.num_parameters * DTYPE_BYTES[trainer.master_dtype]
-                    found[node].add(process, f"offloaded moments of {name}", moments * share)
-                if "reference" in trainer.offload and policy.algorithm.needs_reference:
-                    reference = shape.num_parameters * DTYPE_BYTES[trainer.frozen_dtype]
-                    found[node].add(process, f"offloaded reference of {name}", reference * share)
-            if node == trainer.nodes[0]:
-                number = weights.keep_versions + 2 + (weights.transfer != "full")
-                found[node].add(process, f"{number} versions of {name}", number * version, shared=True)
+                found[node].add(process, f"trainer {name}", (sum(whole.values()) - whole["allowance"]) * share)
+                continue
+            found[node].add(process, "processes", _RANK_BYTES * trainer.num_ranks * share)
+            for offloaded, part in _OFFLOADED.items():
+                if offloaded in trainer.offload:
+                    found[node].add(process, f"offloaded {part} of {name}", whole[part] * share)
+        if policy.trained:
+            number = weights.keep_versions + 2 + (weights.transfer != "full")
+            first = trainer.nodes[0]
+            found[first].add(trainer_name(name, first), f"{number} versions of {name}", number * version, shared=True)
         for service_name, service in recipe.inference.items():
             if name not in (service.policies or list(recipe.policies)) or service.engine == "scripted":
                 continue
@@ -610,9 +604,7 @@ def host_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
     problems = []
     memory = host_memory_bytes()
     if estimate.total_bytes > memory:
-        less = [
-            (host_estimates(other, has_gpus=has_gpus)[0].total_bytes, key) for key, other in _smaller_recipes(recipe)
-        ]
+        less = {host_estimates(other, has_gpus=has_gpus)[0].total_bytes: key for key, other in _smaller(recipe)}
         no_gpu = "" if has_gpus else " and no NVIDIA GPU: run on one that has, try the recipe with --profile tiny, or"
         problems.append(
             f"node 0 needs about {estimate.total_bytes / GIB:.1f} GiB of memory ({_shown(estimate.parts)}), but this machine has "
@@ -639,16 +631,6 @@ def host_lines(recipe: Recipe) -> list[str]:
     ]
 
 
-def _smaller_recipes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """Settings that take less memory of a host, as they are written, and the recipe with each."""
-    yield from _smaller_policies(recipe)
-    for name, service in recipe.inference.items():
-        smaller = service.model_copy(update={"kv_cache_gib": service.kv_cache_gib / 4})
-        with_less = recipe.model_copy(update={"inference": {**recipe.inference, name: smaller}})
-        if service.engine in _EMBEDDED and not small_caches(with_less):
-            yield f"inference.{name}.kv_cache_gib: {smaller.kv_cache_gib:g}", with_less
-
-
 def host_memory_bytes() -> float:
     """The memory of this machine, or of the container if that is less."""
     total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -669,5 +651,4 @@ def shared_memory_here() -> float:
 
 
 def _shown(parts: dict[str, float]) -> str:
-    largest = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest if size >= GIB / 20)
+    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size >= GIB / 20)

@@ -10,10 +10,10 @@ import os
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from services.common.config.loading import RESOLVED
 from services.common.config.recipe import Recipe
@@ -22,31 +22,21 @@ from services.common.safetensors_files import INDEX, SINGLE, config_of, file_of,
 from services.common.system.child import module_command
 
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # in the names of architectures
-_MOST_STRETCH = 1e6
-_STRETCHED = ("yarn", "linear", "dynamic")  # kinds of rope scaling whose positions config.json does not count
+_STRETCHED = {"yarn", "linear", "dynamic"}  # kinds of rope scaling whose positions config.json may not count
 
 
 def positions(model: str) -> int | None:
-    """The longest sequence of a model by its ``config.json``, rope scaling included; None where it does not say."""
+    """The longest sequence of a model by its ``config.json``; None where it does not say, or stretches its positions."""
     config = config_of(model)
     text = config.get("text_config")  # of models that also see
     for section in (config, text if isinstance(text, dict) else {}):
+        scalings = [section.get(key) for key in ("rope_scaling", "rope_parameters")]
+        kinds = {scaling.get("rope_type", scaling.get("type")) for scaling in scalings if isinstance(scaling, dict)}
         for key in ("max_position_embeddings", "n_positions", "n_ctx"):
             found = section.get(key)
             if isinstance(found, int) and not isinstance(found, bool) and found > 0:
-                return int(found * _stretched_by(section))
+                return None if kinds & _STRETCHED else found
     return None
-
-
-def _stretched_by(section: Mapping[str, Any]) -> float:
-    for key in ("rope_scaling", "rope_parameters"):
-        scaling = section.get(key)
-        if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) in _STRETCHED:
-            factor = scaling.get("factor", 1.0)
-            if scaling.get("original_max_position_embeddings") not in (None, section.get("max_position_embeddings")):
-                return 1.0  # they are counted
-            return float(factor) if isinstance(factor, int | float) and 1 < factor < _MOST_STRETCH else 1.0
-    return 1.0
 
 
 def other_architecture(model: str) -> str | None:

@@ -400,23 +400,14 @@ def _reward_of(where: str, workflow: WorkflowConfig) -> str | None:
 
 def _unscored_problems(recipe: Recipe) -> Iterator[str]:
     """Tasks of reasoning-gym that would be graded as math, the default."""
-    own = recipe.evaluation.workflow
     for section, config in recipe.data.sections().items():
-        where, workflow = "workflow", recipe.workflow
-        if config.workflow is not None:
-            where, workflow = f"{section}.workflow", config.workflow
-        elif not is_training(section) and own is not None:
-            where, workflow = "evaluation.workflow", own
-        if (
-            config.reasoning_gym is None
-            or "reward" in workflow.settings
-            or _reward_of(where, workflow) != BuiltInReward.MATH
-        ):
-            continue
-        yield (
-            f"{section}.reasoning_gym is {config.reasoning_gym}, and {where}.settings has no reward, which is math then: write "
-            f"{where}.settings.reward: reasoning_gym for the task's own score"
-        )
+        workflow = recipe.workflow_of(section)
+        graded = "reward" in workflow.settings or _reward_of(section, workflow) != BuiltInReward.MATH
+        if config.reasoning_gym is not None and not graded:
+            yield (
+                f"{section}.reasoning_gym is {config.reasoning_gym}, and its workflow has no settings.reward, which is math then: "
+                "write workflow.settings.reward: reasoning_gym for the task's own score"
+            )
 
 
 def _environment_problems(recipe: Recipe, where: str, workflow: WorkflowConfig) -> Iterator[str]:

@@ -21,8 +21,7 @@ from pathlib import Path
 import structlog
 
 from services.cli.plan import address_of_node_0
-from services.common.aio import deadline
-from services.common.errors import DeadlineError, RollmillError
+from services.common.errors import RollmillError
 from services.common.system.machine import LOOPBACK
 from services.common.telemetry.logs import configure
 
@@ -45,47 +44,34 @@ def gateways(routes: str) -> set[str]:
     return {socket.inet_ntoa(struct.pack("=I", int(address, 16))) for address in found}
 
 
-class Forwarder:
-    """Passes connections on to ``target``: those of ``callers``, at most ``MAX_CONNECTIONS`` at once."""
+async def listen(host: str, port: int, target: tuple[str, int], callers: set[str]) -> asyncio.Server:
+    """Passes connections on to ``target``: those of ``callers``, at most ``MAX_CONNECTIONS`` at once. Raises ``OSError`` for
+    an address that is taken or not here."""
+    busy, told = asyncio.Semaphore(MAX_CONNECTIONS), set[str]()
 
-    def __init__(self, target: tuple[str, int], callers: set[str]) -> None:
-        self._target = target
-        self._callers = callers
-        self._connections: set[asyncio.Task[None]] = set()
-        self._refused: set[str] = set()
-
-    async def listen(self, host: str, port: int) -> asyncio.Server:
-        """Raises ``OSError`` for an address that is taken or not here."""
-        return await asyncio.start_server(self._accept, host, port, limit=_CHUNK_BYTES)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         caller = writer.get_extra_info("peername")[0]
-        task = asyncio.current_task()
-        if task is None or caller not in self._callers or len(self._connections) >= MAX_CONNECTIONS:
-            self._tell_once(caller)
-            writer.close()
-            return
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
-        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         try:
-            async with deadline(CONNECT_S, f"connecting to {self._target[0]}:{self._target[1]}"):
-                there, out = await asyncio.open_connection(*self._target, limit=_CHUNK_BYTES)
-        except (OSError, DeadlineError):  # the orchestrator is not up yet: the caller comes again
-            writer.close()
+            if caller not in callers or busy.locked():
+                if caller not in told and len(told) < MAX_CONNECTIONS:
+                    told.add(caller)
+                    log.warning("forwarder.refused", caller=caller, too_many=caller in callers)
+                return
+            async with busy:
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                async with asyncio.timeout(CONNECT_S):
+                    there, out = await asyncio.open_connection(*target, limit=_CHUNK_BYTES)
+                try:
+                    # No deadline: `rollmill watch` stays connected as long as the run lasts.
+                    await asyncio.gather(_pass(reader, out), _pass(there, writer))
+                finally:
+                    out.close()
+        except (OSError, TimeoutError):  # the orchestrator is not up yet: the caller comes again
             return
-        try:
-            # No deadline: `rollmill watch` stays connected as long as the run lasts.
-            await asyncio.gather(_pass(reader, out), _pass(there, writer))
         finally:
-            for end in (writer, out):
-                end.close()
+            writer.close()
 
-    def _tell_once(self, caller: str) -> None:
-        if caller not in self._refused and len(self._refused) < MAX_CONNECTIONS:
-            self._refused.add(caller)
-            why = "too many connections" if caller in self._callers else "not this machine"
-            log.warning("forwarder.refused", caller=caller, reason=why)
+    return await asyncio.start_server(accept, host, port, limit=_CHUNK_BYTES)
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -99,8 +85,7 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def _serve(here: str, port: int, callers: set[str]) -> None:
-    forwarder = Forwarder((LOOPBACK, port), callers)
-    server = await forwarder.listen(here, port)
+    server = await listen(here, port, (LOOPBACK, port), callers)
     log.info("forwarder.listening", address=f"{here}:{port}", callers=sorted(callers))
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

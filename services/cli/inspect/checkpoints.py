@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from services.cli.console import FittingTable, columns, format_bytes, say
+from services.cli.console import FittingTable, columns, format_bytes, format_span, say
 from services.cli.inspect.run_state import check_run_directory
 from services.common import run_files
 from services.common.checkpoints import (
@@ -130,19 +130,15 @@ class Found:
         return bool(names) and not any(name in self.damage for name in names)
 
     def as_object(self) -> dict[str, Any]:
+        of_manifest = ("size_bytes", "num_ranks", "num_updates", "written_at")
         return {
-            "policy": self.policy,
-            "step": self.step,
+            **{
+                name: getattr(self, name)
+                for name in ("policy", "step", "state", "verified", "can_be_exported", "replay")
+            },
+            **{name: getattr(self.manifest, name, None) for name in of_manifest},
             "path": str(self.path),
             "damaged": self.is_damaged,
-            "state": self.state,
-            "verified": self.verified,
-            "can_be_exported": self.can_be_exported,
-            "replay": self.replay,
-            **{
-                name: getattr(self.manifest, name, None)
-                for name in ("size_bytes", "num_ranks", "num_updates", "written_at")
-            },
         }
 
 
@@ -212,18 +208,6 @@ def _sizes(path: Path, files: list[StoredFile]) -> str:
         if size != file.size_bytes:
             wrong.append(f"{file.name} has {size} bytes; {file.size_bytes} were written")
     return "; ".join(wrong)
-
-
-def age(written_at: int) -> str:
-    """
-    >>> age(int(time.time()) - 7200)
-    '2 h'
-    """
-    seconds = max(time.time() - written_at, 0)
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def tell_checkpoints(run_dir: Path, console: Console, *, verify: bool, as_object: bool) -> bool:
@@ -317,7 +301,11 @@ def _table(found: list[Found]) -> FittingTable:
         manifest = each.manifest
         words = Text(each.state.partition(":")[0], style="red" if each.is_damaged else "green")
         size, old, ranks = (
-            (format_bytes(manifest.size_bytes), age(manifest.written_at), str(manifest.num_ranks))
+            (
+                format_bytes(manifest.size_bytes),
+                format_span(max(0.0, time.time() - manifest.written_at)),
+                str(manifest.num_ranks),
+            )
             if manifest
             else ("", "", "")
         )

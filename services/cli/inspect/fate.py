@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import typer
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from services.cli.console import Column, FittingTable, columns, say
-from services.cli.inspect.run_model import Entry, GroupFacts, RunModel
+from services.cli.inspect.run_model import Entry, GroupFacts, Json, RunModel
 from services.common import records
 from services.common.errors import ConfigError, DeadlineError, RolloutTimeoutError
 from services.common.records import ClosedReason, GroupFate, Purpose, Trajectory
@@ -155,24 +155,6 @@ QUANTILES = (0.5, 0.9, 0.99, 1.0)
 NAMES = ("p0-50", "p50-90", "p90-99", ">p99")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
-    """Sequences of one quarter of the lengths, from a quantile to the next."""
-
-    name: str
-    shortest: int  # tokens
-    longest: int
-    num_sequences: int
-    num_tokens: int
-    fates: Counter[Fate]  # sequences
-    num_trained_tokens: int
-
-    @property
-    def trained_share(self) -> float:
-        """Of the sequences."""
-        return self.fates[Fate.TRAINED] / self.num_sequences
-
-
 class Played(NamedTuple):
     """A sequence with a decided fate."""
 
@@ -185,29 +167,29 @@ class Played(NamedTuple):
 class Lengths(list[Played]):
     """The sequences of one policy with a decided fate."""
 
-    def bands(self, step: int | None = None) -> list[Band]:
-        """Of task groups issued in one step, or in all; shortest first. Bands that ties leave empty are not there."""
+    def bands(self, step: int | None = None) -> list[Json]:
+        """Sequences of one quarter of the lengths, from a quantile to the next, of task groups issued in one step, or in all;
+        shortest first. Bands that ties leave empty are not there."""
         chosen = [played for played in self if step in (None, played.step)]
         if not chosen:
             return []
         lengths = [played.length for played in chosen]
-        limits = np.quantile(lengths, QUANTILES)
-        parts: dict[str, list[Played]] = {name: [] for name in NAMES}
-        for played, place in zip(chosen, np.searchsorted(limits, lengths, side="left"), strict=True):
-            parts[NAMES[place]].append(played)  # a length at a limit is below it
-        return [
-            Band(
-                name=name,
-                shortest=min(played.length for played in part),
-                longest=max(played.length for played in part),
-                num_sequences=len(part),
-                num_tokens=sum(played.length for played in part),
-                fates=Counter(played.fate for played in part),
-                num_trained_tokens=sum(played.trained for played in part),
-            )
-            for name, part in parts.items()
-            if part
-        ]
+        places = np.searchsorted(
+            np.quantile(lengths, QUANTILES), lengths, side="left"
+        )  # a length at a limit is below it
+        found = []
+        for number, name in enumerate(NAMES):
+            part = [played for played, place in zip(chosen, places, strict=True) if place == number]
+            fates, of_part = Counter(played.fate for played in part), [played.length for played in part]
+            if part:
+                found.append(
+                    {
+                        "quantiles": name, "shortest": min(of_part), "longest": max(of_part), "sequences": len(part),
+                        "tokens": sum(of_part), "tokens_trained": sum(played.trained for played in part),
+                        "trained_share": fates[Fate.TRAINED] / len(part), "fates": fates,
+                    }
+                )  # fmt: skip
+        return found
 
     def means(self, step: int | None = None) -> tuple[float, float] | None:
         """(of the sequences that were trained, of all that were played), in tokens; None where none was trained."""
@@ -433,7 +415,7 @@ def _show_lengths(found: Fates, console: Console, policy: str, step: int | None,
     bands = found.lengths[policy].bands(step)
     if not bands:
         return
-    others = [fate for fate in Fate if fate is not Fate.TRAINED and any(band.fates[fate] for band in bands)]
+    others = [fate for fate in Fate if fate is not Fate.TRAINED and any(band["fates"][fate] for band in bands)]
     table = FittingTable(
         [
             *columns("length | >tokens | >sequences | >trained"),
@@ -442,12 +424,13 @@ def _show_lengths(found: Fates, console: Console, policy: str, step: int | None,
         box=None,
     )
     for band in bands:
+        shortest, longest, number = band["shortest"], band["longest"], band["sequences"]
         table.add_row(
-            band.name,
-            f"{band.shortest:,}" if band.shortest == band.longest else f"{band.shortest:,} to {band.longest:,}",
-            f"{band.num_sequences:,}",
-            f"{band.trained_share:.1%}",
-            *(_percent(band.fates[fate], band.num_sequences) for fate in others),
+            band["quantiles"],
+            f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}",
+            f"{number:,}",
+            f"{band['trained_share']:.1%}",
+            *(_percent(band["fates"][fate], number) for fate in others),
         )
     console.print()
     console.print(table)
@@ -522,7 +505,7 @@ def _percent(part: int, whole: int) -> str:
 # --- for machines -----------------------------------------------------------------------------------------------------
 
 
-def as_json(found: Fates, policies: Iterable[str], step: int | None) -> dict[str, Any]:
+def as_json(found: Fates, policies: Iterable[str], step: int | None) -> Json:
     """Every number of the tables. Keys of ``fates`` are those of ``Fate``."""
     chosen = list(policies)
     return {
@@ -534,7 +517,7 @@ def as_json(found: Fates, policies: Iterable[str], step: int | None) -> dict[str
     }
 
 
-def _policy_json(found: Fates, policy: str, step: int | None) -> dict[str, Any]:
+def _policy_json(found: Fates, policy: str, step: int | None) -> Json:
     means = found.lengths[policy].means(step)
     return {
         "total": _tally_json(found.total(policy, step)),
@@ -544,7 +527,7 @@ def _policy_json(found: Fates, policy: str, step: int | None) -> dict[str, Any]:
             if step is None or number == step
         ],
         "updates_skipped": found.num_updates_skipped[policy],
-        "lengths": [_band_json(band) for band in found.lengths[policy].bands(step)],
+        "lengths": found.lengths[policy].bands(step),
         "length_bias": means[0] / means[1] if means else None,
         "mean_length_trained": means[0] if means else None,
         "mean_length_played": means[1] if means else None,
@@ -554,7 +537,7 @@ def _policy_json(found: Fates, policy: str, step: int | None) -> dict[str, Any]:
 _UNITS = ("rollouts", "sequences", "tokens")
 
 
-def _tally_json(tally: Tally) -> dict[str, Any]:
+def _tally_json(tally: Tally) -> Json:
     return {
         "issued": {"task_groups": tally.issued_groups, "rollouts": tally.issued_rollouts},
         "sampled": {"sequences": tally.sampled_sequences, "tokens": tally.sampled_tokens},
@@ -563,19 +546,6 @@ def _tally_json(tally: Tally) -> dict[str, Any]:
             for fate in tally.fates()
         },
         "failures": dict(tally.failures),
-    }
-
-
-def _band_json(band: Band) -> dict[str, Any]:
-    return {
-        "quantiles": band.name,
-        "shortest": band.shortest,
-        "longest": band.longest,
-        "sequences": band.num_sequences,
-        "tokens": band.num_tokens,
-        "tokens_trained": band.num_trained_tokens,
-        "trained_share": band.trained_share,
-        "fates": {fate.value: count for fate, count in band.fates.items()},
     }
 
 

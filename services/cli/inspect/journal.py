@@ -136,34 +136,23 @@ def _listed(reader: JournalReader, aside: Quarantine, row: Row, content: bool) -
 
 
 def show_records(found: list[Listed], console: Console) -> None:
+    """Records, or those that were set aside, which have a reason and a detail and no time."""
     if not found:
         console.print("no record matches")
         return
     table = FittingTable(columns(">number | kind | key | written:1 | >segment:3 | >at:4 | >bytes:2 | state"))
     for row in found:
-        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["written_at"])) if row["written_at"] else ""
+        at, size = row.get("written_at"), row.get("num_bytes")
+        state = row["state"] if "state" in row else f"{row['reason']} {row['detail']}".strip()
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at else ""
         table.add_row(
-            *(str(row["number"]), row["kind"], Text(row["key"]), written, str(row["segment"]), f"{row['offset']:,}"),
-            *(f"{row['num_bytes']:,}", row["state"]),
+            *(str(row["number"] or "?"), row["kind"], Text(row["key"] or "?"), written, str(row["segment"])),
+            *(f"{row['offset']:,}", f"{size:,}" if size else "", Text(state)),
         )
     console.print(table)
     for row in found:
         if "content" in row:
-            line = orjson.dumps(row["content"]).decode()
-            say(console, line)
-
-
-def show_set_aside(found: list[Listed], console: Console) -> None:
-    if not found:
-        console.print("no record is set aside")
-        return
-    table = FittingTable(columns(">number | kind | key | reason | >segment:2 | >at:3 | detail:1"))
-    for row in found:
-        table.add_row(
-            *(str(row["number"] or "?"), row["kind"], Text(row["key"] or "?"), row["reason"], str(row["segment"])),
-            *(f"{row['offset']:,}", Text(row["detail"])),
-        )
-    console.print(table)
+            say(console, orjson.dumps(row["content"]).decode())
 
 
 def export_journal(run_dir: Path, output: Path, console: Console | None, *, kinds: Collection[str]) -> dict[Path, int]:

@@ -24,7 +24,6 @@ from services.common.records import Purpose, RolloutFailure, RolloutPhase
 from services.common.telemetry.metrics import TrainerKey
 from services.orchestrator.groups import RunState, split_sequence_id
 from services.orchestrator.journal import entries as records
-from services.orchestrator.journal import entries as rollouts
 from services.orchestrator.journal.entries import GroupVerdict
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import Row
@@ -287,7 +286,7 @@ class RunModel:
             return
         group.rows[slot] = row
         if row.kind == records.FAILURE:
-            group.failures[slot] = "" if record is None else rollouts.from_json(RolloutFailure, record).reason
+            group.failures[slot] = "" if record is None else records.from_json(RolloutFailure, record).reason
         self.changed.add(name)
 
     def _told(self, group: GroupFacts, row: Row, record: Json | None) -> None:

@@ -63,7 +63,7 @@ def marks_of(tokenizer: Any) -> Marks:
     before, rest = whole.split(_USER, 1)
     between, rest = rest.split(_ASSISTANT, 1)
     back, end_of_user = rest.split(_AGAIN, 1)
-    header_of_user = _common_suffix(before, back)
+    header_of_user = _common_prefix(before[::-1], back[::-1])[::-1]
     end_of_assistant = back.removesuffix(header_of_user)
     end_of_user = _common_prefix(between, end_of_user)
     headers = {"user": header_of_user, "assistant": between.removeprefix(end_of_user)}
@@ -158,14 +158,10 @@ def _common_prefix(one: str, other: str) -> str:
     return one[:length]
 
 
-def _common_suffix(one: str, other: str) -> str:
-    return _common_prefix(one[::-1], other[::-1])[::-1]
-
-
 _MOST_CHARACTERS = 600  # of an expected answer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """Which trajectories to show; all that is given must hold."""
 

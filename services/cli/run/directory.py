@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -312,18 +311,10 @@ _TOLD = 5  # runs that are left alone, in the line that says so
 _NO_SETTINGS = ("run.id", "run.dir", "run.resume", "description", "launch.chosen_ports")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The decision of a launch: continue with ``run_dir``, or begin a new run; ``told`` is the reason in one line."""
-
-    run_dir: Path | None = None
-    told: str = ""
-
-
-def choose(recipe: Recipe, *, asked: bool) -> Choice:
-    """``asked``: whether the command line says ``--resume auto``; else the recipe's ``run.resume`` counts."""
+def choose(recipe: Recipe, *, asked: bool) -> tuple[Path | None, str]:
+    """The run to continue with, or None to begin a new run, and the reason in one line. ``asked``: whether the command line says ``--resume auto``; else the recipe's ``run.resume`` counts."""
     if not asked and recipe.run.resume != AUTO:
-        return Choice()
+        return None, ""
     why = "--resume auto" if asked else "run.resume: auto"
     runs = Path(recipe.run.dir)
     num_ended = 0
@@ -338,13 +329,10 @@ def choose(recipe: Recipe, *, asked: bool) -> Choice:
         elif verdict:
             skipped.append(f"{run_dir} is left alone: {verdict}")
         else:
-            return Choice(
-                run_dir=run_dir,
-                told=f"going on with {run_dir}, the newest run of {recipe.name} that has not ended ({why})",
-            )
+            return run_dir, f"going on with {run_dir}, the newest run of {recipe.name} that has not ended ({why})"
     more = [f"and {len(skipped) - _TOLD} more"] if len(skipped) > _TOLD else []
     reasons = "; ".join([*skipped[:_TOLD], *more]) or f"there is none in {runs}"
-    return Choice(told=f"beginning a new run, for no run of {recipe.name} can go on ({why}): {reasons}")
+    return None, f"beginning a new run, for no run of {recipe.name} can go on ({why}): {reasons}"
 
 
 def _verdict(recipe: Recipe, run_dir: Path) -> str | None:
@@ -410,11 +398,11 @@ def opened(
                 say(console, f"{setting}: {former} -> {new}")
         return resolved, run_dir
     loaded = on_this_machine(load_with_profile(recipe, overrides, profile))
-    choice = choose(loaded, asked=resume == AUTO)
-    if choice.told:
-        say(console, choice.told)
-    if choice.run_dir is not None:
-        return reopen(choice.run_dir, console)
+    before, why = choose(loaded, asked=resume == AUTO)
+    if why:
+        say(console, why)
+    if before is not None:
+        return reopen(before, console)
     check_launch(loaded)
     check_named(loaded)
     return prepare(loaded)

@@ -389,36 +389,36 @@ def start(
         raise ConfigError(f"--alone starts environments without a run: write envgateway instead of {process}")
     if process == WORLDS:
         return  # made, where the profile wants some, when the recipe was read (services.cli.profiles)
-    if process == WARM_START:
-        _make_run(recipe, (run_dir or Path(recipe.run.dir) / recipe.name).resolve(), console)
-    elif process == "orchestrator":
-        directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve()
-        _make_run(recipe, directory, console)
-        resolved = load_resolved(directory)
-        keys = keys_of(resolved, directory, environment)
+    here = (run_dir or Path(recipe.run.dir) / recipe.name).resolve()
+    gateway = recipe.envgateway if process == "envgateway" else None
+    if process in (WARM_START, "orchestrator"):
+        _make_run(recipe, here, console)
+        if process == WARM_START:
+            return
+        resolved = load_resolved(here)
+        keys = keys_of(resolved, here, environment)
         if keys is not None:
             renew_in_time(keys)
-            write_bundles(resolved, directory, keys)
-        for line in commands_for_other_nodes(resolved, directory, environment):
+            write_bundles(resolved, here, keys)
+        for line in commands_for_other_nodes(resolved, here, environment):
             say(console, line)
-        _become(_planned(resolved, directory, process), keys)
-    elif process == "envgateway" and recipe.envgateway is not None and alone:
+        _become(_planned(resolved, here, process), keys)
+    elif gateway is not None and alone:
         # Below the run's directory, and not in it: a run may lie there, and this is none.
-        directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve() / ENVIRONMENTS
-        save_resolved(recipe, directory)
-        _become(gateway_process(recipe.envgateway, directory), keys_there(recipe, directory, environment))
-    elif process == "envgateway" and (recipe.envgateway is None or recipe.envgateway.node == 0):
+        save_resolved(recipe, here / ENVIRONMENTS)
+        keys = keys_there(recipe, here / ENVIRONMENTS, environment)
+        _become(gateway_process(gateway, here / ENVIRONMENTS), keys)
+    elif process == "envgateway" and (gateway is None or gateway.node == 0):
         check_worlds(recipe)
-        directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve()
-        _save_once(recipe, directory)
-        resolved = load_resolved(directory)
-        _become(_planned(resolved, directory, process), keys_of(resolved, directory, environment))
+        _save_once(recipe, here)
+        resolved = load_resolved(here)
+        _become(_planned(resolved, here, process), keys_of(resolved, here, environment))
     else:
         found = find(recipe, process, run_dir, environment, replica)
         directory = (run_dir or _home(recipe, found.node)).resolve()
         keys = keys_of_process(recipe, process, found.node, directory, console, environment)
         act_as(keys, process)
-        if process == "envgateway":
+        if gateway is not None:
             check_worlds(recipe)
             if not (directory / RESOLVED).exists():  # there was no bundle: the keys come from elsewhere
                 save_resolved(recipe, directory)
@@ -440,39 +440,30 @@ def find(
     process finds the orchestrator.
 
     ``replica``: the id of one more replica of the service, at the port that ``recipe`` gives it on this machine."""
-    kind, _, name = process.partition("-")
-    shares = {
-        trainer_name(p, n): (p, n) for p, section in recipe.trained_policies.items() for n in section.trainer.nodes
-    }
-    gateway = recipe.envgateway if process == "envgateway" else None
-    if gateway is None and process not in shares and (kind != "inference" or name not in recipe.inference):
-        names = [spec.name for node in recipe.nodes() for spec in plan(recipe, Path(), node)]
-        raise ConfigError(f"this recipe has no process {process!r}; write one of {', '.join(names)}")
+    node_of = {spec.name: node for node in recipe.nodes() for spec in plan(recipe, Path(), node)}
+    if process not in node_of:
+        raise ConfigError(f"this recipe has no process {process!r}; write one of {', '.join(node_of)}")
     require_port("orchestrator.port", recipe.orchestrator.port)
-    policy, node = shares.get(process, ("", 0))
-    if not policy:
-        node = gateway.node if gateway is not None else recipe.inference[name].node
+    node = node_of[process]
     host = host_of_node_0(recipe, process, node, environment)
-    orchestrator = address(host, recipe.orchestrator.port)
-    if gateway is not None:
-        kept = (run_dir or _home(recipe, node)).resolve()
+    orchestrator, home = address(host, recipe.orchestrator.port), (run_dir or _home(recipe, node)).resolve()
+    own = listening_host(environment) if node != 0 or not is_here(host) else None
+    kind, _, name = process.partition("-")
+    shared = False
+    if kind == "envgateway":
+        assert recipe.envgateway is not None
         reached_at = gateway_host(host, environment)
-        spec = gateway_process(gateway, kept, "--orchestrator", orchestrator, host=reached_at)
-        return Started(process=spec, orchestrator=orchestrator, node=node)
-    own = listening_host(environment)
-    far = node != 0 or not is_here(host)
-    more = [] if replica is None else ["--replica-id", replica, "--port", str(recipe.inference[name].port)]
-    if not policy and far:
-        home = str((run_dir or _home(recipe, node)).resolve())
-        spec = inference_process(recipe, name, orchestrator, "--run-dir", home, *more, host=own)
-    elif not policy:
-        spec = inference_process(recipe, name, orchestrator, *more)
+        spec = gateway_process(recipe.envgateway, home, "--orchestrator", orchestrator, host=reached_at)
+    elif kind == "inference":
+        more = [] if own is None else ["--run-dir", str(home)]
+        more += [] if replica is None else ["--replica-id", replica, "--port", str(recipe.inference[name].port)]
+        spec = inference_process(recipe, name, orchestrator, *more, host=own)
     else:
-        kept_in = () if run_dir is None else ("--run-dir", str(run_dir.resolve()))
+        policy = name if name in recipe.policies else name.rpartition("-node")[0]
+        kept_in = () if run_dir is None else ("--run-dir", str(home))
         meeting = host if node else LOOPBACK
-        listening = own if far else None
-        spec = trainer_process(recipe, policy, orchestrator, *kept_in, host=listening, node=node, meeting=meeting)
-    shared = bool(policy) and len(recipe.policies[policy].trainer.nodes) > 1
+        spec = trainer_process(recipe, policy, orchestrator, *kept_in, host=own, node=node, meeting=meeting)
+        shared = len(recipe.policies[policy].trainer.nodes) > 1
     return Started(process=spec, orchestrator=orchestrator, node=node, shared=shared)
 
 

@@ -1,4 +1,4 @@
-"""Checks of recipes without the trials of their models, which take seconds each and have test_model_trials."""
+"""Checks of recipes without the trials of their models, which take seconds each and are in test_models."""
 
 from __future__ import annotations
 

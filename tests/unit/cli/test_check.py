@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import re
@@ -10,6 +11,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,8 +20,12 @@ from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.cli.check.recipe import check_launch, check_recipe, describe, launch_problems
-from services.common.config.loading import load_recipe
+from services.cli.check.worlds import mcp_problems
+from services.common.config.loading import load_recipe, validate
+from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.common.installing import install
+from tests.unit.cli.wrong_inputs import GOOD
 from tests.waiting import PROCESS_S
 
 HEADER = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
@@ -38,20 +44,9 @@ def recipe(tmp_path: Path) -> Path:
         (tmp_path / "model" / name).write_text("{}")
     (tmp_path / "model" / "model.safetensors").write_bytes(struct.pack("<Q", len(HEADER)) + HEADER + bytes(8))
     path = tmp_path / "recipe.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "name": "checked",
-                "policies": {"model0": {"model": {"path": "./model"}, "trainer": {"port": 0}, "weights": {"port": 0}}},
-                "data": {"train": {"path": "./tasks.jsonl"}},
-                "evaluation": {"at_start": False, "at_end": False},
-                "workflow": {"name": "single_turn", "settings": {"reward": "math"}},
-                "orchestrator": {"port": 0},
-                "inference": {"a": {"port": 0}},
-                "envgateway": {"port": 0},
-            }
-        )
-    )
+    math = {"name": "single_turn", "settings": {"reward": "math"}}
+    tree = {**GOOD, "name": "checked", "data": {"train": {"path": "./tasks.jsonl"}}, "workflow": math}
+    path.write_text(yaml.safe_dump(tree))
     return path
 
 
@@ -222,3 +217,49 @@ def test_a_disk_on_which_a_run_would_wait_is_told(recipe: Path) -> None:
     (told,) = [line for line in launch_problems(loaded) if "min_free_bytes" in line]
     assert told.startswith("run.dir /tmp/not-there-yet/runs: its disk has ")
     assert not [line for line in launch_problems(load_recipe(recipe)) if "min_free_bytes" in line]
+
+
+# --- servers of tools
+
+RAW = str(Path(__file__).parents[2] / "integration" / "envgateway" / "mcp" / "raw_server.py")
+
+
+def with_servers(names: list[str], **server: Any) -> Recipe:
+    return validate(
+        {
+            "name": "r",
+            "policies": {"a": {"model": {"path": "none"}}},
+            "data": {"train": {"path": "rows.jsonl"}},
+            "evaluation": {"at_start": False, "at_end": False},
+            "workflow": {"name": "tool_use", "settings": {"tools": names, "reward": "math"}},
+            "envgateway": {"mcp": {"raw": {"command": [sys.executable, "-S", RAW], **server}}},
+        },
+        "r",
+    )
+
+
+@pytest.mark.needs("mcp")
+@pytest.mark.parametrize(
+    ("tools", "server", "told"),
+    [
+        (["mcp:raw"], {}, []),
+        (["mcp:raw/echo"], {}, []),
+        (["mcp:raw/ecco"], {}, ["no tool 'ecco'"]),
+        (["mcp:raw"], {"tools": ["ecco"]}, ["envgateway.mcp.raw.tools names 'ecco'"]),
+        (["mcp:raw"], {"command": [sys.executable, "-c", "raise SystemExit('no index')"]}, ["no index"]),
+        (["mcp:raw"], {"command": [sys.executable, "-S", RAW, "--schema", '{"type": "object", "required": 1}']},
+         ["the schema of the server's tool 2 is invalid"]),
+        (["mcp:raw"], {"command": [], "url": "http://127.0.0.1:9/mcp"}, ["http://127.0.0.1:9/mcp"]),
+    ],
+)  # fmt: skip
+def test_a_server_is_tried(tools: list[str], server: dict[str, Any], told: list[str]) -> None:
+    problems = mcp_problems(with_servers(tools, **server))
+    assert len(problems) == len(told)
+    assert all(part in problem for part, problem in zip(told, problems, strict=True))
+
+
+def test_a_missing_package_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mcp" else found(name))
+    (problem,) = mcp_problems(with_servers(["mcp:raw"]))
+    assert install("mcp") in problem

@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.cli.deploy.forwarder import MAX_CONNECTIONS, Forwarder, gateways
+from services.cli.deploy.forwarder import MAX_CONNECTIONS, gateways, listen
 from services.common.system.machine import LOOPBACK, free_ports
 from tests.waiting import PROCESS_S, WAIT_S
 
@@ -26,7 +26,7 @@ async def forwarded(callers: set[str], *, answering: bool = True) -> AsyncIterat
 
     (port,) = free_ports(1, [LOOPBACK, HERE])
     target = await asyncio.start_server(echo, LOOPBACK, port) if answering else None
-    server = await Forwarder((LOOPBACK, port), callers).listen(HERE, port)
+    server = await listen(HERE, port, (LOOPBACK, port), callers)
     try:
         yield port
     finally:

@@ -291,10 +291,10 @@ def test_bands_hold_every_sequence_once_and_in_order(played: list[tuple[int, boo
     for length, trained in played:
         lengths.append(Played(1, Fate.TRAINED if trained else Fate.EQUAL_REWARDS, length, length if trained else 0))
     bands = lengths.bands()
-    assert sum(band.num_sequences for band in bands) == len(played)
-    assert sum(band.num_tokens for band in bands) == sum(length for length, _ in played)
-    assert sum(band.fates[Fate.TRAINED] for band in bands) == sum(trained for _, trained in played)
-    edges = [edge for band in bands for edge in (band.shortest, band.longest)]
+    assert sum(band["sequences"] for band in bands) == len(played)
+    assert sum(band["tokens"] for band in bands) == sum(length for length, _ in played)
+    assert sum(band["fates"][Fate.TRAINED] for band in bands) == sum(trained for _, trained in played)
+    edges = [edge for band in bands for edge in (band["shortest"], band["longest"])]
     assert edges == sorted(edges)
     assert lengths.bands(step=2) == []
 

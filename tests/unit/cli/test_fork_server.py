@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.plan import ProcessSpec, plan
-from services.cli.run.processes import ForkServer, Processes, reap_orphans
+from services.cli.plan import plan
+from services.cli.run.processes import ForkServer, reap_orphans
 from services.common.config.loading import validate
 from services.common.system.child import module_command
 from services.common.system.processes import ChildProcess
@@ -130,23 +130,6 @@ def test_orphans_of_what_has_ended_are_cleared_away_and_known_children_left(serv
     wait_until(lambda: zombies() >= {known.pid})
     assert known.wait(WAIT_S) == 0  # one of ours is told first
     wait_until(lambda: reap_orphans({server.pid}) is None and not zombies())
-
-
-def test_the_launcher_starts_again_what_was_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "forked_module.py").write_text(MODULE)
-    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
-    monkeypatch.setattr("services.cli.run.processes.ForkServer", lambda log: ForkServer(log, ["json"]))
-    processes = Processes(tmp_path, max_restarts=3, stop_grace_s=5.0)
-    try:
-        processes.fork_where_possible()
-        argv = module_command("forked_module", "wait")
-        processes.start(ProcessSpec(name="one", argv=argv, address="", forked=True))
-        first = processes.pids()["one"]
-        os.kill(first, signal.SIGKILL)
-        wait_until(lambda: not processes.watch() and processes.pids()["one"] != first)
-    finally:
-        processes.stop()
-    assert not Path(f"/proc/{first}").exists()
 
 
 def test_a_server_that_is_given_up_starts_nothing_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,114 +1,34 @@
-"""The memory of a layout, estimated before any process starts: the formulas, and the refused layouts."""
+"""The memory of a layout, estimated before any process starts: GPUs, host, /dev/shm and caches, and refused layouts."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from services.cli.check import memory as host
 from services.cli.check.memory import (
     GIB,
     ModelShape,
-    adapter_parameters,
+    embedded_engine_parts,
     engine_parts,
+    host_estimates,
+    host_problems,
     misfits,
-    trainer_rank_parts,
+    shared_memory_gib,
+    small_caches,
 )
 from services.cli.check.recipe import check_launch
-from services.common.config.algorithm import M2po
 from services.common.config.loading import load_recipe
 from services.common.config.processes import InferenceConfig
-from services.common.config.training import AdapterConfig, PolicyConfig, TrainerConfig
+from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 
 QWEN3_8B = ModelShape.by_name("Qwen/Qwen3-8B")
-
-
-def policy(ranks: int, dtype: str = "float32", kl: float = 0.001, offload: tuple[str, ...] = ()) -> PolicyConfig:
-    return PolicyConfig(
-        algorithm=M2po(kl_coefficient=kl),
-        trainer=TrainerConfig.model_validate(
-            {
-                "num_ranks": ranks,
-                "master_dtype": dtype,
-                "compute_dtype": "bfloat16",
-                "gradient_checkpointing": True,
-                "token_budget": 17_408,
-                "offload": list(offload),
-            }
-        ),
-    )
-
-
-def few_tokens(section: PolicyConfig) -> PolicyConfig:
-    """The peak is then in the update, not in a backward pass."""
-    trainer = section.trainer.model_copy(update={"token_budget": 16})
-    model = section.model.model_copy(update={"context_length": 16})
-    return section.model_copy(update={"trainer": trainer, "model": model})
-
-
-def test_an_8b_model_on_two_ranks_needs_bfloat16_masters_on_80_gib() -> None:
-    assert QWEN3_8B is not None
-    whole = sum(trainer_rank_parts(QWEN3_8B, policy(2)).values())
-    half = sum(trainer_rank_parts(QWEN3_8B, policy(2, "bfloat16")).values())
-    four = sum(trainer_rank_parts(QWEN3_8B, policy(4)).values())
-    assert half < 80 * GIB < whole and four < 80 * GIB
-
-
-def test_an_adapter_leaves_one_copy_of_the_weights_and_moments_of_the_adapter_alone() -> None:
-    assert QWEN3_8B is not None
-    adapter = AdapterConfig(rank=16, alpha=32)
-    size = adapter_parameters(QWEN3_8B, adapter)
-    assert size == 36 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288)) == 43_646_976
-    parts = trainer_rank_parts(QWEN3_8B, policy(1).model_copy(update={"adapter": adapter}))
-    assert parts["weights"] == 2 * 8_190_735_360 + 4 * size, "the base in compute_dtype, the adapter in master_dtype"
-    assert (parts["gradients"], parts["Adam"], parts["reference"]) == (4 * size, 8 * size, 0)
-    assert sum(parts.values()) < 40 * GIB < sum(trainer_rank_parts(QWEN3_8B, policy(1)).values())
-    few = adapter.model_copy(update={"targets": ["q_proj"]})
-    assert adapter_parameters(QWEN3_8B, few) == 36 * 16 * 2 * 4096
-
-
-def test_what_is_offloaded_takes_no_gpu_memory_but_the_moments_in_flight() -> None:
-    """So 8B with float32 masters and a KL reference fits on two GPUs of 80 GiB, by the moments alone."""
-    assert QWEN3_8B is not None
-    whole = trainer_rank_parts(QWEN3_8B, policy(2))
-    parts = trainer_rank_parts(QWEN3_8B, policy(2, offload=("optimizer", "reference")))
-    assert parts["reference"] == 0
-    assert parts["Adam"] == 0, "three buckets of moments are there when no activations are"
-    assert all(parts[name] == whole[name] for name in ("weights", "gradients", "gathered", "activations", "backward"))
-    assert sum(parts.values()) < 80 * GIB < sum(whole.values())
-    assert sum(trainer_rank_parts(QWEN3_8B, policy(2, offload=("optimizer",))).values()) < 75 * GIB
-    small = replace(QWEN3_8B, num_parameters=100_000_000, vocabulary=1000, hidden=512, intermediate=1024)
-    kept, moved = (trainer_rank_parts(small, few_tokens(policy(1, offload=what))) for what in ((), ("optimizer",)))
-    assert moved["update"] == kept["Adam"], "less than the buckets would take"
-
-
-def test_gradient_checkpointing_keeps_one_layers_work() -> None:
-    assert QWEN3_8B is not None
-    section = policy(4)
-    all_kept = section.model_copy(
-        update={"trainer": section.trainer.model_copy(update={"gradient_checkpointing": False})}
-    )
-    narrow = replace(QWEN3_8B, vocabulary=1000)  # or the peak with all layers' work is in the head
-    saved, kept = (trainer_rank_parts(narrow, p)["activations"] for p in (section, all_kept))
-    # All layers keep their activations, or 36 inputs and the activations of one layer; both hold one gated gradient
-    layer, gate, hidden = (8 * 4096 + 4 * 12_288 + 5 * (4096 + 1024)) * 2, 2 * 12_288 * 2, 4096 * 2
-    assert kept / saved == pytest.approx((36 * layer + gate) / (36 * hidden + layer + gate))
-
-
-def test_sharded_parts_follow_parameters_ranks_and_types() -> None:
-    assert QWEN3_8B is not None
-    parts = trainer_rank_parts(QWEN3_8B, policy(4))
-    shard = QWEN3_8B.num_parameters * 4 / 4
-    assert (parts["weights"], parts["gradients"], parts["Adam"]) == (shard, shard, 2 * shard)
-    assert parts["reference"] == shard / 2, "a frozen model is held in the compute type"
-    assert trainer_rank_parts(QWEN3_8B, policy(4, kl=0.0))["reference"] == 0
-    # 17,408 tokens * (36 layers * 4096 * 2 bytes + (13 * 4096 + 5 * 1024 + 6 * 12288) * 2 bytes of one layer)
-    assert parts["activations"] == 17_408 * (36 * 4096 * 2 + (13 * 4096 + 5 * 1024 + 6 * 12_288) * 2)
 
 
 def test_an_engine_fills_its_share_and_needs_room_for_one_context() -> None:
@@ -254,3 +174,130 @@ def test_a_run_with_sglang_is_refused_where_the_package_is_missing(
     loaded = load_recipe(recipe, ["policies.model0.trainer.master_dtype=bfloat16"], {})
     with pytest.raises(ConfigError, match=r"inference\.a\.engine is sglang, but the package sglang is not installed"):
         check_launch(loaded)
+
+
+# --- memory of the host
+
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
+VERSION = 2 * 8_190_735_360
+
+
+def host_recipe(tmp_path: Path, model: str = "Qwen/Qwen3-8B", **sections: Any) -> Recipe:
+    """A recipe of one policy and one service; ``weights``, ``trainer`` and ``inference`` are their keys."""
+    trainer = {"compute_dtype": "bfloat16", "gpus": [0, 1, 2, 3], "num_ranks": 4, "device": "cuda"}
+    trainer |= {"gradient_checkpointing": True, "token_budget": 4096}
+    trainer |= sections.get("trainer", {})
+    policy = {
+        "model": {"path": model, "context_length": 16_384},
+        "trainer": trainer,
+        "weights": {"publish_dtype": "bfloat16", **sections.get("weights", {})},
+        "adapter": sections.get("adapter"),
+    }
+    tree = {
+        "name": "test",
+        "extends": str(RECIPES / "quickstart" / "recipe.yaml"),
+        "policies": {"model0": policy},
+        "inference": {"a": {"engine": "sglang", "device": "cuda", "gpus": [4], **sections.get("inference", {})}},
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return load_recipe(file, (), {})
+
+
+def test_versions_and_stage_are_counted_in_shared_memory(tmp_path: Path) -> None:
+    estimate = host_estimates(host_recipe(tmp_path), has_gpus=True)[0]
+    assert estimate.shared == {"5 versions of model0": 5 * VERSION, "stage of a model0": VERSION}
+    assert not [part for part in estimate.memory if part.startswith("mirror")], "mapped from the snapshot"
+    by_vllm = host_estimates(host_recipe(tmp_path, inference={"engine": "vllm"}), has_gpus=True)[0]
+    assert by_vllm.shared == estimate.shared
+    full = host_estimates(host_recipe(tmp_path, weights={"transfer": "full", "keep_versions": 1}), has_gpus=True)[0]
+    assert full.shared["3 versions of model0"] == 3 * VERSION
+    delta = host_estimates(host_recipe(tmp_path, weights={"transfer": "delta"}), has_gpus=True)[0]
+    assert delta.memory["mirror of a model0"] == VERSION
+
+
+def test_shm_size_follows_from_the_recipe(tmp_path: Path) -> None:
+    assert shared_memory_gib(host_recipe(tmp_path), 0) == 101  # 6 * 15.26 GiB and a tenth
+    assert shared_memory_gib(host_recipe(tmp_path, model="Qwen/Qwen3-0.6B"), 0) < 10
+    assert shared_memory_gib(host_recipe(tmp_path), 7) == 1, "a node without weights"
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "shared_gib", "told"),
+    [
+        (2000, 200, []),
+        (20, 200, ["node 0 needs about"]),
+        (2000, 64, ["/dev/shm of node 0 needs about 91.5 GiB"]),
+        (20, 0, ["node 0 needs about", "/dev/shm of node 0"]),
+    ],
+)
+def test_a_machine_with_too_little_is_told_the_figures_and_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_gib: int, shared_gib: int, told: list[str]
+) -> None:
+    monkeypatch.setattr(host, "host_memory_bytes", lambda: memory_gib * GIB)
+    monkeypatch.setattr(host, "shared_memory_here", lambda: shared_gib * GIB)
+    problems = host_problems(host_recipe(tmp_path), has_gpus=True)
+    assert len(problems) == len(told)
+    for problem, begin in zip(problems, told, strict=True):
+        assert begin in problem
+        assert all(
+            key in problem for key in ("weights.", "5 versions" if "/dev/shm of" in problem else "keep_versions")
+        )
+
+
+def test_a_machine_without_a_gpu_is_told_to_try_the_tiny_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "host_memory_bytes", lambda: 20 * GIB)
+    monkeypatch.setattr(host, "shared_memory_here", lambda: 200 * GIB)
+    told = "this machine has 20.0 and no NVIDIA GPU: run on one that has, try the recipe with --profile tiny, or write policies."
+    assert [told in problem for problem in host_problems(host_recipe(tmp_path), has_gpus=False)] == [True]
+    assert not any("tiny" in problem for problem in host_problems(host_recipe(tmp_path), has_gpus=True))
+
+
+def test_a_spill_directory_is_a_choice_and_small_versions_may_spill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "host_memory_bytes", lambda: 2000 * GIB)
+    monkeypatch.setattr(host, "shared_memory_here", lambda: 64 << 20)  # a container's default
+    assert not host_problems(host_recipe(tmp_path, weights={"spill_directory": "/mnt/nvme"}), has_gpus=True)
+    assert not host_problems(load_recipe(RECIPES / "quickstart" / "recipe.yaml", (), {}), has_gpus=False)
+
+
+def test_the_cache_of_an_embedded_engine_is_refused_where_it_cannot_fit(tmp_path: Path) -> None:
+    assert QWEN3_8B is not None
+    service = InferenceConfig(engine="torch", dtype="bfloat16", num_slots=64)
+    assert embedded_engine_parts(QWEN3_8B, service, 16_384)["KV cache"] == 8 * GIB
+    enough = service.model_copy(update={"kv_cache_gib": 200.0})
+    assert embedded_engine_parts(QWEN3_8B, enough, 16_384)["KV cache"] == 64 * 16_384 * 2 * 36 * 1024 * 2
+    large = host_recipe(
+        tmp_path, inference={"engine": "torch", "dtype": "bfloat16", "num_slots": 64, "kv_cache_gib": 200}
+    )
+    (line,) = misfits(large)
+    assert "KV cache 144.0" in line and "launch.gpu_memory_gib: 80" in line
+    assert all(key in line for key in ("inference.a.kv_cache_gib", "context_length", "inference.a.dtype"))
+    with pytest.raises(ConfigError, match=r"KV cache 144\.0"):
+        check_launch(large)
+    bounded = host_recipe(
+        tmp_path, inference={"engine": "torch", "dtype": "bfloat16", "num_slots": 64, "kv_cache_gib": 40}
+    )
+    assert not misfits(bounded)
+
+
+def test_a_cache_that_holds_no_sequence_is_refused_with_the_least_that_does(tmp_path: Path) -> None:
+    settings = {"engine": "torch", "dtype": "bfloat16", "num_slots": 64, "kv_cache_gib": 2.0}
+    (line,) = small_caches(host_recipe(tmp_path, inference=settings))
+    assert line.startswith("inference.a, policy model0: kv_cache_gib is 2, and one sequence of 16384 tokens needs 2.26")
+    assert "raise kv_cache_gib to at least 2.26, or lower policies.*.model.context_length" in line
+    with pytest.raises(ConfigError, match="one sequence of 16384 tokens"):
+        check_launch(host_recipe(tmp_path, inference=settings))
+    assert not small_caches(host_recipe(tmp_path, inference={**settings, "kv_cache_gib": 2.27}))
+    assert not small_caches(host_recipe(tmp_path, inference={**settings, "engine": "sglang"}))
+    assert not small_caches(host_recipe(tmp_path, model=None, inference=settings))
+
+
+@pytest.mark.parametrize("model", ["somebody/unnamed", None])
+def test_a_model_of_unknown_size_is_not_estimated(tmp_path: Path, model: str | None) -> None:
+    unknown = host_recipe(tmp_path, model=model)  # type: ignore[arg-type]
+    assert all(not found.shared for found in host_estimates(unknown, has_gpus=True).values())
+    assert shared_memory_gib(unknown, 0) == 8

@@ -104,7 +104,7 @@ def test_a_part_of_own_rows_is_held_out_and_told(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"problem": f"{n}+1?", "answer": str(n + 1)}) + "\n" for n in range(5000)))
     told = new(str(tmp_path / "mine"), "--model", "a/b", "--data", str(rows))
-    assert "200 of 5,000 rows are held out for evaluation: every 25th row (hold_out: 25)" in told
+    assert "200 of 5,000 rows are held out for evaluation: one row in 25 (hold_out: 25)" in told
     recipe = load_recipe(tmp_path / "mine", (), {})
     problems = {
         where: {task.data["problem"] for task in map(source.__getitem__, range(len(source)))}

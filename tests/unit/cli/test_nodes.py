@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 from services.cli import plan as nodes
@@ -123,11 +124,6 @@ def test_processes_of_node_1_dial_node_0_and_are_reached_by_nobody() -> None:
     assert found.process.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
 
 
-def test_with_an_address_of_its_own_node_1_is_a_relay() -> None:
-    argv = find(two_nodes(), "inference-a", None, {NODE_0: "login-1", nodes.NODE_HOST: HERE}).process.argv
-    assert argv[argv.index("--host") + 1] == HERE
-
-
 def test_a_trainer_elsewhere_dials_node_0_and_publishes_at_its_own_address() -> None:
     environment = {NODE_0: "elsewhere.example", nodes.NODE_HOST: HERE}
     found = find(two_nodes(), "trainer-model1", None, environment)
@@ -225,3 +221,78 @@ def test_a_gateway_that_lacks_its_world_says_which_folder_before_it_starts(tmp_p
 def test_only_environments_are_started_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="write envgateway instead of inference-b"):
         start.start(two_nodes(), "inference-b", tmp_path, Console(file=io.StringIO()), {}, alone=True)
+
+
+# --- a trainer over several nodes
+
+TREE: dict[str, Any] = {
+    "name": "spread",
+    "policies": {
+        "model0": {
+            "model": {"path": "some/Qwen3-8B"},
+            "trainer": {
+                "nodes": [0, 2], "num_ranks": 8, "gpus": [4, 5, 6, 7], "rendezvous_port": 29541, "interface": "eth1",
+            },
+        }
+    },
+    "inference": {"a": {"engine": "sglang", "gpus": [0, 1, 2, 3]}, "b": {"engine": "sglang", "node": 2, "gpus": [0], "port": 9}},
+    "data": {"train": {"path": "tasks.jsonl"}},
+    "evaluation": {"at_start": False, "at_end": False},
+}  # fmt: skip
+
+
+def spread(tmp_path: Path, *settings: str, environment: dict[str, str] | None = None) -> Recipe:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(TREE))
+    return load_recipe(path, settings, environment or {})
+
+
+def test_each_node_starts_its_share_of_the_ranks(tmp_path: Path) -> None:
+    loaded = spread(tmp_path)
+    assert loaded.nodes() == [0, 2]
+    first = {spec.name: spec for spec in plan(loaded, Path("run"))}["trainer-model0"]
+    second = {spec.name: spec for spec in plan(loaded, Path("run"), node=2)}["trainer-model0-node2"]
+    for spec, rank in ((first, 0), (second, 1)):
+        assert {"--num-ranks=4", "--num-nodes=2", f"--node-rank={rank}", "--interface=eth1"} <= set(spec.argv)
+        assert "--rendezvous-port=29541" in spec.argv
+        assert spec.env["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert "--rendezvous-host=127.0.0.1" in first.argv
+    assert [spec.name for spec in plan(loaded, Path("run"), node=2)] == ["inference-b", "trainer-model0-node2"]
+
+
+def test_another_node_meets_the_ranks_of_node_0_where_it_finds_it(tmp_path: Path) -> None:
+    loaded, there = spread(tmp_path), {"ORCHESTRATOR_HOST_EXTERNAL": "node0.example"}
+    started = find(loaded, "trainer-model0-node2", None, there)
+    assert (started.node, started.shared) == (2, True)
+    assert "--rendezvous-host=node0.example" in started.process.argv
+    assert started.orchestrator == f"node0.example:{loaded.orchestrator.port}"
+    with pytest.raises(ConfigError, match=r"trainer-model0-node2 runs on node 2 and must know where node 0 is"):
+        find(loaded, "trainer-model0-node2", None, {})
+    with pytest.raises(ConfigError, match=r"no process 'trainer-model0-node1'; write one of .*trainer-model0-node2"):
+        find(loaded, "trainer-model0-node1", None, there)
+
+
+def test_node_0_prints_the_command_of_each_share(tmp_path: Path) -> None:
+    (tmp_path / "nodes" / "2").mkdir(parents=True)  # the bundle
+    lines = commands_for_other_nodes(spread(tmp_path, "run.id=r"), tmp_path, {"NODE_HOST": "node0.example"})
+    assert any(
+        "ROLLMILL_KEYS=runs/r-node2/keys/trainer rollmill start runs/r-node2 trainer-model0-node2" in line
+        for line in lines
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("nodes=[1, 2]", r"trainer\.nodes is \[1, 2\]: the first rank, which publishes, is on node 0"),
+        ("nodes=[0, 2, 2]", r"write 0 first and no node twice"),
+        ("nodes=[0, 2, 3]", r"num_ranks is 8, which 3 nodes .* write a multiple of 3"),
+        ("rendezvous_port=0", r"rendezvous_port is 0, a free port, which other nodes cannot know"),
+        ("interface=''", r"interface is missing: .* unencrypted, so name the network interface of a private network"),
+        ("gpus=[4, 5]", r"2 GPUs on each of 2 nodes for 8 ranks.*trainer\.num_ranks: 4, or 4 GPUs"),
+        ("gpus=[0, 1, 2, 3]", r"both take GPU 0 of node 0"),
+    ],
+)
+def test_what_does_not_add_up_is_refused_with_what_to_write(tmp_path: Path, setting: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        spread(tmp_path, f"policies.model0.trainer.{setting}")

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import orjson
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.inspect.curves import PANELS, SECONDS, STEP, TOKENS, Points, band, curves, grouped, kind_of
-from services.cli.inspect.plot import plot_runs
+from services.cli.inspect.plot import Points, band, curves, grouped, kind_of, plot_runs
 from services.cli.inspect.run_state import read_metrics, training_steps
 from services.cli.run.launch import headline, how_training_ended
 from services.common.telemetry.accounts import ActivityName
@@ -105,17 +103,6 @@ def test_evaluations_are_points_at_their_newest_version_and_a_threshold_is_a_mar
     assert plot_runs([run], tmp_path / "points.png") is not None
 
 
-def test_the_picture_has_the_curves_that_people_ask_for() -> None:
-    keys = {line.key for panel in PANELS for line in panel.lines}
-    wanted = ("loss", "entropy", "grad_norm", "kl_reference", "mismatch_fresh_abs")
-    assert {"rollout_reward_mean", "response_tokens_mean", *(f"trainer/{name}" for name in wanted)} <= keys
-    assert {panel.x for panel in PANELS for line in panel.lines if line.key == "rollout_reward_mean"} == {
-        STEP,
-        SECONDS,
-        TOKENS,
-    }
-
-
 def test_time_is_work_or_a_wait_or_idle_and_every_activity_has_a_kind() -> None:
     kinds = {name: kind_of(name) for name in ActivityName}
     assert kinds[ActivityName.GENERATING] == "work" and kinds[ActivityName.WAITING_FOR_BATCH] == "wait"
@@ -124,17 +111,6 @@ def test_time_is_work_or_a_wait_or_idle_and_every_activity_has_a_kind() -> None:
         for name, kind in kinds.items()
         if "waiting for a" in name or name == ActivityName.WAITING_FOR_QUOTA
     )
-
-
-def test_the_picture_of_a_run_that_ended_early_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write_run(tmp_path / "run", 4)
-    path = run / "metrics" / "orchestrator.jsonl"
-    row = {"time": 5.0, "kind": "threshold", "wanted": "sampled reward at least 0.9", "step": 3, "seconds": 5.0}
-    path.write_bytes(orjson.dumps(row) + b"\n" + path.read_bytes())
-    drawn: list[tuple[float, str]] = []
-    monkeypatch.setattr("matplotlib.axes.Axes.axvline", lambda self, x, **style: drawn.append((x, style["label"])))
-    assert plot_runs([run], tmp_path / "early.png") is not None
-    assert drawn == [(3, "sampled reward at least 0.9")]
 
 
 def test_a_run_without_steps_has_no_picture(tmp_path: Path) -> None:

@@ -244,12 +244,6 @@ def test_a_restart_for_which_there_is_no_memory_is_tried_again(
     assert not refusals
 
 
-def test_what_keeps_a_process_from_getting_ready_is_told_at_once(processes: Processes) -> None:
-    processes.start(spec("lost", "import sys; print('nobody is there', file=sys.stderr); sys.exit(75)", "127.0.0.1:1"))
-    with pytest.raises(InfrastructureError, match=r"lost exited with 75(.|\n)*nobody is there"):
-        processes.wait_ready(timeout_s=20)
-
-
 def test_what_left_without_being_asked_by_the_run_is_brought_back_a_bounded_number_of_times(
     processes: Processes,
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli import commands as recipe_commands
-from services.cli.run.directory import Choice, choose, differences, prepare
+from services.cli.run.directory import choose, differences, prepare
 from services.cli.run.launch import Outcome
 from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
@@ -39,7 +39,7 @@ def end(run_dir: Path, state: str) -> None:
 def test_without_being_asked_each_launch_is_a_new_run(tmp_path: Path) -> None:
     recipe = quickstart(tmp_path)
     begun(recipe, "first", 1)
-    assert choose(recipe, asked=False) == Choice()
+    assert choose(recipe, asked=False) == (None, "")
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["--resume auto", "run.resume: auto"])
@@ -49,24 +49,24 @@ def test_the_newest_run_that_has_not_ended_goes_on(tmp_path: Path, asked: bool) 
     newest = begun(recipe, "new", 3)
     end(begun(recipe, "finished", 4), "finished")
     end(begun(recipe, "stopped", 5), "stopped")
-    choice = choose(recipe, asked=asked)
-    assert choice.run_dir == newest
-    assert "the newest run of quickstart that has not ended" in choice.told and "\n" not in choice.told
-    assert ("--resume auto" if asked else "run.resume: auto") in choice.told
+    run_dir, told = choose(recipe, asked=asked)
+    assert run_dir == newest
+    assert "the newest run of quickstart that has not ended" in told and "\n" not in told
+    assert ("--resume auto" if asked else "run.resume: auto") in told
 
 
 def test_without_any_a_new_one_begins_and_says_so(tmp_path: Path) -> None:
-    choice = choose(quickstart(tmp_path / "none"), asked=True)
-    assert choice.run_dir is None and f"there is none in {tmp_path / 'none'}" in choice.told
+    run_dir, told = choose(quickstart(tmp_path / "none"), asked=True)
+    assert run_dir is None and f"there is none in {tmp_path / 'none'}" in told
     end(begun(quickstart(tmp_path), "done", 1), "finished")
-    assert f"{tmp_path / 'done'} is over (finished)" in choose(quickstart(tmp_path), asked=True).told
+    assert f"{tmp_path / 'done'} is over (finished)" in choose(quickstart(tmp_path), asked=True)[1]
 
 
 def test_a_run_with_other_settings_is_left_alone_and_the_setting_named(tmp_path: Path) -> None:
     begun(quickstart(tmp_path, "run.steps=7"), "other", 1)
-    choice = choose(quickstart(tmp_path, "run.steps=8"), asked=True)
-    assert choice.run_dir is None
-    assert f"{tmp_path / 'other'} is left alone: run.steps is 7 there and 8 here" in choice.told
+    run_dir, told = choose(quickstart(tmp_path, "run.steps=8"), asked=True)
+    assert run_dir is None
+    assert f"{tmp_path / 'other'} is left alone: run.steps is 7 there and 8 here" in told
 
 
 def test_what_a_launch_filled_in_is_no_other_setting(tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_damaged_and_foreign_directories_are_skipped_with_the_reason(tmp_path: P
         (tmp_path / name / "recipe.json").write_text(text)
     (tmp_path / "quickstart-empty").mkdir()
     begun(load_recipe(REPOSITORY / "recipes/quickstart-code", [f"run.dir={tmp_path}"], {}), "another-recipe", 9)
-    assert choose(recipe, asked=True).run_dir == good
+    assert choose(recipe, asked=True)[0] == good
     end(good, "finished")
-    told = choose(recipe, asked=True).told
+    told = choose(recipe, asked=True)[1]
     assert f"{tmp_path / 'copy'} is left alone: its recipe.json is that of run copied" in told
     assert "quickstart-half is left alone: " in told and "recipe.json cannot be read (Unterminated string" in told
     assert "quickstart-other is left alone: " in told and "recipe.json cannot run: " in told
@@ -108,7 +108,7 @@ def test_damaged_and_foreign_directories_are_skipped_with_the_reason(tmp_path: P
 def test_a_recipe_that_names_its_run_goes_on_with_that_one_alone(tmp_path: Path) -> None:
     mine = begun(quickstart(tmp_path), "mine", 1)
     begun(quickstart(tmp_path), "newer", 2)
-    assert choose(quickstart(tmp_path, "run.id=mine"), asked=True).run_dir == mine
+    assert choose(quickstart(tmp_path, "run.id=mine"), asked=True)[0] == mine
 
 
 def rollmill_run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Path | None, str]:

@@ -18,13 +18,14 @@ from services.cli.inspect.run_model import Assignment, GroupFacts, SequenceFacts
 from services.cli.inspect.trace import (
     events,
     fitted,
+    group_as_json,
     pulls_of,
     read_notes,
     seconds_in,
+    show,
     stages,
     status,
 )
-from services.cli.inspect.trace_view import group_as_json, show
 from services.common.records import GroupFate, RolloutPhase
 from services.orchestrator.journal.entries import GroupVerdict
 

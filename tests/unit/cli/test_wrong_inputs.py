@@ -7,9 +7,7 @@ import json
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +19,17 @@ from services.cli.check import models as hub
 from services.cli.check.recipe import check_recipe, describe
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
-from tests.unit.cli.wrong_inputs import GRADED, WRONG, Wrong, write_good
-from tests.unit.cli.wrong_mixtures import MIXTURES
+from tests.unit.cli.hub_server import answering
+from tests.unit.cli.wrong_inputs import GRADED, MIXTURES, WRONG, Wrong, write_good
 
 ALL = [*WRONG, *MIXTURES]
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Knows no name; is away for one of them."""
-
-    def do_GET(self) -> None:
-        self.send_response(503 if "away" in self.path else 404)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def hub_address() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join(30)
-    server.server_close()
+    """Of a hub that knows no name, and is away for one of them."""
+    with answering(lambda name: 503 if "away" in name else 404) as (url, _):
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -154,8 +154,6 @@ WRONG = [
           files={CONFIG: '{"architectures": ["BertForMaskedLM"], "vocab_size": 300}'}),
     Wrong("another model's tokenizer", (MODEL, "tokens", "vocab_size of its config.json is 100"),
           files={CONFIG: '{"architectures": ["Qwen3ForCausalLM"], "vocab_size": 100}'}),
-    setting("policies.model0.model.context_length", 4, "context_length", "greater than or equal to 8"),
-    setting("policies.model0.model.context_length", "4k", "context_length", "'4k'", "integer"),
     Wrong("hub name with two slashes", (MODEL, "no name of the hub either"), {MODEL: "Qwen/Qwen3/0.6B"}),
     Wrong("hub name with a space", (MODEL, "no name of the hub either"), {MODEL: "Qwen/Qwen3 0.6B"}),
     Wrong("hub name that does not exist", (MODEL, "Qwen/Qwen9-1B", "the hub has no model", "404"), {MODEL: "Qwen/Qwen9-1B"}),
@@ -164,7 +162,6 @@ WRONG = [
     Wrong("data set that does not exist", ("data.train.path", "me/rows", "the hub has no dataset"),
           {TRAIN: {"path": "me/rows"}}),
     Wrong("no model at all", (MODEL, "missing", "warm_start.model0"), {"policies.model0.model": {"context_length": 128}}),
-    setting(MODEL, 3, MODEL, "valid string"),
     # -- the rows
     Wrong("no such file", ("data.train.path", "nowhere.jsonl", "does not exist"), {TRAIN: {"path": "./nowhere.jsonl"}}),
     Wrong("no such CSV file", ("data.train.path: /", "/nowhere.csv does not exist"), {TRAIN: {"path": "nowhere.csv"}}),
@@ -200,7 +197,6 @@ WRONG = [
     rows("an id that does not exist", (TRAIN, "no field 'uid'"), lines(ROWS), id_field="uid"),
     rows("one id for all", (TRAIN, "3 of 4 rows", "must be unique"), lines([{**row, "id": "x"} for row in ROWS[:4]]),
          id_field="id"),
-    rows("limit 0", ("data.train.limit", "greater than or equal to 1"), lines(ROWS), limit=0),
     rows("an unknown form", ("data.train.form", "'maths'"), lines(ROWS), form="maths"),
     rows("samples per training task", ("samples_per_task", "rollout.group_size"), lines(ROWS), samples_per_task=4),
     rows("every prompt too long", (TRAIN, "every prompt", "127 tokens", "context_length"),
@@ -232,7 +228,6 @@ WRONG = [
     reward("a word", "my_rewards:text", "returned 'right'", "finite number"),
     reward("NaN", "my_rewards:nan", "returned nan", "finite number"),
     reward("fails on an empty answer", "my_rewards:divides", "my_rewards.py:12", "ZeroDivisionError", "an empty answer"),
-    reward("a number", 3, REWARD, "valid string"),
     reward("a syntax error", "broken_syntax:f", "broken_syntax.py:2", "SyntaxError", files={"broken_syntax.py": "\ndef f(:\n"}),
     reward("an import that is missing", "needs_other:f", "needs_other.py:1", "'no_such_package'", "not installed",
            files={"needs_other.py": "import no_such_package\n"}),
@@ -250,7 +245,6 @@ WRONG = [
     setting("workflow.name", "nowhere:Flow", "no module 'nowhere'"),
     setting("workflow.settings.max_turns", 3, "workflow.settings.max_turns", "unknown key"),
     setting("workflow.settings.policy", "actor", "'actor'", "model0"),
-    setting("workflow.settings.instruction", None, "workflow.settings.instruction", "valid string"),
     Wrong("an environment that is not there", ("workflow.settings.environment is 'chess'", "textworld", "envgateway.environments"),
           {"workflow": {"name": "agent_env", "settings": {"environment": "chess"}}}),
     Wrong("a misspelt MCP server", ("'mcp:serch'", "did you mean 'mcp:search'"),
@@ -282,35 +276,24 @@ WRONG = [
            "warm_start": {"model0": {"builder": "rollmill:tiny_model", "dialogues": "./nowhere.jsonl"}}}),
     # -- numbers
     setting(f"{OPTIMIZER}.lr", 1, f"{OPTIMIZER}.lr is 1", "at most 0.1"),
-    setting(f"{OPTIMIZER}.lr", 0, f"{OPTIMIZER}.lr", "greater than 0"),
-    setting(f"{OPTIMIZER}.lr", -1e-6, f"{OPTIMIZER}.lr", "greater than 0"),
     setting(f"{OPTIMIZER}.lr", "fast", f"{OPTIMIZER}.lr", "'fast'", "valid number"),
-    setting(f"{OPTIMIZER}.lr", float("nan"), f"{OPTIMIZER}.lr"),
     setting(f"{OPTIMIZER}.betas", [1.0, 0.9], f"{OPTIMIZER}", "betas must lie in [0, 1)"),
     setting(f"{OPTIMIZER}.schedule", "cosin", f"{OPTIMIZER}.schedule", "'cosine'"),
     setting(f"{BATCH}.size", 63, f"{BATCH}.size is 63", "whole groups of 8", "56 or 64"),
     setting(f"{BATCH}.size", 4, f"{BATCH}.size is 4", "whole groups of 8", "write 8"),
-    setting(f"{BATCH}.size", 0, f"{BATCH}.size", "greater than or equal to 1"),
     setting(f"{BATCH}.minibatches", 7, f"{BATCH}.minibatches is 7", "64", "4 or 8"),
     setting(f"{BATCH}.minibatches", 1000, f"{BATCH}.minibatches (1000)", "batch.size (64)"),
-    setting(f"{BATCH}.max_staleness", -1, f"{BATCH}.max_staleness", "greater than or equal to 0"),
-    setting(f"{BATCH}.replay.ratio", 1, f"{BATCH}.replay.ratio", "less than 1"),
     setting("rollout.group_size", 1, "dynamic_sampling", "group_size to 2"),
-    setting("rollout.group_size", 0, "rollout.group_size", "greater than or equal to 1"),
     setting("rollout.group_size", 7, f"{BATCH}.size is 64", "whole groups of 7", "63 or 70"),
     Wrong("pass@k beyond the group", ("pass_k (9)", "group_size (8)"),
           {"policies.model0.algorithm.pass_k": 9, "policies.model0.algorithm.advantage": "pass_at_k"}),
     setting("policies.model0.algorithm.pass_k", 4, "pass_at_k and pass_k belong together"),
     setting("policies.model0.algorithm.name", "grop", "policies.model0.algorithm.name", "'grop'"),
     setting("run.steps", -1, "run.steps", "greater than or equal to 0"),
-    setting("run.steps", "many", "run.steps", "'many'", "integer"),
     setting("sampling.temperature", 0, "sampling.temperature is 0", "above 0"),
-    setting("sampling.top_p", 2, "sampling.top_p", "less than or equal to 1"),
     setting("sampling.max_new_tokens", 128, "sampling.max_new_tokens (128)", "context_length (128)"),
     setting("sampling.min_new_tokens", 100, "min_new_tokens 100 exceeds max_new_tokens 64"),
-    setting("inference.a.num_slots", 0, "inference.a.num_slots", "greater than or equal to 1"),
     setting("inference.a.engine", "vlm", "inference.a.engine", "'vlm'", "torch"),
-    setting("evaluation.every", -5, "evaluation.every", "greater than or equal to 0"),
     Wrong("a group that no service can play", ("rollout.group_size is 128", "64 slots", "more slots"),
           {"rollout.group_size": 128, f"{BATCH}.size": 128}),
     Wrong("a warm-up longer than the run", ("warmup_updates is 1000", "the run has 100 updates"),
@@ -345,11 +328,84 @@ WRONG = [
     setting("run.dir", "/proc/runs", "run.dir is /proc/runs", "cannot be written", "another directory"),
     Wrong("run.dir is a file", ("run.dir", "rows.jsonl is a file"), {"run.dir": "./rows.jsonl"}),
     setting("run.id", "a/b", "run.id", "'a/b'", "leave out `/`"),
-    setting("orchestrator.port", 70000, "orchestrator.port", "less than or equal to 65535"),
     Wrong("one port twice", ("orchestrator.port", "inference.a.port", "both 29999"), {"orchestrator.port": 29999, "inference.a.port": 29999}),
     Wrong("every interface without keys", ("security.tls is off", "0.0.0.0"),
           {"orchestrator.host": "0.0.0.0", "security.tls": "off"}),
     Wrong("GPUs that are not here", ("NVIDIA GPU", "--profile tiny"), {"inference.a.gpus": [0]}),
     Wrong("vllm that is not installed", ("inference.a.engine is vllm", "not installed", "ROLLMILL_VLLM_PYTHON"), {"inference.a.engine": "vllm"}),
     Wrong("sglang that is not installed", ("inference.a.engine is sglang", "not installed"), {"inference.a.engine": "sglang"}),
+]  # fmt: skip
+
+
+# --- mixtures of data
+
+GOOD_SOURCE = {"path": "./rows.jsonl"}
+OTHER = {"path": "./other.jsonl"}
+OTHER_FILE = {"other.jsonl": lines(ROWS)}
+TASKS = """
+def endless(seed):
+    while True: yield {"problem": "a", "answer": "b"}
+def nothing(seed): yield from ()
+def key_error(seed):
+    yield {"problem": "a", "answer": "b"}
+    raise KeyError("shard 7")
+def needs(task, completion): return float(task["unit_tests"] == completion)
+"""
+
+
+def mixed(
+    name: str, told: tuple[str, ...], *sources: Any, files: dict[str, bytes | str | None] | None = None, **more: Any
+) -> Wrong:
+    return Wrong(name, told, {TRAIN: list(sources), **more}, {**OTHER_FILE, "my_tasks.py": TASKS, **(files or {})})
+
+
+def with_second(name: str, told: tuple[str, ...], **settings: Any) -> Wrong:
+    """Two sources, the second one with these settings."""
+    return mixed(name, told, GOOD_SOURCE, {**OTHER, **settings})
+
+
+MIXTURES = [
+    with_second("weight infinite", ("data.train.1.weight", "finite"), weight=float("inf")),
+    with_second("weight misspelt", ("data.train.1.wieght", "did you mean 'weight'?"), wieght=2),
+    with_second("advantage scale 0", ("data.train.1.advantage_scale", "greater than 0"), advantage_scale=0),
+    with_second("source with a slash", ("data.train.1.source", "'a/b'", "letters, digits"), source="a/b"),
+    with_second("reward of a source that is not there", ("no module 'nowhere'",),
+                workflow={"settings": {"reward": "nowhere:f"}}),
+    with_second("reward of a source lacks a column", ("data.train.other, task 1", "my_tasks.py:", "KeyError: 'unit_tests'", "problem"),
+                workflow={"settings": {"reward": "my_tasks:needs"}}),
+    with_second("workflow of a source that is not there", ("no workflow 'singel_turn'", "single_turn"),
+                workflow={"name": "singel_turn"}),
+    with_second("settings of a source's workflow", ("data.train.other.workflow.settings.rewrad", "unknown key", "'reward'"),
+                workflow={"settings": {"rewrad": "my_rewards:exact"}}),
+    with_second("environment of a source that is not there", ("data.train.other.workflow.settings.environment", "'maze'", "write one of"),
+                workflow={"name": "agent_env", "settings": {"environment": "maze"}}),
+    with_second("column of a source that is not there", ("data.train.other", "columns.prompt", "'question'", "problem"),
+                columns={"prompt": "question"}),
+    with_second("samples of a source", ("train.other.samples_per_task is 4", "rollout.group_size"), samples_per_task=4),
+    Wrong("weight of the only dataset", ("train.weight", "several sources", "as a list"), {TRAIN: {**GOOD_SOURCE, "weight": 2}}),
+    mixed("a list without sources", ("train is an empty list", "path: ./rows.jsonl")),
+    mixed("two sources of one name", ("train.0 and train.1", "both called 'rows'", "source: NAME"), GOOD_SOURCE, GOOD_SOURCE),
+    Wrong("sources as names", ("data.train.0", "such as {path: rows.jsonl}"), {TRAIN: ["rows.jsonl", "other.jsonl"]}),
+    mixed("source without rows", ("data.train.empty", "empty.jsonl holds no rows"), GOOD_SOURCE, {"path": "./empty.jsonl"},
+          files={"empty.jsonl": ""}),
+    mixed("source that is not there", ("data.train.gone.path", "gone.jsonl does not exist"), GOOD_SOURCE, {"path": "./gone.jsonl"}),
+    mixed("source of another kind", ("data.train.0", "set exactly one of"), {"weight": 2}, GOOD_SOURCE),
+    mixed("generator without an end", ("data.train.endless", "yields more than 1000000 rows", "limit"), GOOD_SOURCE,
+          {"generator": "my_tasks:endless"}),
+    mixed("generator that ends at once", ("data.train.nothing", "holds no rows"), GOOD_SOURCE, {"generator": "my_tasks:nothing"}),
+    mixed("generator that raises later", ("data.train.key_error", "my_tasks.py:", "raised KeyError", "shard 7"), GOOD_SOURCE,
+          {"generator": "my_tasks:key_error"}),
+    mixed("parquet that is none", ("data.train.t", "t.parquet"), GOOD_SOURCE, {"path": "./t.parquet"}, files={"t.parquet": json.dumps(ROWS)}),
+    Wrong("an element that the list lacks", ("data.train.4.weight", "a list of 2", "from 0 to 1"), {TRAIN: [GOOD_SOURCE, OTHER]},
+          OTHER_FILE, overrides=["data.train.4.weight=2"]),
+    Wrong("mixture and bit-exact runs", ("run.deterministic", "data.train mixes rows, other"),
+          {TRAIN: [GOOD_SOURCE, OTHER], "run.deterministic": True}, OTHER_FILE),
+    Wrong("advantage scale and token credit", ("data.train.1.advantage_scale is 2", "kl_reward_coefficient"),
+          {TRAIN: [GOOD_SOURCE, {**OTHER, "advantage_scale": 2}], "policies.model0.algorithm": {"kl_reward_coefficient": 0.1}}, OTHER_FILE),
+    Wrong("band upside down", ("pass_rate is [0.9, 0.1]", "lower share first"), {"data.curation": "pass_rate", "data.pass_rate": [0.9, 0.1]}),
+    Wrong("band in percent", ("pass_rate is [5, 95]", "from 0 to 1"), {"data.curation": "pass_rate", "data.pass_rate": [5, 95]}),
+    Wrong("band without its curation", ("pass_rate is", "curation accept_all does not read it", "pass_rate"), {"data.pass_rate": [0.2, 0.8]}),
+    Wrong("hold out more than there is", ("data.evaluation.h", "12 rows", "hold_out 50 leaves none"),
+          {"data.evaluation": {"h": {**GOOD_SOURCE, "hold_out": 50}}}),
+    Wrong("hold out every row", ("data.train.hold_out", "greater than or equal to 2"), {f"{TRAIN}.hold_out": 1}),
 ]  # fmt: skip
