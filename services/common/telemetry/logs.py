@@ -67,7 +67,7 @@ def redacted(text: str) -> str:
     return text
 
 
-def configure(service: str, run_dir: Path | None = None, instance: str | None = None) -> None:
+def configure(service: str, run_dir: Path | None = None, instance: str | None = None, level: str = "info") -> None:
     """Send events to standard error and, with a run directory, to ``logs/<instance or service>.jsonl``.
 
     The launcher's terminal belongs to its live view, so the terminal gets warnings and errors only.
@@ -80,7 +80,7 @@ def configure(service: str, run_dir: Path | None = None, instance: str | None = 
         run_files.logs(run_dir).mkdir(parents=True, exist_ok=True)
         # Unbuffered: a line is one write, so lines of several threads do not mix and a killed process loses none.
         file = (run_files.logs(run_dir) / f"{name}.jsonl").open("ab", buffering=0)
-    console_level = _LEVELS["warning" if service == "launcher" else "info"]
+    console_level = _LEVELS["warning" if service == "launcher" else level]
     _sink = _Sink(file, {"service": service, "instance": name}, console_level)
     structlog.configure(
         processors=[
@@ -92,7 +92,7 @@ def configure(service: str, run_dir: Path | None = None, instance: str | None = 
             _tamed,
             _sink,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS["info"]),
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
         logger_factory=_Terminal,
         cache_logger_on_first_use=False,
     )
