@@ -36,7 +36,6 @@ class GymnasiumWorld:
     def __init__(self, name: str, config: GymnasiumConfig) -> None:
         self._where = f"envgateway.gymnasium.{name}"
         self._config = config
-        self.max_turns = config.max_turns
 
     def build(self) -> EnvironmentLike:
         return (_Episode if self._config.num_envs is None else _VectorEpisode)(self._config, self._where)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from extras.worlds.engines.pool import EnginePool, Game
-from extras.worlds.messages import MALFORMED, offer, read_action, without_offer
+from extras.worlds.messages import MALFORMED, offer, read_action
 from services.common.config.base import Section
 from services.common.config.envgateway import AlfworldConfig, EnvGatewayConfig
 from services.common.errors import ConfigError, InvalidRequestError
@@ -372,7 +372,6 @@ class AlfworldEpisode:
             text=as_text(messages),
             admissible_actions=self._admissible,
             messages=messages,
-            remembered=without_offer(messages[-1]["content"]),
         )
 
     async def step(self, action: str) -> StepResult:
@@ -414,7 +413,6 @@ class AlfworldEpisode:
                 "replaced_actions": float(self._replaced),
             },
             status=status or "",
-            remembered=without_offer(text),
         )
 
 
@@ -433,11 +431,12 @@ _MODULE = "extras.worlds.engines.alfworld"
 
 
 class AlfworldWorld:
-    """State shared by episodes: an indexed world (see ``envs/base.py``). Games are listed, and the engine is started, with the first episode."""
+    """State shared by episodes. Games are listed, and the engine is started, with the first episode."""
+
+    is_indexed = True
 
     def __init__(self, config: AlfworldConfig, data: Path) -> None:
         self._config = config
-        self.max_turns = config.max_turns
         self._data = data
         environment = {"ALFWORLD_DATA": str(data.absolute())}  # importing alfworld makes the folder that this names
         self.pool = EnginePool("alfworld", _MODULE, config.engine, environment)
@@ -447,15 +446,12 @@ class AlfworldWorld:
         """Raises ``ConfigError``."""
         return list_games(self._data, self._config)
 
-    async def indices(self) -> Sequence[int]:
-        return range(len((await asyncio.to_thread(lambda: self.games)).names))
-
     @property
     def gauges(self) -> dict[str, float]:
         return self.pool.gauges
 
     def build(self) -> AlfworldEpisode:
-        return AlfworldEpisode(self.pool, self._data, lambda: self.games, self.max_turns)
+        return AlfworldEpisode(self.pool, self._data, lambda: self.games, self._config.max_turns)
 
     async def close(self) -> None:
         await self.pool.close()

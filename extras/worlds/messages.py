@@ -30,8 +30,3 @@ def read_action(reply: str) -> str | None:
 def offer(admissible: Sequence[str]) -> str:
     """The list that ends every message to the policy; empty where a world lists no actions."""
     return ACTIONS_LEAD + "\n".join(admissible) + "\n" if admissible else ""
-
-
-def without_offer(message: str) -> str:
-    """A message that is no longer the newest: its actions are not possible any more."""
-    return message.split(ACTIONS_LEAD.strip())[0]

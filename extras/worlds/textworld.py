@@ -18,7 +18,7 @@ import structlog
 from pydantic import Field, model_validator
 
 from extras.worlds.engines.pool import EnginePool, Game
-from extras.worlds.messages import MALFORMED, offer, read_action, without_offer
+from extras.worlds.messages import MALFORMED, offer, read_action
 from services.common.config.base import Section
 from services.common.config.envgateway import EnvGatewayConfig, TextworldConfig
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
@@ -220,7 +220,7 @@ class TextworldEpisode:
         self._admissible = answer["admissible"]
         self._max_score = answer["max_score"]
         text = opening(answer["feedback"], answer["objective"], self._admissible)
-        return Observation(text=text, admissible_actions=self._admissible, remembered=without_offer(text))
+        return Observation(text=text, admissible_actions=self._admissible)
 
     async def step(self, action: str) -> StepResult:
         assert self._game is not None, "stepped before reset"
@@ -258,7 +258,6 @@ class TextworldEpisode:
             admissible_actions=self._admissible,
             metrics={"won": float(won), "malformed_replies": float(self._malformed)},
             status=status,
-            remembered=without_offer(text),
         )
 
 
@@ -271,7 +270,6 @@ class TextworldWorld:
 
     def __init__(self, config: TextworldConfig) -> None:
         self._config = config
-        self.max_turns = config.max_turns
         self._maker = GameMaker(config.cache, _MAKE_TIMEOUT_S)
         self.pool = EnginePool("textworld", _MODULE, config.engine, {})
 
@@ -280,7 +278,7 @@ class TextworldWorld:
         return self.pool.gauges
 
     def build(self) -> TextworldEpisode:
-        return TextworldEpisode(self.pool, self._maker, self._config.games, self.max_turns)
+        return TextworldEpisode(self.pool, self._maker, self._config.games, self._config.max_turns)
 
     async def close(self) -> None:
         await self.pool.close()

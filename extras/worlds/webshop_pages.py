@@ -725,6 +725,8 @@ _COME_BACK_S = 5.0
 class WebshopWorld:
     """One shop for all episodes, opened by the first."""
 
+    is_indexed = True
+
     def __init__(self, config: WebshopConfig, tagger: Tagger | None = None) -> None:
         """``tagger`` instead of the config's. Raises ``ConfigError`` when a file is not there."""
         if config.data is None:
@@ -733,15 +735,11 @@ class WebshopWorld:
             raise ConfigError(f"envgateway.webshop.goals: there is no file {config.goals.absolute()}")
         self._files = find_files(config.data)
         self._config = config
-        self.max_turns = config.max_turns
         self._tagger = tagger or tagger_of(config)
         self._opening: asyncio.Task[Shop] | None = None
 
     def build(self) -> WebshopEnvironment:
         return WebshopEnvironment(self, self._config)
-
-    async def indices(self) -> range:
-        return range(len((await self.shop()).goals))
 
     async def shop(self) -> Shop:
         """Opened once, in a thread that outlives a caller that gives up. A failure is raised, and the next call tries

@@ -40,7 +40,7 @@ class _Python:
 
 @asynccontextmanager
 async def servers(folder: Path) -> AsyncIterator[tuple[list[Target], Any]]:
-    """Judge, task server, endpoint and metrics, and the task server's conversations."""
+    """Judge, task server, endpoint and metrics, and the task server itself."""
     submissions: Any = _Python()
     judge = HttpServer(HttpConfig(port=0), "127.0.0.1", _NoQueue(), submissions)  # type: ignore[arg-type]
     metrics = MetricsServer(_status, (), name="envgateway", host="127.0.0.1", port=0)
@@ -49,18 +49,18 @@ async def servers(folder: Path) -> AsyncIterator[tuple[list[Target], Any]]:
     # The name of an attempt may have a slash, which no file has.
     program = f"import os; os.close(os.open({str(folder)!r} + '/' + 'ATTACK'.replace('/', ' '), os.O_CREAT))"
     async with (
-        task_server({"orders": ServedTaskConfig(environment="orders", concurrency=64, end=5)}) as tasks,
+        task_server({"orders": ServedTaskConfig(end=5)}) as tasks,
         serving() as endpoint,
     ):
         yield [
             Target(name="judge", port=judge.port, path="/run", reads=("/status",),
                    bodies={"type": "python", "solution": program}),
-            Target(name="tasks", port=tasks.server.port, path="/api/start_sample", reads=("/api/list_sessions",),
-                   bodies={"name": "orders", "index": 0}),
+            Target(name="tasks", port=tasks.server.port, path="/api/episode/start", reads=("/api/health",),
+                   bodies={"sample_id": 0}),
             Target(name="endpoint", port=int(endpoint.base_url.rpartition(":")[2].partition("/")[0]),
                    path="/v1/chat/completions", bodies={"messages": []}, reads=("/v1/models",)),
             Target(name="metrics", port=metrics_port, path="/metrics", bodies={}, reads=("/metrics",)),
-        ], tasks.server.conversations  # fmt: skip
+        ], tasks.server  # fmt: skip
     await judge.stop()
     await metrics.stop()
 
@@ -109,10 +109,10 @@ def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 async def play(folder: Path) -> tuple[Report, set[str], int]:
     """The reports of the page, which programs left their file, and how many conversations began."""
     needs.check("chromium")
-    async with servers(folder) as (targets, conversations):
+    async with servers(folder) as (targets, tasks):
         report = await visit(targets)
         await asyncio.sleep(0.3)  # a beacon may come last
-        begun = len(list(conversations.all))
+        begun = tasks.num_live
     return report, {path.name for path in folder.iterdir()}, begun
 
 

@@ -1,10 +1,9 @@
-"""The real AgentBench on both sides: our environment at its servers, and its client at our task server."""
+"""Our environment at the servers of the real AgentBench."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import aiohttp
 import pytest
 
 from extras.worlds.agentbench import AgentBenchWorld
-from extras.worlds.alfworld import AlfworldWorld
 from extras.worlds.made import unpack
-from extras.worlds.taskserver import TaskServer
 from extras.worlds.tests.agentbench_real import (
     CONCURRENCY,
     RAISING_TASK,
@@ -24,11 +21,10 @@ from extras.worlds.tests.agentbench_real import (
     controller,
     pool,
 )
-from services.common.config.envgateway import AgentBenchConfig, AlfworldConfig, EnginePoolConfig, TaskServerConfig
+from services.common.config.envgateway import AgentBenchConfig
 from services.common.errors import CapacityError, EpisodeNotFoundError, InfrastructureError, InvalidRequestError
-from services.envgateway.envs.episodes import EpisodeManager
 from tests import needs
-from tests.integration.envgateway.environments.serving import Client, registry, served_world
+from tests.integration.envgateway.environments.serving import Client, served_world
 from tests.waiting import accepted
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("alfworld", "AgentBench", "made ALFWorld games")]
@@ -70,7 +66,6 @@ async def test_the_experts_episodes_are_won_at_the_classic_controller(bench: Che
     async with controller(bench) as (url, _):
         world = AgentBenchWorld(AgentBenchConfig(url=url))
         async with served_world("bench", world) as client:
-            assert list(await world.indices()) == list(range(18))
             for index in (1, 4, 8):  # one by one: its worker's engine is not thread-safe
                 await play(client, index, traces[index])
             with pytest.raises(InvalidRequestError, match="has no sample"):
@@ -142,64 +137,6 @@ async def test_episodes_at_a_pool_of_adapters_end_with_its_words(bench: Checkout
                 await client.create("bench", {"index": 99})
             with pytest.raises(InvalidRequestError, match="expected integer"):
                 await client.create("bench", {"index": "x"})
-
-
-_CLIENT = """
-import json, sys
-from unittest.mock import MagicMock
-for name in ("fastchat", "fastchat.model", "fastchat.model.model_adapter", "anthropic"):
-    sys.modules[name] = MagicMock()  # libraries of its agents, none of which plays here
-from src.client import AgentClient
-from src.client.task import TaskClient
-
-class Expert(AgentClient):
-    def __init__(self, actions):
-        super().__init__()
-        self.actions = list(actions)
-    def inference(self, history):
-        assert [m["role"] for m in history[:2]] == ["user", "agent"] and history[-1]["role"] == "user"
-        return "THOUGHT: as recorded\\nACTION: " + self.actions.pop(0)
-
-url, name, plays = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-client = TaskClient(name=name, controller_address=url)
-outputs, told = [], {"indices": client.get_indices(), "concurrency": client.get_concurrency(), "plays": []}
-for index, actions in plays:
-    played = client.run_sample(index, Expert(actions))
-    told["plays"].append({"error": played.error, "info": played.info, "output": json.loads(played.output.json())})
-    outputs.append(played.output)
-told["overall"] = client.calculate_overall(outputs)
-print("\\n" + json.dumps(told, default=str))
-"""
-
-
-async def test_the_real_client_plays_at_our_task_server(bench: Checkout, games: Any) -> None:
-    data, _, traces = games
-    engine = EnginePoolConfig(num_workers=1)
-    environments = registry({"alfworld": AlfworldWorld(AlfworldConfig(data=data, engine=engine), data)})
-    episodes = EpisodeManager(environments, max_episodes=16, lease_s=60.0)
-    server = TaskServer(TaskServerConfig(port=0), "127.0.0.1", episodes, environments, idle_s=60.0)
-    port = await server.start()
-    try:
-        plays = [(index, [step["action"] for step in traces[index]["steps"]]) for index in (1, 8)]
-        plays.append((4, ["look"] * 4))
-        url = f"http://127.0.0.1:{port}/api"
-        arguments = [bench.python, "-c", _CLIENT, url, "alfworld", json.dumps(plays)]
-        told = await asyncio.to_thread(
-            lambda: subprocess.run(
-                arguments, cwd=bench.folder, env=bench.environment(), capture_output=True, timeout=120
-            )
-        )
-        assert told.returncode == 0, told.stderr.decode()
-        result = json.loads(told.stdout.decode().splitlines()[-1])
-    finally:
-        await server.stop()
-        await environments.close()
-    assert result["indices"] == list(range(18)) and result["concurrency"] > 0
-    assert [played["error"] for played in result["plays"]] == [None] * 3
-    outputs = [played["output"] for played in result["plays"]]
-    assert [output["status"] for output in outputs] == ["completed", "completed", "agent invalid action"]
-    assert [output["result"]["result"] for output in outputs] == [1.0, 1.0, 0.0]
-    assert result["overall"]["custom"]["overall"]["pass"] == 2
 
 
 async def health(url: str) -> int:

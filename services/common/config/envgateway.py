@@ -130,24 +130,18 @@ class OpenEnvConfig(ServerSection, Timeouts):
 class ServedTaskConfig(Section):
     environment: str = ""
     """Environment of the gateway; left out, the task's own name."""
-    first: int = Field(default=0, ge=0)
-    """Leaves out the indices before this place in the environment's list."""
     end: int | None = Field(default=None, ge=1)
-    """Leaves out the indices from this place on. An environment that cannot list its tasks needs this number: its
-    indices are the numbers up to here, and seed the episodes."""
-    concurrency: int = Field(default=256, ge=1)
-    """Conversations at once."""
+    """Samples: indices are the numbers below this one, and seed the episodes. Left out, those that the environment takes."""
     row: dict[str, Any] = {}
     """Goes into the row of every task, beside its `index`, such as `{environment: {max_turns: 20}}`."""
 
 
 class TaskServerConfig(HttpService):
     port: Port | None = None
-    """Also serve episodes over the HTTP protocols of AgentBench; its clients expect 5000, 0 takes a free port.
+    """Also serve episodes as AgentBench's task servers do; their clients expect 5000, 0 takes a free port.
     Variable: TASK_SERVER_PORT."""
     environments: dict[str, ServedTaskConfig] = {}
-    """Task name -> task. The first is also served without a name. Left out: every environment that can list its
-    tasks."""
+    """Task name -> task. The first is also served without a name. Left out: every environment whose tasks are numbered."""
 
 
 class GymnasiumConfig(Section):
@@ -423,7 +417,7 @@ class EnvGatewayConfig(Listening, OnNode):
     harbor: HarborConfig = HarborConfig()
     """The environment `harbor`, which plays task directories of `data.train.harbor`."""
     task_server: TaskServerConfig = TaskServerConfig()
-    """Episodes for AgentBench's clients over HTTP."""
+    """Episodes for trainers that play AgentBench's task servers, over HTTP."""
     max_episodes: int = Field(default=1024, ge=1)
     """Episodes open at once."""
     episode_lease_s: float = Field(default=300.0, gt=0)

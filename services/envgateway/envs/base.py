@@ -22,7 +22,7 @@ import enum
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -50,7 +50,6 @@ class Observation:
     admissible_actions: Sequence[str] = ()
     tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas, OpenAI style
     messages: Sequence[Mapping[str, str]] = ()  # the same text as a chat (role, content), if longer than one turn
-    remembered: str = ""  # replaces the last message in a history once there is a newer one; empty: the message stays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,6 @@ class StepResult:
     admissible_actions: Sequence[str] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # countable facts, such as tool_errors
     status: str = ""  # reason of the end, in AgentBench's words where they exist: see ``EndStatus``
-    remembered: str = ""  # replaces the observation in a history once there is a newer one; empty: no change
 
 
 class EndStatus(enum.StrEnum):
@@ -106,20 +104,17 @@ EnvironmentFactory = Callable[[EnvironmentContext], EnvironmentLike]
 
 
 class World(Protocol):
-    """State shared by the episodes of one kind. A world loads data only for its first episode."""
+    """State shared by the episodes of one kind. A world loads data only for its first episode.
+
+    A world may have attributes: ``gauges`` (name -> number), ``is_remote`` (its errors are never the action's) and
+    ``is_indexed`` (rows name their tasks by ``index`` alone).
+    """
 
     def build(self) -> EnvironmentLike: ...
 
     async def close(self) -> None:
         """Called once, after every episode was closed."""
         ...
-
-
-@runtime_checkable
-class IndexedWorld(World, Protocol):
-    """A world that can list its tasks: the values that a row may have under ``index``."""
-
-    async def indices(self) -> Sequence[int | str]: ...
 
 
 # --- Settings that a task's row may carry for its environment, under the key ``environment``; and the row's question.
