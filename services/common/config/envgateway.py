@@ -184,25 +184,12 @@ class GymnasiumConfig(Section):
         return self
 
 
-class HarborConfig(Limits):
+class HarborConfig(Section):
     """The environment that plays Harbor's task directories."""
 
     skip_run: bool = False
     """Play tasks whose Dockerfile has RUN, or which name an image, without these: the programs that they would bring are on the
     gateway's machine already, in /usr. Left at false, such tasks are left out and counted."""
-    command_time_s: float = Field(default=30.0, gt=0, le=45)
-    """Wall-clock time of one command; then it is stopped, and the agent is told."""
-    verifier_time_s: float = Field(default=45.0, gt=0, le=45)
-    """Largest wall-clock time of tests/test.sh; a task's `verifier.timeout_sec` may be less. Tests that take longer give no
-    reward."""
-    cpu_time_s: float = Field(default=600.0, gt=0)
-    """CPU time of all commands and the tests of a task together."""
-    memory_bytes: int = Field(default=1 << 30, ge=64 << 20)
-    """Largest memory of a task; its `environment.memory_mb` may be less."""
-    disk_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Largest size of all files of a task, which are in memory too; its `environment.storage_mb` may be less."""
-    output_bytes: int = Field(default=1 << 20, ge=4096)
-    """Bytes that one command may print; then it is stopped."""
 
 
 # --- Settings of the MCP servers whose tools the gateway offers.
