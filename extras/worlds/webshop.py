@@ -58,41 +58,40 @@ class Instruction:
     options: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogueFiles:
-    products: Path
-    attributes: Path
-    instructions: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Catalogue:
-    products: Mapping[str, Product]  # by id, in the order of the file
-    instructions: tuple[Instruction, ...]
-
-
-def find_files(folder: Path) -> CatalogueFiles:
-    """Raises ``ConfigError`` when a file is missing, or when several files match."""
+def find_files(folder: Path) -> tuple[Path, Path, Path]:
+    """Files of products, attributes and instructions. Raises ``ConfigError`` when one is missing, or several match."""
     if not folder.is_dir():
         raise ConfigError(f"envgateway.webshop.data: there is no folder {folder.absolute()}")
-    return CatalogueFiles(
-        _one(folder, "items_shuffle"), _one(folder, "items_ins_v2"), _one(folder, "items_human_ins", exactly=True)
-    )
+    return _one(folder, "items_shuffle"), _one(folder, "items_ins_v2"), _one(folder, "items_human_ins", exactly=True)
 
 
-def read_catalogue(files: CatalogueFiles) -> Catalogue:
-    """Raises ``DatasetError`` with the file and the row."""
-    attributes = _json(files.attributes, dict)
-    instructions = _json(files.instructions, dict)
+def read_catalogue(files: Sequence[Path]) -> tuple[dict[str, Product], list[Instruction]]:
+    """Products by id, in the order of the file, and their instructions. Raises ``DatasetError`` with the file and the row."""
+    of_products, of_attributes, of_instructions = files
+    attributes, asked = _json(of_attributes, dict), _json(of_instructions, dict)
     products: dict[str, Product] = {}
-    for number, row in enumerate(_json(files.products, list)):
+    for number, row in enumerate(_json(of_products, list)):
         try:
             if row["asin"] != "nan" and len(row["asin"]) <= _LONGEST_ID and row["asin"] not in products:
                 products[row["asin"]] = product_of(row, attributes.get(row["asin"], {}))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise DatasetError(f"{files.products}: product {number}: {type(error).__name__}: {error}") from error
-    asked = [_instructions(product, instructions, files.instructions) for product in products.values()]
-    return Catalogue(products, tuple(one for several in asked for one in several))
+            raise DatasetError(f"{of_products}: product {number}: {type(error).__name__}: {error}") from error
+    instructions = []
+    for product in products.values():
+        try:
+            instructions += [
+                Instruction(
+                    product=product,
+                    text=row["instruction"],
+                    attributes=tuple(row["instruction_attributes"]),
+                    options=tuple(row["instruction_options"]),
+                )
+                for row in asked.get(product.id, ())
+                if row["instruction_attributes"]
+            ]
+        except (KeyError, TypeError) as error:
+            raise DatasetError(f"{of_instructions}: product {product.id}: {type(error).__name__}: {error}") from error
+    return products, instructions
 
 
 def product_of(row: Mapping[str, Any], more: Mapping[str, Any]) -> Product:
@@ -130,22 +129,6 @@ def _options(raw: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 def _prices(raw: str) -> tuple[float, ...]:
     prices = tuple(float(re.sub(r"[^\d.]", "", part)) for part in raw.split("$")[1:3])
     return prices or (_NO_PRICE,)
-
-
-def _instructions(product: Product, by_id: Mapping[str, Any], path: Path) -> list[Instruction]:
-    try:
-        return [
-            Instruction(
-                product=product,
-                text=row["instruction"],
-                attributes=tuple(row["instruction_attributes"]),
-                options=tuple(row["instruction_options"]),
-            )
-            for row in by_id.get(product.id, ())
-            if row["instruction_attributes"]
-        ]
-    except (KeyError, TypeError) as error:
-        raise DatasetError(f"{path}: product {product.id}: {type(error).__name__}: {error}") from error
 
 
 def _one(folder: Path, name: str, *, exactly: bool = False) -> Path:
@@ -191,12 +174,6 @@ class Goal:
     price_limit: float  # dollars
 
 
-@dataclass(frozen=True, slots=True)
-class StoredGoals:
-    goals: tuple[Goal, ...]
-    prices: Mapping[str, float]  # by product id
-
-
 def draw_goals(instructions: Iterable[Instruction], prices: Mapping[str, float], seed: int) -> tuple[Goal, ...]:
     """One goal per instruction, limited and then shuffled by the seed."""
     draw = random.Random(f"limits {seed}")
@@ -205,8 +182,8 @@ def draw_goals(instructions: Iterable[Instruction], prices: Mapping[str, float],
     return tuple(goals)
 
 
-def read_goals(path: Path) -> StoredGoals:
-    """``{"goals": [...], "prices": {id: dollars}}``. Raises ``DatasetError`` with the file and the row."""
+def read_goals(path: Path) -> tuple[tuple[Goal, ...], dict[str, float]]:
+    """The goals and prices of ``{"goals": [...], "prices": {id: dollars}}``. Raises ``DatasetError`` with the file and the row."""
     try:
         stored = orjson.loads(path.read_bytes())
         rows, prices = stored["goals"], {str(name): float(price) for name, price in stored["prices"].items()}
@@ -220,7 +197,7 @@ def read_goals(path: Path) -> StoredGoals:
             goals.append(goal_of(row))
         except InvalidRequestError as error:
             raise DatasetError(f"{path}: goal {number}: {error.message}") from error
-    return StoredGoals(tuple(goals), prices)
+    return tuple(goals), prices
 
 
 def goal_of(row: Mapping[str, Any]) -> Goal:
@@ -329,7 +306,7 @@ def task_problems(gateway: EnvGatewayConfig, asked: Iterable[AskedTasks]) -> Ite
     """A line for each dataset that asks for goals which the file does not have."""
     path = gateway.webshop.goals
     if path is not None and path.is_file():
-        number = len(read_goals(path).goals)
+        number = len(read_goals(path)[0])
         for one in asked:
             if beyond := one.outside(number):
                 yield f"envgateway.webshop.goals ({path.absolute()}) holds {number} goals; {beyond}"
