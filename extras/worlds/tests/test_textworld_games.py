@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from extras.worlds.textworld import CookingGame, GameMaker, TextworldWorld
+from extras.worlds.textworld import TextworldWorld
 from services.common.config.envgateway import EnginePoolConfig, TextworldConfig
-from services.common.errors import InfrastructureError, InvalidRequestError
+from services.common.errors import InvalidRequestError
 from tests.integration.envgateway.environments.serving import Client, served_world
 
 pytestmark = pytest.mark.needs("textworld")
@@ -23,7 +23,14 @@ COOKING = {"kind": "cooking", "recipe": 1, "take": 1, "open": True, "cook": True
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of one cooking game, in a cache of its own."""
     folder = tmp_path_factory.mktemp("textworld")
-    return asyncio.run(GameMaker(folder, 50.0).make(CookingGame.model_validate(COOKING), 3))
+
+    async def make() -> None:
+        async with served_world("textworld", TextworldWorld(TextworldConfig(cache=folder))) as client:
+            await client.create("textworld", {"index": 3, "environment": {"make": COOKING}})
+
+    asyncio.run(make())
+    (game,) = folder.glob("*.z8")
+    return game
 
 
 def recipe_of(cache: Path) -> list[str]:
@@ -88,9 +95,3 @@ async def test_a_game_that_cannot_be_made_or_found_is_an_error(tmp_path: Path) -
         with pytest.raises(InvalidRequestError, match="index"):
             await client.create("textworld", {"question": "2 + 2"})
     assert list((tmp_path / "new").iterdir()) == []
-
-
-async def test_a_game_that_takes_too_long_to_make_is_given_up_without_a_trace(tmp_path: Path) -> None:
-    with pytest.raises(InfrastructureError, match="took longer"):
-        await GameMaker(tmp_path, 0.05).make(CookingGame.model_validate(COOKING), 3)
-    assert list(tmp_path.iterdir()) == []
