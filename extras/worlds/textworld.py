@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from extras.worlds.engines.pool import EnginePool, Game
-from extras.worlds.messages import MALFORMED, offer, read_action
+from extras.worlds.engines.pool import EnginePool
+from extras.worlds.messages import MALFORMED, TextGame, TextGameSettings, offer, read_action
 from services.common.config.base import Section
 from services.common.config.envgateway import EnvGatewayConfig, TextworldConfig
 from services.common.errors import ConfigError, InvalidRequestError
@@ -69,9 +69,7 @@ class CustomGame(Section):
 MadeGame = Annotated[CookingGame | CustomGame, Field(discriminator="kind")]
 
 
-class TextworldSettings(Section):
-    max_turns: int | None = Field(default=None, ge=1)
-    """Turns of this episode; left out, `envgateway.textworld.max_turns`."""
+class TextworldSettings(TextGameSettings):
     make: MadeGame = CustomGame()
     """Size and rewards of a game that is made, where the config names no folder of games; the row's `index` is the
     seed."""
@@ -121,17 +119,12 @@ def make_arguments(game: CookingGame | CustomGame, seed: int) -> list[str]:
     ]  # fmt: skip
 
 
-class TextworldEpisode:
+class TextworldEpisode(TextGame):
     def __init__(self, pool: EnginePool, config: TextworldConfig) -> None:
-        self._pool = pool
+        super().__init__(pool, config.max_turns)
         self._config = config
-        self._max_turns = config.max_turns
-        self._game: Game | None = None
-        self._admissible: Sequence[str] = ()
         self._max_score = 0.0
         self._score = 0.0
-        self._turns = 0
-        self._malformed = 0
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         """The game comes from the row alone, so that all episodes of a task play the same; ``seed`` is its chance."""
@@ -155,39 +148,15 @@ class TextworldEpisode:
         assert self._game is not None, "stepped before reset"
         command = read_action(action)
         if command is None or not is_of_the_game(command):
-            self._turns += 1
-            self._malformed += 1
-            return self._result((MALFORMED if command is None else REFUSED) + offer(self._admissible))
+            return self._unread(MALFORMED if command is None else REFUSED)
         answer = await self._game.step(command)
         self._turns += 1
         self._admissible = answer["admissible"]
         text = tidy(answer["feedback"]) + offer(self._admissible)
-        return self._result(text, self._earned(answer), done=answer["done"], won=answer["won"])
-
-    async def close(self) -> None:
-        if self._game is not None:
-            self._game.close()
-
-    def _earned(self, answer: Mapping[str, Any]) -> float:
-        if self._max_score <= 0:
-            return float(answer["won"])
-        gained, self._score = answer["score"] - self._score, answer["score"]
-        return float(gained / self._max_score)
-
-    def _result(self, text: str, reward: float = 0.0, done: bool = False, won: bool = False) -> StepResult:
-        status = ""
-        if done:
-            status = EndStatus.COMPLETED
-        elif self._turns >= self._max_turns:
-            status = EndStatus.TURN_LIMIT
-        return StepResult(
-            observation=text,
-            reward=reward,
-            done=bool(status),
-            admissible_actions=self._admissible,
-            metrics={"won": float(won), "malformed_replies": float(self._malformed)},
-            status=status,
-        )
+        reward = float(answer["won"])
+        if self._max_score > 0:
+            reward, self._score = (answer["score"] - self._score) / self._max_score, answer["score"]
+        return self._result(text, EndStatus.COMPLETED if answer["done"] else "", reward, answer["won"])
 
 
 _MODULE = "extras.worlds.engines.textworld"

@@ -157,18 +157,20 @@ def spacy_tagger(model: str) -> Tagger:
     try:
         import spacy
     except ImportError as error:
-        raise ConfigError(f"envgateway.webshop.tagger: spacy needs the package spacy: {install('webshop')}") from error
+        raise ConfigError(
+            f"envgateway.webshop.tagger: {model} needs the package spacy: {install('webshop')}"
+        ) from error
     try:
         parse: Any = spacy.load(model)
     except OSError as error:
         raise ConfigError(
-            f"envgateway.webshop.spacy_model: run `python -m spacy download {model}`, or name a folder that holds a model: {error}"
+            f"envgateway.webshop.tagger: run `python -m spacy download {model}`, or name a folder that holds a model: {error}"
         ) from error
     return lru_cache(_REMEMBERED)(lambda name: tuple(t.text.lower() for t in parse(name) if t.pos_ in _NOUNS))
 
 
-def tagger_of(config: WebshopConfig) -> Tagger:
-    return every_word if config.tagger == "words" else spacy_tagger(config.spacy_model)
+def tagger_of(name: str) -> Tagger:
+    return every_word if name == "words" else spacy_tagger(name)
 
 
 # In WebShop's order: the first word that a value contains represents the value.
@@ -643,6 +645,7 @@ def _goal_of(task: Mapping[str, Any], shop: Shop) -> tuple[Goal, str]:
 
 
 _OPEN_TIMEOUT_S = 20.0
+_SEED = 233  # of prices, price limits and the order of goals: WebShop's
 _COME_BACK_S = 5.0
 
 
@@ -659,7 +662,7 @@ class WebshopWorld:
             raise ConfigError(f"envgateway.webshop.goals: there is no file {config.goals.absolute()}")
         self._files = find_files(config.data)
         self._config = config
-        self._tagger = tagger or tagger_of(config)
+        self._tagger = tagger or tagger_of(config.tagger)
         self._opening: asyncio.Task[Shop] | None = None
 
     def build(self) -> WebshopEnvironment:
@@ -673,7 +676,7 @@ class WebshopWorld:
         """
         if self._opening is None or (self._opening.done() and not _succeeded(self._opening)):
             config = self._config
-            opening = THREADS.run(open_shop, self._files, config.goals, config.seed, self._tagger)
+            opening = THREADS.run(open_shop, self._files, config.goals, _SEED, self._tagger)
             self._opening = asyncio.create_task(opening, name="open the shop")
         opened, _ = await asyncio.wait([self._opening], timeout=_OPEN_TIMEOUT_S)
         if not opened:

@@ -151,7 +151,7 @@ async def test_a_gateway_offers_it_when_it_has_a_catalogue_and_else_says_how(fol
 
 
 @pytest.mark.needs("spacy")
-def test_spacy_tags_nouns_when_it_is_asked_to(folder: Path, tmp_path: Path) -> None:
+def test_spacy_tags_nouns_when_it_is_asked_to(tmp_path: Path) -> None:
     import spacy
 
     parser = spacy.blank("en")
@@ -162,7 +162,6 @@ def test_spacy_tags_nouns_when_it_is_asked_to(folder: Path, tmp_path: Path) -> N
     parser.to_disk(tmp_path / "model")
     from extras.worlds.webshop_pages import tagger_of
 
-    config = WebshopConfig(data=folder, tagger="spacy", spacy_model=str(tmp_path / "model"))
-    assert tagger_of(config)("Acme Stone Mug") == ("acme", "mug")
-    with pytest.raises(ConfigError, match="spacy_model: run `python -m spacy download no_such_model`"):
-        tagger_of(config.model_copy(update={"spacy_model": "no_such_model"}))
+    assert tagger_of(str(tmp_path / "model"))("Acme Stone Mug") == ("acme", "mug")
+    with pytest.raises(ConfigError, match="tagger: run `python -m spacy download no_such_model`"):
+        tagger_of("no_such_model")

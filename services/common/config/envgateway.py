@@ -64,13 +64,10 @@ class WebshopConfig(WorldConfig):
     """Folder of the catalogue in WebShop's raw form: `items_shuffle*.json`, `items_ins_v2*.json`,
     `items_human_ins.json`."""
     goals: Path | None = None
-    """JSON file with `goals` (in order) and `prices`; left out, both are drawn with `seed`."""
-    seed: int = 233
-    """Seeds prices, price limits and the order of goals."""
-    tagger: Literal["words", "spacy"] = "words"
-    """Words of a title that count as nouns: every word, or those of spaCy's tagger (extra `webshop`)."""
-    spacy_model: str = "en_core_web_sm"
-    """With `tagger: spacy`."""
+    """JSON file with `goals` (in order) and `prices`; left out, both are drawn with WebShop's seed."""
+    tagger: str = "words"
+    """Words of a title that count as nouns: every word (`words`), or those of a tagger of spaCy (extra `webshop`), by the name
+    of its model, such as `en_core_web_lg`, or its folder."""
     observation: WebshopPage = "text"
     """How a page is shown: as joined text, as text with marked buttons (AstraFlow's AgentBench does), or as its URL; a
     task's row may say otherwise."""
