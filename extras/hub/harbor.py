@@ -68,8 +68,8 @@ def read_dockerfile(text: str, where: str) -> Dockerfile:
                 case "WORKDIR":
                     found.workdir = _place(found, _filled(found, rest.strip(" \"'")))
                 case "ENV":
-                    words = [_filled(found, word).partition("=") for word in shlex.split(rest)]
-                    found.variables |= {key: value for key, _, value in words}
+                    given = [_filled(found, word).partition("=") for word in shlex.split(rest)]
+                    found.variables |= {key: value for key, _, value in given}
                 case "COPY":
                     words = [word for word in shlex.split(rest) if not word.startswith(("--chown=", "--link"))]
                     _copy(found, at, [_filled(found, word) for word in words])

@@ -250,7 +250,7 @@ class AdapterServer(_Server):
     step_path, cancel_path = "episode/step", "episode/cancel"
 
     async def start(self, index: Index) -> tuple[Session, Chat]:
-        body = {"sample_id": index, "config": {}}
+        body: dict[str, object] = {"sample_id": index, "config": {}}
         reply = await self.request("POST", "episode/start", self._config.start_timeout_s, json=body)
         if reply.status in _FULL:
             raise CapacityError(f"{self.url}: {reply.detail}", retry_after_s=2.0)
