@@ -23,7 +23,7 @@ import aiohttp
 import pytest
 
 from extras.worlds.agentbench import AgentBenchWorld
-from extras.worlds.made import unpack
+from extras.worlds.tests.kept_games import unpack
 from services.common.config.envgateway import AgentBenchConfig
 from services.common.errors import InvalidRequestError
 from tests import needs
@@ -148,7 +148,7 @@ def games(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     """ALFWorld's tree, its games, and the expert's recorded episodes in the same order."""
     rows = data_root / "alfworld_made"
     folder = tmp_path_factory.mktemp("games")
-    names = unpack(rows / "games.jsonl", rows / "domain.json", folder)
+    names = unpack(rows, folder)
     recorded = [json.loads(line) for line in (rows / "traces.jsonl").read_text(encoding="utf-8").splitlines()]
     by_game = {trace["game"]: trace for trace in recorded if trace["kind"] == "expert"}
     return folder, names, [by_game[name] for name in names]

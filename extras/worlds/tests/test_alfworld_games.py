@@ -14,8 +14,8 @@ import pytest
 from extras.worlds import alfworld
 from extras.worlds.alfworld import AlfworldWorld
 from extras.worlds.engines import pool as engine_pool
-from extras.worlds.made import unpack
 from extras.worlds.messages import offer
+from extras.worlds.tests.kept_games import unpack
 from services.common.config.envgateway import AlfworldConfig, EnginePoolConfig
 from services.common.errors import (
     EpisodeNotFoundError,
@@ -42,7 +42,7 @@ def rows(data_root: Path) -> Path:
 def data(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """ALFWorld's tree of folders, made of the rows."""
     folder = tmp_path_factory.mktemp("alfworld")
-    unpack(rows / "games.jsonl", rows / "domain.json", folder)
+    unpack(rows, folder)
     return folder
 
 
