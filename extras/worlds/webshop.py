@@ -6,6 +6,7 @@ instructions. Products are taken, cleaned and priced by WebShop's rules.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 from array import array
@@ -48,14 +49,22 @@ class Product:
         return " to ".join(f"${price}" for price in self.prices)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instruction:
-    """A user's wish, before a price limit is drawn."""
+NO_LIMIT = 1_000_000.0
+_LIMITS = [10.0 * tens for tens in range(1, 100)]
+_CHOICES = 4  # the limit is one of the first few steps above the price
+Option = str | tuple[str, str]  # a value, or the option's name and its value
 
-    product: Product
-    text: str
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    product_id: str
+    name: str
+    query: str
+    product_category: str
+    instruction: str
     attributes: tuple[str, ...]
-    options: tuple[str, ...]
+    options: tuple[Option, ...]
+    price_limit: float  # dollars
 
 
 def find_files(folder: Path) -> tuple[Path, Path, Path]:
@@ -65,8 +74,8 @@ def find_files(folder: Path) -> tuple[Path, Path, Path]:
     return _one(folder, "items_shuffle"), _one(folder, "items_ins_v2"), _one(folder, "items_human_ins", exactly=True)
 
 
-def read_catalogue(files: Sequence[Path]) -> tuple[dict[str, Product], list[Instruction]]:
-    """Products by id, in the order of the file, and their instructions. Raises ``DatasetError`` with the file and the row."""
+def read_catalogue(files: Sequence[Path]) -> tuple[dict[str, Product], list[Goal]]:
+    """Products by id, in the order of the file, and their goals, without limits yet. Raises ``DatasetError`` with the file and the row."""
     of_products, of_attributes, of_instructions = files
     attributes, asked = _json(of_attributes, dict), _json(of_instructions, dict)
     products: dict[str, Product] = {}
@@ -76,22 +85,26 @@ def read_catalogue(files: Sequence[Path]) -> tuple[dict[str, Product], list[Inst
                 products[row["asin"]] = product_of(row, attributes.get(row["asin"], {}))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise DatasetError(f"{of_products}: product {number}: {type(error).__name__}: {error}") from error
-    instructions = []
+    goals = []
     for product in products.values():
         try:
-            instructions += [
-                Instruction(
-                    product=product,
-                    text=row["instruction"],
+            goals += [
+                Goal(
+                    product_id=product.id,
+                    name=product.title,
+                    query=product.query,
+                    product_category=product.product_category,
+                    instruction=row["instruction"].strip("."),
                     attributes=tuple(row["instruction_attributes"]),
                     options=tuple(row["instruction_options"]),
+                    price_limit=NO_LIMIT,
                 )
                 for row in asked.get(product.id, ())
                 if row["instruction_attributes"]
             ]
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise DatasetError(f"{of_instructions}: product {product.id}: {type(error).__name__}: {error}") from error
-    return products, instructions
+    return products, goals
 
 
 def product_of(row: Mapping[str, Any], more: Mapping[str, Any]) -> Product:
@@ -156,28 +169,17 @@ def _json(path: Path, kind: type) -> Any:
 # --- Goals of episodes: a product with a price limit, drawn from the instructions or read from a file.
 
 
-NO_LIMIT = 1_000_000.0
-_LIMITS = [10.0 * tens for tens in range(1, 100)]
-_CHOICES = 4  # the limit is one of the first few steps above the price
-Option = str | tuple[str, str]  # a value, or the option's name and its value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
-    product_id: str
-    name: str
-    query: str
-    product_category: str
-    instruction: str
-    attributes: tuple[str, ...]
-    options: tuple[Option, ...]
-    price_limit: float  # dollars
-
-
-def draw_goals(instructions: Iterable[Instruction], prices: Mapping[str, float], seed: int) -> tuple[Goal, ...]:
-    """One goal per instruction, limited and then shuffled by the seed."""
+def draw_goals(wishes: Iterable[Goal], prices: Mapping[str, float], seed: int) -> tuple[Goal, ...]:
+    """The goals with price limits, in an order that the seed draws, too. A product above every limit has none."""
     draw = random.Random(f"limits {seed}")
-    goals = [_limited(instruction, prices[instruction.product.id], draw) for instruction in instructions]
+    goals = []
+    for wish in wishes:
+        choices = [limit for limit in _LIMITS if limit > prices[wish.product_id]][:_CHOICES]
+        if len(choices) >= 2:
+            limit = max(draw.sample(choices, 2))
+            text = f"{wish.instruction}, and price lower than {limit:.2f} dollars"
+            wish = dataclasses.replace(wish, instruction=text, price_limit=limit)
+        goals.append(wish)
     random.Random(seed).shuffle(goals)
     return tuple(goals)
 
@@ -221,25 +223,6 @@ def goal_of(row: Mapping[str, Any]) -> Goal:
     if goal.price_limit <= 0:
         raise InvalidRequestError(f"the price limit must be above 0, and is {goal.price_limit:g}")
     return goal
-
-
-def _limited(instruction: Instruction, price: float, draw: random.Random) -> Goal:
-    choices = [limit for limit in _LIMITS if limit > price][:_CHOICES]
-    limit, text = NO_LIMIT, instruction.text.strip(".")
-    if len(choices) >= 2:
-        limit = max(draw.sample(choices, 2))
-        text += f", and price lower than {limit:.2f} dollars"
-    product = instruction.product
-    return Goal(
-        product_id=product.id,
-        name=product.title,
-        query=product.query,
-        product_category=product.product_category,
-        instruction=text,
-        attributes=instruction.attributes,
-        options=instruction.options,
-        price_limit=limit,
-    )
 
 
 # --- BM25 over a catalogue: which products a line of words finds, best first.

@@ -34,7 +34,7 @@ def test_products_are_cleaned_as_webshop_cleans_them(folder: Path) -> None:
     assert (mug.query, mug.attributes, glass.attributes) == ("mugs", ("hand made", "lead free"), ("DUMMY_ATTR",))
     assert (mug.prices, glass.prices, lamp.prices) == ((10.0,), (12.5, 20.0), (100.0,))
     assert (glass.price_tag, lamp.price_tag, glass.bullet_points) == ("$12.5 to $20.0", "$100.0", ("one text",))
-    assert [instruction.product.id for instruction in instructions] == ["B00000000A", "B00000000B"]
+    assert [wish.product_id for wish in instructions] == ["B00000000A", "B00000000B"]
 
 
 def test_the_seed_decides_prices_limits_and_order(folder: Path) -> None:
