@@ -72,22 +72,40 @@ class Reply:
         return f"{self.status} {self.detail}"
 
 
-class _Server:
-    """HTTP client of one server. Each connection serves one request: these servers close idle ones without notice, and
-    a request that meets the closing of its connection may or may not have been carried out."""
+class AgentBenchWorld:
+    """HTTP client of one server. The server is first spoken to by the first episode.
 
-    step_path, cancel_path = "", ""
+    Each connection serves one request: these servers close idle ones without notice, and a request that meets the closing of
+    its connection may or may not have been carried out.
+    """
+
+    is_remote = True  # the server is at fault for errors of its episodes, not the action
+    is_indexed = True
 
     def __init__(self, config: AgentBenchConfig) -> None:
         self._config = config
         self.url = config.url.rstrip("/")
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        self._client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        self._client: aiohttp.ClientSession | None = None
+        self._protocol: str = "" if config.protocol == "auto" else config.protocol
+        self._finding = asyncio.Lock()
+        self._task = config.task  # of a classic controller
+        self._leaked: set[str] = set()  # sessions that the controller counts and no worker has
+        self._syncing: asyncio.Task[Any] | None = None
         self._tasks = TaskOwner()
+
+    def build(self) -> AgentBenchEpisode:
+        return AgentBenchEpisode(self)
 
     async def start(self, index: Index) -> tuple[Session, Chat]:
         """Raises ``CapacityError`` when there is no place, ``InvalidRequestError`` for an index that is none."""
-        raise NotImplementedError
+        async with self._finding:
+            if not self._protocol:
+                self._protocol = await self._ask_protocol()
+            if self._protocol == "classic" and not self._task:
+                self._task = await self._only_task()
+        if self._protocol == "classic":
+            return await self._start_sample(index)
+        return await self._start_episode(index)
 
     async def interact(self, session: Session, action: str) -> StepResult:
         """Ask until the server takes the turn, within the time of one.
@@ -98,17 +116,24 @@ class _Server:
         """
         until = time.monotonic() + self._config.step_timeout_s
         left_s = self._config.step_timeout_s
-        body = self._turn_body(session, action)
+        is_classic = self._protocol == "classic"
+        path, body = "episode/step", {"episode_id": session, "action": {"type": "text", "content": action}}
+        if is_classic:
+            path, body = "interact", {"session_id": session, "agent_response": {"status": "normal", "content": action}}
         for pause_s in backoff(first_s=0.2, longest_s=2.0):
-            reply = await self.request("POST", self.step_path, left_s, EpisodeLostError, json=body)
+            reply = await self._request("POST", path, left_s, EpisodeLostError, json=body)
             if reply.status == 200:
-                return self._result(reply)
+                return _classic_turn(reply) if is_classic else _adapter_turn(reply)
             if reply.status in _CONTENT_REFUSED:  # the action is at fault, and the session is over for us
                 await self.cancel(session)
                 told = f"{self.url} refuses the action: {reply}"
                 return StepResult(observation=told, done=True, status=EndStatus.INVALID_ACTION)
-            if not self._is_busy(reply):
-                self._ended(session, reply)
+            is_busy = reply.status == 409
+            if is_classic:
+                is_busy = reply.status == 500 or (reply.status == 400 and "Task Executing" in reply.detail)
+            if not is_busy:
+                if is_classic and reply.status == 501:
+                    self._free_slot_of(session)
                 raise EpisodeLostError(f"{self.url} ended session {session}: {reply}")
             left_s = until - time.monotonic() - pause_s
             if left_s < _LEAST_S:
@@ -118,76 +143,24 @@ class _Server:
 
     async def cancel(self, session: Session) -> None:
         """End a session early. Failures are logged: the server collects sessions that remain."""
+        is_classic = self._protocol == "classic"
+        path, key = ("cancel", "session_id") if is_classic else ("episode/cancel", "episode_id")
         try:
-            reply = await self.request("POST", self.cancel_path, _CANCEL_S, json=self._cancel_body(session))
+            reply = await self._request("POST", path, _CANCEL_S, json={key: session})
         except InfrastructureError as error:
             log.warning("agentbench.cancel_failed", error=str(error))
             return
         if reply.status != 200:
             log.info("agentbench.not_cancelled", reply=str(reply))
 
-    async def request(
-        self,
-        method: str,
-        path: str,
-        timeout_s: float = _QUESTION_S,
-        unanswered: type[InfrastructureError] = InfrastructureError,
-        **content: Any,
-    ) -> Reply:
-        """Raises ``unanswered`` where the server may have carried out the request, else ``InfrastructureError``."""
-        what = f"{method} {self.url}/{path}"
-        try:
-            async with asyncio.timeout(timeout_s):
-                async with self._client.request(method, f"{self.url}/{path}", **content) as response:
-                    return Reply(response.status, await response.text(errors="replace"))
-        except TimeoutError:
-            raise unanswered(f"{what}: no answer within {timeout_s:g} s: it may have been carried out") from None
-        except aiohttp.ClientConnectorError as error:
-            raise InfrastructureError(f"{what}: {error}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise unanswered(f"{what}: {type(error).__name__}: {error}: it may have been carried out") from error
-
     async def close(self) -> None:
         await self._tasks.close()
-        await self._client.close()
+        if self._client is not None:
+            await self._client.close()
 
-    def _turn_body(self, session: Session, action: str) -> object:
-        raise NotImplementedError
-
-    def _cancel_body(self, session: Session) -> object:
-        raise NotImplementedError
-
-    def _result(self, reply: Reply) -> StepResult:
-        raise NotImplementedError
-
-    def _is_busy(self, reply: Reply) -> bool:
-        raise NotImplementedError
-
-    def _ended(self, session: Session, reply: Reply) -> None:
-        """The server refused a turn, and the session is lost."""
-
-
-class ClassicServer(_Server):
-    """A classic controller: sessions by number, the conversation so far in every answer."""
-
-    step_path, cancel_path = "interact", "cancel"
-
-    def __init__(self, config: AgentBenchConfig) -> None:
-        super().__init__(config)
-        self._task = config.task
-        self._leaked: set[str] = set()  # sessions that the controller counts and no worker has
-        self._syncing: asyncio.Task[Any] | None = None
-
-    async def start(self, index: Index) -> tuple[Session, Chat]:
-        if not self._task:
-            names = list((await self.request("GET", "list_workers")).json or ())
-            if not names:
-                raise InfrastructureError(f"no worker has registered at {self.url} yet")
-            if len(names) > 1:
-                raise ConfigError(f"{self.url} has the tasks {', '.join(names)}: name one in the config (`task`)")
-            (self._task,) = names
+    async def _start_sample(self, index: Index) -> tuple[Session, Chat]:
         body = {"name": self._task, "index": index}
-        reply = await self.request("POST", "start_sample", self._config.start_timeout_s, json=body)
+        reply = await self._request("POST", "start_sample", self._config.start_timeout_s, json=body)
         match reply.status:
             case 200:
                 output, session = _output(reply), reply.json.get("session_id")
@@ -206,25 +179,42 @@ class ClassicServer(_Server):
                 raise InvalidRequestError(f"{self.url} refuses sample {index!r}: {reply.detail}")
         raise InfrastructureError(f"{self.url} could not start: {reply}")
 
-    def _turn_body(self, session: Session, action: str) -> object:
-        return {"session_id": session, "agent_response": {"status": "normal", "content": action}}
+    async def _start_episode(self, index: Index) -> tuple[Session, Chat]:
+        body: dict[str, object] = {"sample_id": index, "config": {}}
+        reply = await self._request("POST", "episode/start", self._config.start_timeout_s, json=body)
+        if reply.status in _FULL:
+            raise CapacityError(f"{self.url}: {reply.detail}", retry_after_s=2.0)
+        if reply.status in (400, 404, 422):
+            raise InvalidRequestError(f"{self.url} refuses sample {index!r}: {reply.detail}")
+        if reply.status != 200:
+            raise InfrastructureError(f"{self.url} could not start: {reply}")
+        answer = _answer(reply)
+        observation = answer.get("observation")
+        if answer.get("done") or not isinstance(observation, dict):
+            raise InfrastructureError(f"the episode ended before its first turn: {reply.text:.200}")
+        content = observation.get("content")
+        chat = [{"role": "user", "content": content}] if isinstance(content, str) else _chat(content)
+        return str(answer["episode_id"]), chat
 
-    def _cancel_body(self, session: Session) -> object:
-        return {"session_id": session}
+    async def _ask_protocol(self) -> str:
+        """A server that speaks both is taken for a controller, which refuses two turns at once. Raises
+        ``InfrastructureError`` when the server does not answer; the next episode asks again."""
+        for protocol, path in (("classic", "list_workers"), ("adapter", "task/info")):
+            reply = await self._request("GET", path)
+            if reply.status == 200 and isinstance(reply.json, dict):
+                log.info("agentbench.found", url=self.url, protocol=protocol)
+                return protocol
+        raise InfrastructureError(f"{self.url} is no AgentBench server: it answered {reply.status}")
 
-    def _result(self, reply: Reply) -> StepResult:
-        output = _output(reply)
-        if output["status"] == _RUNNING:
-            return StepResult(observation=_chat(output.get("history"))[-1]["content"])
-        status = _end_status(output["status"])
-        return StepResult(done=True, reward=reward_of(output.get("result"), status), status=status)
+    async def _only_task(self) -> str:
+        names = list((await self._request("GET", "list_workers")).json or ())
+        if not names:
+            raise InfrastructureError(f"no worker has registered at {self.url} yet")
+        if len(names) > 1:
+            raise ConfigError(f"{self.url} has the tasks {', '.join(names)}: name one in the config (`task`)")
+        return str(names[0])
 
-    def _is_busy(self, reply: Reply) -> bool:
-        return reply.status == 500 or (reply.status == 400 and "Task Executing" in reply.detail)
-
-    def _ended(self, session: Session, reply: Reply) -> None:
-        if reply.status != 501:
-            return
+    def _free_slot_of(self, session: Session) -> None:
         self._leaked.add(str(session))
         if self._syncing is None or self._syncing.done():
             self._syncing = self._tasks.start(self._sync(), "synchronise an AgentBench controller")
@@ -233,8 +223,8 @@ class ClassicServer(_Server):
         """Synchronise until the controller has dropped leaked sessions: a synchronisation fails while a session ends."""
         for _, pause_s in zip(range(_SYNC_ATTEMPTS), backoff(first_s=0.5), strict=False):
             try:
-                await self.request("POST", "sync_all", _SYNC_S)
-                self._leaked &= set((await self.request("GET", "list_sessions")).json or ())
+                await self._request("POST", "sync_all", _SYNC_S)
+                self._leaked &= set((await self._request("GET", "list_sessions")).json or ())
             except InfrastructureError as error:
                 log.warning("agentbench.sync_failed", error=str(error))
             if not self._leaked:
@@ -243,54 +233,55 @@ class ClassicServer(_Server):
         log.warning("agentbench.slots_leaked", sessions=sorted(self._leaked))
         self._leaked.clear()
 
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        timeout_s: float = _QUESTION_S,
+        unanswered: type[InfrastructureError] = InfrastructureError,
+        **content: Any,
+    ) -> Reply:
+        """Raises ``unanswered`` where the server may have carried out the request, else ``InfrastructureError``."""
+        if self._client is None:
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        what = f"{method} {self.url}/{path}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with self._client.request(method, f"{self.url}/{path}", **content) as response:
+                    return Reply(response.status, await response.text(errors="replace"))
+        except TimeoutError:
+            raise unanswered(f"{what}: no answer within {timeout_s:g} s: it may have been carried out") from None
+        except aiohttp.ClientConnectorError as error:
+            raise InfrastructureError(f"{what}: {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise unanswered(f"{what}: {type(error).__name__}: {error}: it may have been carried out") from error
 
-class AdapterServer(_Server):
-    """A task-server adapter, or a pool of them: episodes named by texts, rewards in every answer."""
 
-    step_path, cancel_path = "episode/step", "episode/cancel"
+def _classic_turn(reply: Reply) -> StepResult:
+    output = _output(reply)
+    if output["status"] == _RUNNING:
+        return StepResult(observation=_chat(output.get("history"))[-1]["content"])
+    status = _end_status(output["status"])
+    return StepResult(done=True, reward=reward_of(output.get("result"), status), status=status)
 
-    async def start(self, index: Index) -> tuple[Session, Chat]:
-        body: dict[str, object] = {"sample_id": index, "config": {}}
-        reply = await self.request("POST", "episode/start", self._config.start_timeout_s, json=body)
-        if reply.status in _FULL:
-            raise CapacityError(f"{self.url}: {reply.detail}", retry_after_s=2.0)
-        if reply.status in (400, 404, 422):
-            raise InvalidRequestError(f"{self.url} refuses sample {index!r}: {reply.detail}")
-        if reply.status != 200:
-            raise InfrastructureError(f"{self.url} could not start: {reply}")
-        answer = self._answer(reply)
-        observation = answer.get("observation")
-        if answer.get("done") or not isinstance(observation, dict):
-            raise InfrastructureError(f"the episode ended before its first turn: {reply.text:.200}")
-        content = observation.get("content")
-        return str(answer["episode_id"]), (
-            [{"role": "user", "content": content}] if isinstance(content, str) else _chat(content)
-        )
 
-    def _turn_body(self, session: Session, action: str) -> object:
-        return {"episode_id": session, "action": {"type": "text", "content": action}}
+def _adapter_turn(reply: Reply) -> StepResult:
+    answer = _answer(reply)
+    if answer.get("done"):
+        status = _end_status((answer.get("info") or {}).get("status", EndStatus.COMPLETED))
+        return StepResult(done=True, reward=reward_of(answer, status), status=status)
+    observation = answer.get("observation")
+    if not isinstance(observation, dict) or not isinstance(observation.get("content"), str):
+        raise EpisodeLostError(f"the server's answer has no observation: {reply.text:.120}")
+    return StepResult(observation=observation["content"], reward=reward_of(answer, EndStatus.COMPLETED))
 
-    def _cancel_body(self, session: Session) -> object:
-        return {"episode_id": session}
 
-    def _result(self, reply: Reply) -> StepResult:
-        answer = self._answer(reply)
-        if answer.get("done"):
-            status = _end_status((answer.get("info") or {}).get("status", EndStatus.COMPLETED))
-            return StepResult(done=True, reward=reward_of(answer, status), status=status)
-        observation = answer.get("observation")
-        if not isinstance(observation, dict) or not isinstance(observation.get("content"), str):
-            raise EpisodeLostError(f"the server's answer has no observation: {reply.text:.120}")
-        return StepResult(observation=observation["content"], reward=reward_of(answer, EndStatus.COMPLETED))
-
-    def _is_busy(self, reply: Reply) -> bool:
-        return reply.status == 409
-
-    def _answer(self, reply: Reply) -> dict[str, Any]:
-        body = reply.json
-        if not isinstance(body, dict) or "episode_id" not in body:
-            raise EpisodeLostError(f"the server's answer is no episode: {reply.text:.120}")
-        return body
+def _answer(reply: Reply) -> dict[str, Any]:
+    body = reply.json
+    if not isinstance(body, dict) or "episode_id" not in body:
+        raise EpisodeLostError(f"the server's answer is no episode: {reply.text:.120}")
+    return body
 
 
 def _output(reply: Reply) -> dict[str, Any]:
@@ -356,13 +347,13 @@ class AgentBenchEpisode:
         index = task.get("index")
         if isinstance(index, bool) or not isinstance(index, int | str):
             raise InvalidRequestError("the task names no sample: it needs `index`, a number or a name")
-        self._session, messages = await (await self._world.server()).start(index)
+        self._session, messages = await self._world.start(index)
         return Observation(text="\n\n".join(message["content"] for message in messages), messages=messages)
 
     async def step(self, action: str) -> StepResult:
         assert self._session is not None, "stepped before reset, or after the end"
         try:
-            result = await (await self._world.server()).interact(self._session, sendable(action))
+            result = await self._world.interact(self._session, sendable(action))
         except EpisodeLostError:
             await self.close()  # some servers keep counting sessions at which they failed
             raise
@@ -373,55 +364,7 @@ class AgentBenchEpisode:
     async def close(self) -> None:
         session, self._session = self._session, None
         if session is not None:
-            await (await self._world.server()).cancel(session)
-
-
-class AgentBenchWorld:
-    """One server's address, connections and protocol. The server is first spoken to by the first episode."""
-
-    is_remote = True  # the server is at fault for errors of its episodes, not the action
-    is_indexed = True
-
-    def __init__(self, config: AgentBenchConfig) -> None:
-        self._config = config
-        self._server: ClassicServer | AdapterServer | None = None
-        self._finding = asyncio.Lock()
-
-    def build(self) -> AgentBenchEpisode:
-        return AgentBenchEpisode(self)
-
-    async def server(self) -> ClassicServer | AdapterServer:
-        """The server, asked for its protocol once. Raises ``InfrastructureError`` when it does not answer; the next
-        episode asks again."""
-        async with self._finding:
-            if self._server is None:
-                self._server = await self._find()
-            return self._server
-
-    async def close(self) -> None:
-        if self._server is not None:
-            await self._server.close()
-
-    async def _find(self) -> ClassicServer | AdapterServer:
-        """A server that speaks both is taken for a controller, which refuses two turns at once."""
-        kinds: dict[str, tuple[type[ClassicServer | AdapterServer], str]] = {
-            "classic": (ClassicServer, "list_workers"),
-            "adapter": (AdapterServer, "task/info"),
-        }
-        if self._config.protocol != "auto":
-            return kinds[self._config.protocol][0](self._config)
-        for protocol, (kind, path) in kinds.items():
-            server = kind(self._config)
-            try:
-                reply = await server.request("GET", path)
-            except BaseException:
-                await server.close()
-                raise
-            if reply.status == 200 and isinstance(reply.json, dict):
-                log.info("agentbench.found", url=server.url, protocol=protocol)
-                return server
-            await server.close()
-        raise InfrastructureError(f"{self._config.url} is no AgentBench server: it answered {reply.status}")
+            await self._world.cancel(session)
 
 
 def make_world(name: str, config: AgentBenchConfig) -> AgentBenchWorld:
