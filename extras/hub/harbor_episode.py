@@ -173,14 +173,13 @@ class HarborEpisode:
             raise EpisodeLostError(error.message) from error
         limit_s = min(self._task.verifier_s, VERIFIER_TIME_S)
         given = _call("verify", limit_s, TESTS, LOGS, base64.b64encode(files).decode(), self._task.verifier_variables)
-        for question in (given, _call("reward", LOGS)):
-            result = await self._ask(question)
-            if result.status is not RunStatus.OK:
-                why = result.detail or result.error or result.stderr.decode(errors="replace")[-200:]
-                kind = NoRewardError if result.status.is_about_the_program else EpisodeLostError
-                raise kind(f"task {name}: the tests ended as {result.status}: {why}")
+        result = await self._ask(given)
+        if result.status is not RunStatus.OK:
+            why = result.detail or result.error or result.stderr.decode(errors="replace")[-200:]
+            kind = NoRewardError if result.status.is_about_the_program else EpisodeLostError
+            raise kind(f"task {name}: the tests ended as {result.status}: {why}")
         try:
-            outcome = json.loads(result.stdout)
+            outcome = json.loads(result.stdout.strip().rpartition(b"\n")[2])
         except ValueError:
             raise EpisodeLostError(f"task {name}: the sandbox told no outcome of the tests") from None
         if not outcome.pop("ended"):
