@@ -349,10 +349,8 @@ class AlfworldEpisode(TextGame):
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         """Reset. The row names the game; the seed is not used."""
-        self._max_turns = settings_of(task, TextGameSettings).max_turns or self._max_turns
         name = game_of(task, await asyncio.to_thread(self._games), self._data)
-        self._game, answer = await self._pool.open({"path": str((self._data / name).absolute())})
-        self._admissible = answer["admissible"]
+        answer = await self._open(settings_of(task, TextGameSettings), {"path": str((self._data / name).absolute())})
         room = "\n".join(answer["feedback"].split("\n\n")[1:])  # without the engine's welcome
         messages = opening(_folder(name), room, self._admissible)
         return Observation(
@@ -362,17 +360,14 @@ class AlfworldEpisode(TextGame):
         )
 
     async def step(self, action: str) -> StepResult:
-        assert self._game is not None, "stepped before reset"
         command = read_action(action)
         if command is None:
             return self._unread(MALFORMED)
         chosen = choose(command, self._admissible)
-        answer = await self._game.step(chosen)
-        self._turns += 1
+        answer = await self._play(chosen)
         self._counted["replaced_actions"] += chosen != command
         self._replies.append(action)
         self._taken += 1
-        self._admissible = answer["admissible"]
         text = _heard(answer["feedback"]) + offer(self._admissible)
         if self._taken > _SAME_REPLIES and len(set(self._replies)) == 1:
             return self._result(text, EndStatus.INVALID_ACTION)

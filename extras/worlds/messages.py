@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -14,6 +14,7 @@ from services.envgateway.envs.base import MOST_COMMAND_CHARS, EndStatus, StepRes
 
 if TYPE_CHECKING:
     from extras.worlds.engines.pool import EnginePool, Game
+    from extras.worlds.engines.process import Answer
 
 ACTIONS_LEAD = " AVAILABLE ACTIONS: "
 MALFORMED = """\
@@ -55,6 +56,21 @@ class TextGame:
         self._admissible: Sequence[str] = ()
         self._turns = 0
         self._counted: Counter[str] = Counter(malformed_replies=0)  # metrics of the episode
+
+    async def _open(self, settings: TextGameSettings, game: Mapping[str, Any]) -> Answer:
+        """Load the game; returns its first answer."""
+        self._max_turns = settings.max_turns or self._max_turns
+        self._game, answer = await self._pool.open(game)
+        self._admissible = answer["admissible"]
+        return answer
+
+    async def _play(self, command: str) -> Answer:
+        """Take a turn. A turn that the engine could not take did not happen."""
+        assert self._game is not None, "stepped before reset"
+        answer = await self._game.step(command)
+        self._turns += 1
+        self._admissible = answer["admissible"]
+        return answer
 
     async def close(self) -> None:
         if self._game is not None:

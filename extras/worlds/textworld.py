@@ -129,7 +129,6 @@ class TextworldEpisode(TextGame):
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         """The game comes from the row alone, so that all episodes of a task play the same; ``seed`` is its chance."""
         settings = settings_of(task, TextworldSettings)
-        self._max_turns = settings.max_turns or self._max_turns
         if self._config.games is None:
             cache = self._config.cache or Path(tempfile.gettempdir()) / f"rollmill-textworld-{os.getuid()}"
             game: dict[str, Any] = {
@@ -138,20 +137,16 @@ class TextworldEpisode(TextGame):
             }
         else:
             game = {"path": str(game_of(task, self._config.games).absolute())}
-        self._game, answer = await self._pool.open({**game, "seed": seed % 2**31})
-        self._admissible = answer["admissible"]
+        answer = await self._open(settings, {**game, "seed": seed % 2**31})
         self._max_score = answer["max_score"]
         text = opening(answer["feedback"], answer["objective"], self._admissible)
         return Observation(text=text, admissible_actions=self._admissible)
 
     async def step(self, action: str) -> StepResult:
-        assert self._game is not None, "stepped before reset"
         command = read_action(action)
         if command is None or not is_of_the_game(command):
             return self._unread(MALFORMED if command is None else REFUSED)
-        answer = await self._game.step(command)
-        self._turns += 1
-        self._admissible = answer["admissible"]
+        answer = await self._play(command)
         text = tidy(answer["feedback"]) + offer(self._admissible)
         reward = float(answer["won"])
         if self._max_score > 0:
