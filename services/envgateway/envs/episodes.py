@@ -398,10 +398,10 @@ class EpisodeManager:
         except RollmillError:
             raise
         except TimeoutError as error:
-            raise _EnvironmentFailed(f"{what} took longer than {self._step_timeout_s:g} s") from error
+            raise EpisodeLostError(f"{what} took longer than {self._step_timeout_s:g} s") from error
         except (Exception, SystemExit) as error:  # a user's environment may raise any error: never a reward
             log.warning("environment.failed", what=what, error=short_text(error), trace=trace_of(error))
-            raise _EnvironmentFailed(f"{place_of_error(error)}{what} raised {short_text(error)}") from error
+            raise EpisodeLostError(f"{place_of_error(error)}{what} raised {short_text(error)}") from error
 
     async def _end(self, episode: _Episode, why: str) -> None:
         if self._episodes.pop(episode.id, None) is None:
@@ -418,10 +418,6 @@ class EpisodeManager:
                 await THREADS.call(environment.close)
         except Exception as error:  # the episode is gone in any case; its environment's owner should know
             log.warning("environment.close_failed", exc_info=error)
-
-
-class _EnvironmentFailed(EpisodeLostError):
-    """The environment is in no state to go on."""
 
 
 async def _reset(environment: EnvironmentLike, task: Mapping[str, Any], seed: int) -> Observation:
