@@ -137,8 +137,7 @@ def worlds(folder: Path, num_games: int) -> dict[str, World]:
         print("alfworld is not installed: left out")
     else:
         known["alfworld"] = World("alfworld", {}, {"alfworld.data": games}, is_slow=True)
-        cache = {"textworld.cache": folder / "textworld"}
-        known["textworld"] = World("textworld", {}, cache, is_slow=True, num_tasks=num_games)
+        known["textworld"] = World("textworld", {}, is_slow=True, num_tasks=num_games)
     return known
 
 

@@ -78,9 +78,7 @@ class GymnasiumEpisode:
 
         config = self._config
         options = task.get("options")
-        extras: dict[str, Any] = {"max_episode_steps": config.max_turns} if config.max_turns else {}
-        if config.observation == "render":
-            extras["render_mode"] = "ansi"
+        extras = {"render_mode": "ansi"} if config.observation == "render" else {}
         try:
             if self._is_vector:
                 self._env = gymnasium.make_vec(config.id, self._number, **extras, **config.settings)

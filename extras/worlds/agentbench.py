@@ -86,7 +86,7 @@ class AgentBenchWorld:
         self._config = config
         self.url = config.url.rstrip("/")
         self._client: aiohttp.ClientSession | None = None
-        self._protocol: str = "" if config.protocol == "auto" else config.protocol
+        self._protocol = ""  # classic or adapter, once the server was asked
         self._finding = asyncio.Lock()
         self._task = config.task  # of a classic controller
         self._leaked: set[str] = set()  # sessions that the controller counts and no worker has

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from extras.worlds.engines.pool import EnginePool
 from extras.worlds.messages import MALFORMED, TextGame, TextGameSettings, offer, read_action
 from services.common.config.base import Section
-from services.common.config.envgateway import EnvGatewayConfig, TextworldConfig
+from services.common.config.envgateway import EnvGatewayConfig, GamesConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.installing import install
 from services.envgateway.envs.base import EndStatus, Observation, StepResult, settings_of
@@ -120,7 +120,7 @@ def make_arguments(game: CookingGame | CustomGame, seed: int) -> list[str]:
 
 
 class TextworldEpisode(TextGame):
-    def __init__(self, pool: EnginePool, config: TextworldConfig) -> None:
+    def __init__(self, pool: EnginePool, config: GamesConfig) -> None:
         super().__init__(pool, config.max_turns)
         self._config = config
         self._max_score = 0.0
@@ -130,7 +130,7 @@ class TextworldEpisode(TextGame):
         """The game comes from the row alone, so that all episodes of a task play the same; ``seed`` is its chance."""
         settings = settings_of(task, TextworldSettings)
         if self._config.games is None:
-            cache = self._config.cache or Path(tempfile.gettempdir()) / f"rollmill-textworld-{os.getuid()}"
+            cache = Path(tempfile.gettempdir()) / f"rollmill-textworld-{os.getuid()}"
             game: dict[str, Any] = {
                 "make": make_arguments(settings.make, index_of(task)),
                 "cache": str(cache.absolute()),
@@ -160,7 +160,7 @@ _MODULE = "extras.worlds.engines.textworld"
 class TextworldWorld:
     """State shared by episodes: a world (see ``envs/base.py``). No process runs before the first episode."""
 
-    def __init__(self, config: TextworldConfig) -> None:
+    def __init__(self, config: GamesConfig) -> None:
         self._config = config
         self.pool = EnginePool("textworld", _MODULE, config.engine, {})
 

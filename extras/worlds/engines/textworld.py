@@ -46,7 +46,7 @@ def _made(arguments: list[str], cache: Path) -> str:
         return str(path)
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     if cache.stat().st_uid != os.getuid():
-        raise PermissionError(f"{cache} belongs to another user: set envgateway.textworld.cache")
+        raise PermissionError(f"{cache} belongs to another user: set TMPDIR")
     script = Path(sysconfig.get_path("scripts")) / "tw-make"
     with tempfile.TemporaryDirectory(dir=cache, prefix="making-", ignore_cleanup_errors=True) as folder:
         made = subprocess.run(

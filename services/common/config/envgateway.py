@@ -51,11 +51,6 @@ class AlfworldConfig(GamesConfig):
     """Folder of ALFWorld's data, which holds `json_2.1.1`."""
 
 
-class TextworldConfig(GamesConfig):
-    cache: Path | None = None
-    """Folder of games that are made on the fly; left out, one below the system's temporary folder."""
-
-
 WebshopPage = Literal["text", "text_rich", "url"]
 
 
@@ -78,8 +73,6 @@ class WebshopConfig(WorldConfig):
 class AgentBenchConfig(Timeouts):
     url: str = "http://127.0.0.1:5000/api"
     """A classic AgentBench controller, or a task server that speaks the adapter's protocol."""
-    protocol: Literal["auto", "classic", "adapter"] = "auto"
-    """Left at auto, the server is asked once."""
     task: str = ""
     """Name of the task at a classic controller; left out, its only one."""
 
@@ -147,7 +140,7 @@ class GymnasiumConfig(Section):
     id: str
     """Name in gymnasium's registry, such as `FrozenLake-v1`; `package.module:Name-v0` imports the module that registers it."""
     settings: dict[str, Any] = {}
-    """Keyword arguments of `gymnasium.make`, such as `{is_slippery: false}`."""
+    """Keyword arguments of `gymnasium.make`, such as `{is_slippery: false, max_episode_steps: 20}`."""
     instruction: str = ""
     """Text before the first observation: the rules, and what to answer."""
     observation: str = "values"
@@ -159,8 +152,6 @@ class GymnasiumConfig(Section):
     num_envs: int | None = Field(default=None, ge=1)
     """Play so many copies in one episode, as `gymnasium.make_vec` makes them: the reply has an action for each, in lines `1:
     left`. The reward is the mean of their returns. Left out, one environment without a vector."""
-    max_turns: int | None = Field(default=None, ge=1)
-    """Turns of an episode (`max_episode_steps`); left out, those of the registry, and those of the workflow."""
 
     @model_validator(mode="after")
     def _can_be_read(self) -> GymnasiumConfig:
@@ -388,7 +379,7 @@ class EnvGatewayConfig(Listening, OnNode):
     """More environments: name -> import path (`package.module:Class`). A name that Rollmill has itself is refused."""
     alfworld: AlfworldConfig = AlfworldConfig()
     """The environment `alfworld` (extra `alfworld`)."""
-    textworld: TextworldConfig = TextworldConfig()
+    textworld: GamesConfig = GamesConfig()
     """The environment `textworld` (extra `textworld`)."""
     webshop: WebshopConfig = WebshopConfig()
     """The environment `webshop`."""

@@ -19,7 +19,7 @@ from extras.worlds.messages import read_action
 from extras.worlds.tests.webshop_made import write_catalogue
 from extras.worlds.textworld import REFUSED, TextworldEpisode, is_of_the_game
 from extras.worlds.webshop_pages import WebshopWorld
-from services.common.config.envgateway import TextworldConfig, WebshopConfig
+from services.common.config.envgateway import GamesConfig, WebshopConfig
 from services.envgateway.envs.base import (
     MOST_COMMAND_CHARS,
     ActionFailedError,
@@ -69,7 +69,7 @@ async def test_a_command_that_is_refused_costs_its_turn_and_the_engine_never_see
         async def step(self, command: str) -> dict[str, Any]:
             raise AssertionError(f"the engine saw {command!r}")
 
-    episode = TextworldEpisode(Engine(), TextworldConfig(games=tmp_path, max_turns=3))  # type: ignore[arg-type]
+    episode = TextworldEpisode(Engine(), GamesConfig(games=tmp_path, max_turns=3))  # type: ignore[arg-type]
     await episode.reset({"index": 0}, 0)
     results = [await episode.step(f"ACTION: {command}") for command in ("\\x", "save", "a" * 10_000)]
     assert REFUSED in results[0].observation and "look" in results[0].observation
