@@ -207,7 +207,8 @@ async def gateway(settings: Mapping[str, Any]) -> AsyncIterator[tuple[str, int]]
     try:
         yield address, process.pid
     finally:
-        process.terminate()
+        if process.returncode is None:
+            process.terminate()
         await process.wait()
         await reading
 

@@ -123,19 +123,14 @@ def bodies(num: int, seed: int) -> Iterator[tuple[str, bytes]]:
     """Paths of a task server, with bodies that are no request, or a request out of its turn."""
     draw = random.Random(seed)
     paths = [
-        "interact", "start_sample", "cancel", "calculate_overall", "episode/start", "episode/step", "episode/cancel",
-        "household_toy/episode/step", "no such/episode/start", "%ff/episode/start", "clean_session",
+        "episode/start", "episode/step", "episode/cancel", "household_toy/episode/step", "no such/episode/start",
+        "%ff/episode/start", "interact",
     ]  # fmt: skip
     for _ in range(num):
         value = draw.choice(_VALUES)
         body = draw.choice(
             [
-                f'{{"name": "household_toy", "index": {value}}}',
-                '{"name": "household_toy", "index": 1}',
-                f'{{"session_id": {value}, "agent_response": {{"status": "normal", "content": "look"}}}}',
-                f'{{"session_id": {draw.randrange(20)}, "agent_response": {{"content": {value}}}}}',
-                f'{{"session_id": {draw.randrange(20)}, "agent_response": {{"status": {value}, "content": "x"}}}}',
-                f'{{"name": "household_toy", "results": [{{"result": {{"reward": {value}}}}}, {{"result": {value}}}]}}',
+                '{"sample_id": 1}',
                 f'{{"sample_id": {value}, "config": {value}}}',
                 f'{{"episode_id": {value}, "action": {{"type": "text", "content": "look"}}}}',
                 f'{{"episode_id": "x", "action": {value}}}',

@@ -531,7 +531,7 @@ def _routes() -> dict[str, list[tuple[str, str]]]:
     served = {"environments": {"household_toy": {"end": 10}}}
     servers: dict[str, Any] = {
         "judge": HttpServer(HttpConfig(port=0), "127.0.0.1", nothing, nothing),
-        "task_server": TaskServer(TaskServerConfig(port=0, **served), "127.0.0.1", nothing, _NoEnvironments(), 1.0),  # type: ignore[arg-type]
+        "task_server": TaskServer(TaskServerConfig(port=0, **served), "127.0.0.1", nothing, _NoEnvironments()),  # type: ignore[arg-type]
         "endpoint": EndpointServer(EndpointConfig(port=0), "127.0.0.1", setting="endpoint.port"),
     }
     found = {group: [pair for pair in server.routes if pair[0] != "HEAD"] for group, server in servers.items()}

@@ -34,22 +34,27 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from benchmarks._bench import ROOT, free_port, report_facts
+from benchmarks._bench import ROOT, free_port, gateway, report_facts
 from benchmarks._hostile_actions import actions, bodies
 from services.common.telemetry.accounts import Component
-from services.common.telemetry.logs import LogEvent
 
 sys.path.insert(0, str(ROOT))
 
-from services.common.errors import InfrastructureError, InvalidRequestError, NotFoundError, RollmillError, StateError
+from services.common.errors import (
+    ConfigError,
+    InfrastructureError,
+    InvalidRequestError,
+    NotFoundError,
+    RollmillError,
+    StateError,
+)
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.records import Task
 from services.common.rpc.client import channel
@@ -60,6 +65,10 @@ from services.inference.workflows.base import Step
 MB = 1 << 20
 LANES = 8
 SLOTS = 2  # of the gateway's sandbox
+ALWAYS: Mapping[str, object] = {
+    "port": 0, "max_episodes": 4096, "episode_lease_s": 2, "sandbox.num_slots": SLOTS, "sandbox.allow_tier_0": "true",
+    "sandbox.prewarm_scientific": "false",
+}  # fmt: skip
 SLOW = ("webshop_bare", "tool", "single_step", "alfworld", "textworld")  # programs, formulas, engines
 TURNS = 12  # of an episode of the first part
 CACHES_MB, EPISODE_BYTES = 64, 2048
@@ -101,12 +110,12 @@ def worlds(folder: Path, num_games: int) -> dict[str, World]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     port = free_port()
     served = {
-        "envgateway.task_server.port": port,
-        "envgateway.task_server.environments": "{household_toy: {end: 10000}}",
+        "task_server.port": port,
+        "task_server.environments": "{household_toy: {end: 10000}}",
     }
     math = {"question": "2+2", "answer": "4711", "environment": {"reward": "math"}}
     tool = {"question": "2+2", "answer": "4711", "environment": {"reward": "boxed", "max_turns": 1000}}
-    own = "envgateway.environments.{0}"
+    own = "environments.{0}"
     known = {
         "household_toy": World("household_toy", {"environment": {"max_turns": 1000}}),
         "single_step": World("single_step", math),
@@ -114,22 +123,21 @@ def worlds(folder: Path, num_games: int) -> dict[str, World]:
         "tools": World("tools", {"environment": {"tools": ["python"]}}),
         "gymnasium": World("maze", {}, {own.format("maze"): "benchmarks._hostile_worlds:Maze"}),
         "careless": World("own", {}, {own.format("own"): "benchmarks._hostile_worlds:Careless"}, fails=True),
-        "agentbench": World("bench", {}, {**served, "envgateway.agentbench.bench.url": f"http://127.0.0.1:{port}/api"}),
+        "agentbench": World("bench", {}, {**served, "agentbench.bench.url": f"http://127.0.0.1:{port}/api"}),
         "taskserver": World("", {}, served),
-        "webshop": World("webshop", {}, {"envgateway.webshop.data": _catalogue(folder)}),
+        "webshop": World("webshop", {}, {"webshop.data": _catalogue(folder)}),
         "webshop_bare": World(
             "webshop", {"environment": {"style": "bare", "observation": "url", "max_turns": 1000}},
-            {"envgateway.webshop.data": _catalogue(folder)},
+            {"webshop.data": _catalogue(folder)},
         ),
     }  # fmt: skip
     try:
         games = _houses(folder)
-    except ImportError:
+    except ConfigError:
         print("alfworld is not installed: left out")
     else:
-        known["alfworld"] = World("alfworld", {}, {"envgateway.alfworld.data": games}, is_slow=True)
-        cache = {"envgateway.textworld.cache": folder / "textworld"}
-        known["textworld"] = World("textworld", {}, cache, is_slow=True, num_tasks=num_games)
+        known["alfworld"] = World("alfworld", {}, {"alfworld.data": games}, is_slow=True)
+        known["textworld"] = World("textworld", {}, is_slow=True, num_tasks=num_games)
     return known
 
 
@@ -159,9 +167,9 @@ def _houses(folder: Path) -> Path:
 class Play:
     """One world's gateway, and the observations."""
 
-    def __init__(self, world: World, process: asyncio.subprocess.Process, address: str, seed: int) -> None:
+    def __init__(self, world: World, pid: int, address: str, seed: int) -> None:
         self._world = world
-        self._process = process
+        self._pid = pid
         self._client = GatewayClient(TimeAccount(Component("benchmark"), num_lanes=LANES))
         self._client.connect(address)
         self._status = channel(address)
@@ -170,6 +178,10 @@ class Play:
         self._baseline: tuple[int, int] | None = None
         self._third: tuple[float, int, int] | None = None
         self.seen = Seen()
+
+    @property
+    def _is_alive(self) -> bool:
+        return Path(f"/proc/{self._pid}").exists()
 
     async def run(self, num_actions: int, num_episodes: int) -> None:
         """The actions, in episodes of some turns; then the rest of the episodes, of one or two."""
@@ -184,8 +196,8 @@ class Play:
     async def report(self) -> dict[str, Any]:
         gauges = await self._gauges()
         died = sum(n for name, n in gauges.items() if name.endswith(("_engine_died", "_engine_stalled")))
-        self.seen.crashes += int(died) + (self._process.returncode is not None)
-        processes, fds = _held(self._process.pid)
+        self.seen.crashes += int(died) + (not self._is_alive)
+        processes, fds = _held(self._pid)
         assert self._baseline is not None and self._third is not None
         rss, sent, episodes = self._third
         seen = {name: getattr(self.seen, name) for name in self.seen.__slots__ if name != "first_failures"}
@@ -195,7 +207,7 @@ class Play:
             "leaked_processes": max(0, processes - self._baseline[0]),
             "leaked_fds": max(0, fds - self._baseline[1]),
             "leaked_episodes": gauges["episodes_live"],
-            "leaked_mb": _rss_mb(self._process.pid) - rss,
+            "leaked_mb": _rss_mb(self._pid) - rss,
             "leak_bound_mb": CACHES_MB + late / MB,
             "failed_actions": sum(n for name, n in gauges.items() if name.endswith("_failed_actions")),
             "first_failures": self.seen.first_failures,
@@ -207,16 +219,16 @@ class Play:
 
     def _look(self) -> None:
         if self._baseline is None:
-            self._baseline = _held(self._process.pid)
+            self._baseline = _held(self._pid)
         elif self._third is None:
-            self._third = (_rss_mb(self._process.pid), self.seen.sent_bytes, self.seen.episodes)
+            self._third = (_rss_mb(self._pid), self.seen.sent_bytes, self.seen.episodes)
 
     async def _play_until(self, num_actions: int, turns: int) -> None:
-        while self.seen.actions < num_actions and self._process.returncode is None:
+        while self.seen.actions < num_actions and self._is_alive:
             await self._episode(turns)
 
     async def _episodes_until(self, num_episodes: int) -> None:
-        while self.seen.episodes < num_episodes and self._process.returncode is None:
+        while self.seen.episodes < num_episodes and self._is_alive:
             await self._episode(self._draw.randint(0, 2))
 
     async def _episode(self, turns: int) -> None:
@@ -273,7 +285,7 @@ class Play:
     async def _settle(self) -> None:
         """Wait until abandoned episodes have expired."""
         for _ in range(100):
-            if self._process.returncode is not None or (await self._gauges())["episodes_live"] == 0:
+            if not self._is_alive or (await self._gauges())["episodes_live"] == 0:
                 return
             await asyncio.sleep(0.2)
 
@@ -286,15 +298,14 @@ class Bodies(Play):
     """Sends invalid requests to the task server. Any answer but a refusal or an ordinary one is a failure."""
 
     async def run(self, num_actions: int, num_episodes: int) -> None:
-        base = f"http://127.0.0.1:{self._world.settings['envgateway.task_server.port']}/api"
+        base = f"http://127.0.0.1:{self._world.settings['task_server.port']}/api"
         async with aiohttp.ClientSession() as session:
             for upto in (num_actions // 10, num_actions // 3, num_actions):
                 for path, body in bodies(upto, num_actions - upto):
                     if self.seen.actions >= upto:
                         break
                     await self._post(session, f"{base}/{path}", body)
-                async with session.post(f"{base}/cancel_all") as response:
-                    assert response.status == 200
+                await self._settle()
                 self._look()
 
     async def _post(self, session: aiohttp.ClientSession, url: str, body: bytes) -> None:
@@ -348,50 +359,14 @@ def _rss_mb(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / MB
 
 
-@asynccontextmanager
-async def gateway(settings: Mapping[str, object], log: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A gateway process and its address."""
-    always = {
-        "envgateway.port": 0, "envgateway.max_episodes": 4096, "envgateway.episode_lease_s": 2,
-        "envgateway.sandbox.num_slots": SLOTS, "envgateway.sandbox.allow_tier_0": "true",
-        "envgateway.sandbox.prewarm_scientific": "false",
-    }  # fmt: skip
-    with log.open("wb") as errors:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.envgateway", "--recipe", str(ROOT / "recipes" / "quickstart")),
-            *(part for name, value in {**always, **settings}.items() for part in ("--set", f"{name}={value}")),
-            stderr=errors, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    try:
-        yield process, await _address(process, log)
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
-
-
-async def _address(process: asyncio.subprocess.Process, log: Path) -> str:
-    for _ in range(300):
-        told = await asyncio.to_thread(log.read_text, errors="replace")
-        for line in told.splitlines():
-            if LogEvent.SERVER_READY in line:
-                return next(word.partition("=")[2] for word in line.split() if word.startswith("address="))
-        if process.returncode is not None:
-            break
-        await asyncio.sleep(0.2)
-    raise RuntimeError(f"the gateway did not start: {told[-2000:]}")
-
-
-async def soak(name: str, world: World, folder: Path, num_actions: int, num_episodes: int, seed: int) -> dict[str, Any]:
-    log = folder / f"{name}.log"
-    async with gateway(world.settings, log) as (process, address):
-        play = (Bodies if name == "taskserver" else Play)(world, process, address, seed)
+async def soak(name: str, world: World, num_actions: int, num_episodes: int, seed: int) -> dict[str, Any]:
+    async with gateway({**ALWAYS, **world.settings}) as (address, pid):
+        play = (Bodies if name == "taskserver" else Play)(world, pid, address, seed)
         began = time.perf_counter()
         await play.run(num_actions, num_episodes)
         result = await play.report()
         await play.close()
-    lines = {"seconds": time.perf_counter() - began, "log_mb": log.stat().st_size / MB}
-    return result | lines
+    return result | {"seconds": time.perf_counter() - began}
 
 
 async def measure(
@@ -403,7 +378,7 @@ async def measure(
         results = {}
         for name in names or [name for name in known if name not in left_out]:
             print(name, flush=True)
-            results[name] = await soak(name, known[name], folder, num_actions, num_episodes, seed)
+            results[name] = await soak(name, known[name], num_actions, num_episodes, seed)
             print(f"  {results[name]}", flush=True)
     facts = (
         "crashes",

@@ -9,19 +9,17 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from services.common.config.envgateway import GymnasiumConfig
 from services.common.errors import ConfigError, InvalidRequestError, UserError
 from services.common.importing import load_object
 from services.common.installing import install
-from services.envgateway.envs.base import EndStatus, EnvironmentLike, Observation, StepResult
+from services.envgateway.envs.base import EndStatus, Observation, StepResult
 from services.envgateway.envs.gymnasium import ActionReader
 
 MISSING = f"the package gymnasium is not installed here: {install('gymnasium')}"
 _SEEDS = 2**31
-Reader = Callable[[str], Any]  # None: no action
 
 
 def make_world(name: str, config: GymnasiumConfig) -> GymnasiumWorld | str:
@@ -36,10 +34,9 @@ class GymnasiumWorld:
     def __init__(self, name: str, config: GymnasiumConfig) -> None:
         self._where = f"envgateway.gymnasium.{name}"
         self._config = config
-        self.max_turns = config.max_turns
 
-    def build(self) -> EnvironmentLike:
-        return (_Episode if self._config.num_envs is None else _VectorEpisode)(self._config, self._where)
+    def build(self) -> GymnasiumEpisode:
+        return GymnasiumEpisode(self._config, self._where)
 
     def problem(self) -> str | None:
         """The reason for which no episode can begin; None where one does."""
@@ -56,41 +53,100 @@ class GymnasiumWorld:
         pass
 
 
-class _Base:
-    """What an environment and a vector have in common. The methods are plain: the gateway runs them in a thread."""
+class GymnasiumEpisode:
+    """One environment, or with ``num_envs`` copies that play in one conversation. The methods are plain: the gateway runs
+    them in a thread.
+
+    A copy leaves the conversation when its episode ends; results of the vector for this copy, such as those of a new start,
+    do not count.
+    """
 
     def __init__(self, config: GymnasiumConfig, where: str) -> None:
         self._config, self._where = config, where
+        self._is_vector, self._number = config.num_envs is not None, config.num_envs or 1
         self._env: Any = None
-        self._read: Reader = lambda reply: None
+        self._read: Callable[[str], Any] = lambda reply: None  # None: no action
         self._told = ""
         self._shown: Callable[[Any], str] = text_of
+        self._playing = list(range(self._number))
         self._invalid = 0
+        self._return, self._length = 0.0, 0  # sums over the copies
 
-    def _begin(self, make: Callable[[], Any], task: Mapping[str, Any], seed: int) -> Any:
-        """The first observation. Raises ``InvalidRequestError`` for what the recipe says wrong."""
+    def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        """Begin. Raises ``InvalidRequestError`` for what the recipe says wrong."""
         import gymnasium
 
+        config = self._config
+        options = task.get("options")
+        extras = {"render_mode": "ansi"} if config.observation == "render" else {}
         try:
-            self._env = make()
+            if self._is_vector:
+                self._env = gymnasium.make_vec(config.id, self._number, **extras, **config.settings)
+            else:
+                self._env = gymnasium.make(config.id, **extras, **config.settings)
             self._read, self._told = self._reader()
-            if ":" in self._config.observation:
-                self._shown = load_object(self._config.observation)
-            options = task.get("options")
+            if ":" in config.observation:
+                self._shown = load_object(config.observation)
             observation, _ = self._env.reset(seed=seed % _SEEDS, options=dict(options) if options else None)
         except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
-            raise InvalidRequestError(f"{self._where}: {self._config.id} cannot be made: {error}") from error
+            raise InvalidRequestError(f"{self._where}: {config.id} cannot be made: {error}") from error
         except ConfigError as error:
             raise InvalidRequestError(error.message) from error
-        return observation
+        text, instruction = self._text(observation), config.instruction.strip()
+        return Observation(text=f"{instruction}\n\n{text}" if instruction else text)
 
-    def _reader(self) -> tuple[Reader, str]:
+    def step(self, action: str) -> StepResult:
+        if self._is_vector:
+            chosen = actions_of_copies(action, self._playing, self._read)
+        else:
+            read = self._read(action)
+            chosen = None if read is None else {0: read}
+        if chosen is None:
+            self._invalid += 1
+            return StepResult(observation=self._how(), metrics={"invalid_actions": float(self._invalid)})
+        if self._is_vector:
+            import numpy as np
+
+            idle = chosen[self._playing[0]]  # for copies that have ended: ignored
+            observation, rewards, terminated, truncated, _ = self._env.step(
+                np.asarray([chosen.get(copy, idle) for copy in range(self._number)])
+            )
+        else:
+            observation, *each, _ = self._env.step(chosen[0])
+            rewards, terminated, truncated = ([one] for one in each)
+        paid = sum(float(rewards[copy]) for copy in self._playing)
+        self._return += paid
+        self._length += len(self._playing)
+        is_won = any(terminated[copy] for copy in self._playing)
+        self._playing = [copy for copy in self._playing if not (terminated[copy] or truncated[copy])]
+        done = not self._playing
+        metrics = {
+            "episode_return": self._return / self._number,
+            "episode_length": self._length / self._number,
+            "invalid_actions": float(self._invalid),
+        }
+        if self._is_vector:
+            metrics["copies_playing"] = float(len(self._playing))
+        return StepResult(
+            observation=self._text(observation),
+            reward=paid / self._number,
+            done=done,
+            status=(EndStatus.COMPLETED if is_won else EndStatus.TURN_LIMIT) if done else "",
+            metrics=metrics,
+        )
+
+    def close(self) -> None:
+        env, self._env = self._env, None
+        if env is not None:
+            env.close()
+
+    def _reader(self) -> tuple[Callable[[str], Any], str]:
         import gymnasium
 
         actions = self._config.actions
         if isinstance(actions, str):
             return load_object(actions), "an action of this environment"
-        space = getattr(self._env, "single_action_space", self._env.action_space)
+        space = self._env.single_action_space if self._is_vector else self._env.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise ConfigError(
                 f"{self._where}: the actions of {self._config.id} are {space}, which have no names: write actions: "
@@ -99,121 +155,19 @@ class _Base:
         reader = ActionReader(int(space.start), int(space.n), actions, self._where)
         return reader, reader.told
 
-    def _opening(self, text: str) -> Observation:
-        instruction = self._config.instruction.strip()
-        return Observation(text=f"{instruction}\n\n{text}" if instruction else text)
-
-    def _unread(self, told: str) -> StepResult:
-        self._invalid += 1
-        return StepResult(observation=told, metrics={"invalid_actions": float(self._invalid)})
-
-    def close(self) -> None:
-        env, self._env = self._env, None
-        if env is not None:
-            env.close()
-
-
-class _Episode(_Base):
-    def __init__(self, config: GymnasiumConfig, where: str) -> None:
-        super().__init__(config, where)
-        self._return, self._length = 0.0, 0
-
-    def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        import gymnasium
-
-        config = self._config
-        extras: dict[str, Any] = {"max_episode_steps": config.max_turns} if config.max_turns else {}
-        if config.observation == "render":
-            extras["render_mode"] = "ansi"
-        make = partial(gymnasium.make, config.id, **extras, **config.settings)
-        return self._opening(self._text(self._begin(make, task, seed)))
-
-    def step(self, action: str) -> StepResult:
-        chosen = self._read(action)
-        if chosen is None:
-            return self._unread(f"The action must be {self._told}.")
-        observation, reward, terminated, truncated, _ = self._env.step(chosen)
-        self._return += float(reward)
-        self._length += 1
-        done = bool(terminated or truncated)
-        return StepResult(
-            observation=self._text(observation),
-            reward=float(reward),
-            done=done,
-            status=(EndStatus.COMPLETED if terminated else EndStatus.TURN_LIMIT) if done else "",
-            metrics={
-                "episode_return": self._return,
-                "episode_length": float(self._length),
-                "invalid_actions": float(self._invalid),
-            },
-        )
+    def _how(self) -> str:
+        if not self._is_vector:
+            return f"The action must be {self._told}."
+        lines = ", ".join(str(copy + 1) for copy in self._playing)
+        return f"Write a line for each of {lines}, such as `{self._playing[0] + 1}: ACTION`; an action is {self._told}."
 
     def _text(self, observation: Any) -> str:
+        if self._is_vector:
+            from gymnasium.vector.utils import iterate
+
+            each = list(iterate(self._env.observation_space, observation))
+            return "\n".join(f"{copy + 1}: {self._shown(each[copy])}" for copy in self._playing)
         return drawing(self._env.render()) if self._config.observation == "render" else self._shown(observation)
-
-
-class _VectorEpisode(_Base):
-    """Copies that play in one conversation. A copy leaves the conversation when its episode ends; results
-    of the vector for this copy, such as those of a new start, do not count."""
-
-    def __init__(self, config: GymnasiumConfig, where: str) -> None:
-        super().__init__(config, where)
-        assert config.num_envs is not None
-        self._number = config.num_envs
-        self._playing = list(range(self._number))
-        self._returns = [0.0] * self._number
-        self._lengths = [0] * self._number
-
-    def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        import gymnasium
-
-        config = self._config
-        extras = {"max_episode_steps": config.max_turns} if config.max_turns else {}
-        make = partial(
-            gymnasium.make_vec,
-            config.id,
-            self._number,
-            **extras,
-            **config.settings,
-        )
-        return self._opening(self._texts(self._begin(make, task, seed)))
-
-    def step(self, action: str) -> StepResult:
-        import numpy as np
-
-        chosen = actions_of_copies(action, self._playing, self._read)
-        if chosen is None:
-            lines = ", ".join(str(copy + 1) for copy in self._playing)
-            return self._unread(
-                f"Write a line for each of {lines}, such as `{self._playing[0] + 1}: ACTION`; an action is {self._told}."
-            )
-        idle = chosen[self._playing[0]]  # for copies that have ended: ignored
-        actions = np.asarray([chosen.get(copy, idle) for copy in range(self._number)])
-        observation, rewards, terminated, truncated, _ = self._env.step(actions)
-        reward = 0.0
-        for copy in self._playing:
-            reward += float(rewards[copy]) / self._number
-            self._returns[copy] += float(rewards[copy])
-            self._lengths[copy] += 1
-        self._playing = [copy for copy in self._playing if not (terminated[copy] or truncated[copy])]
-        return StepResult(
-            observation=self._texts(observation),
-            reward=reward,
-            done=not self._playing,
-            status="" if self._playing else EndStatus.COMPLETED,
-            metrics={
-                "episode_return": sum(self._returns) / self._number,
-                "episode_length": sum(self._lengths) / self._number,
-                "copies_playing": float(len(self._playing)),
-                "invalid_actions": float(self._invalid),
-            },
-        )
-
-    def _texts(self, observations: Any) -> str:
-        from gymnasium.vector.utils import iterate
-
-        each = list(iterate(self._env.observation_space, observations))
-        return "\n".join(f"{copy + 1}: {self._shown(each[copy])}" for copy in self._playing)
 
 
 _MARKED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0?m", re.DOTALL)

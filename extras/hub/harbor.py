@@ -7,8 +7,6 @@ services beside the agent, graphics cards, a verifier elsewhere.
 from __future__ import annotations
 
 import io
-import json
-import re
 import shlex
 import tarfile
 import tomllib
@@ -47,60 +45,48 @@ class Dockerfile:
 
 
 def read_dockerfile(text: str, where: str) -> Dockerfile:
-    """WORKDIR, ENV, ARG and COPY of one stage. Raises ``DatasetError`` with ``where``, line and instruction for another
+    """WORKDIR, ENV and COPY of one stage. Raises ``DatasetError`` with ``where``, line and instruction for another
     instruction, RUN excepted."""
-    found, arguments, stages = Dockerfile(), dict[str, str](), 0
-    for line, instruction in _instructions(text):
+    found, stages, begun, parts = Dockerfile(), 0, 0, list[str]()
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        begun = begun or number
+        parts.append(line.strip().removesuffix("\\").strip())
+        if line.rstrip().endswith("\\") and number < len(lines):
+            continue
+        instruction, at, begun, parts = " ".join(parts), begun, 0, []
         name, _, rest = instruction.partition(" ")
-        name = name.upper()
-        stages += name == "FROM"
+        stages += name.upper() == "FROM"
         try:
-            if name == "RUN":
-                found.run = found.run or f"line {line}: {instruction:.{_SHOWN_CHARS}}"
-            elif stages > 1:
-                raise ValueError("a second stage needs a container engine")
-            elif name == "WORKDIR":
-                found.workdir = _place(found, _words(rest, found, arguments, raw=True)[0])
-            elif name == "ENV" and "=" not in rest.partition(" ")[0]:  # the old form: ENV KEY the value
-                key, _, value = rest.partition(" ")
-                found.variables[key] = _words(value, found, arguments, raw=True)[0]
-            elif name in ("ENV", "ARG"):
-                given = (word.partition("=") for word in _words(rest, found, arguments))
-                (found.variables if name == "ENV" else arguments).update({key: value for key, _, value in given})
-            elif name == "COPY":
-                _copy(found, line, _words(rest, found, arguments))
-            elif name not in ("FROM", *_WITHOUT_EFFECT):
-                raise ValueError("needs a container engine")
+            if stages > 1 or "<<" in rest:
+                raise ValueError("a second stage, or text in place, needs a container engine")
+            match name.upper():
+                case "RUN":
+                    found.run = found.run or f"line {at}: {instruction:.{_SHOWN_CHARS}}"
+                case "WORKDIR":
+                    found.workdir = _place(found, _filled(found, rest.strip(" \"'")))
+                case "ENV":
+                    given = [_filled(found, word).partition("=") for word in shlex.split(rest)]
+                    found.variables |= {key: value for key, _, value in given}
+                case "COPY":
+                    words = [word for word in shlex.split(rest) if not word.startswith(("--chown=", "--link"))]
+                    _copy(found, at, [_filled(found, word) for word in words])
+                case "FROM":
+                    pass
+                case other if other not in _WITHOUT_EFFECT:
+                    raise ValueError("needs a container engine")
         except ValueError as error:
-            raise DatasetError(f"{where} line {line}: {instruction:.{_SHOWN_CHARS}}: {error}") from None
+            raise DatasetError(f"{where} line {at}: {instruction:.{_SHOWN_CHARS}}: {error}") from None
     return found
 
 
-def _instructions(text: str) -> Iterator[tuple[int, str]]:
-    """Line number and text of each instruction, on one line; without comments and texts in place."""
-    begun, parts, end_mark = 0, [], ""
-    for number, line in enumerate([*text.splitlines(), ""], start=1):
-        if end_mark:
-            end_mark = "" if line.strip() == end_mark else end_mark
-        elif line.strip() and not line.lstrip().startswith("#"):
-            begun = begun or number
-            parts.append(line.strip().removesuffix("\\").strip())
-            if line.rstrip().endswith("\\"):
-                continue
-            yield begun, " ".join(parts)
-            mark = re.search(r"^(?:run|copy|add) .*<<-?[\"']?(\w+)", " ".join(parts), re.IGNORECASE)
-            begun, parts, end_mark = 0, [], mark[1] if mark else ""
-    if parts:
-        yield begun, " ".join(parts)
-
-
-def _words(text: str, found: Dockerfile, arguments: Mapping[str, str], *, raw: bool = False) -> list[str]:
-    """The words with the values of ENV and ARG; ``raw``: the text as one word. Raises ``ValueError``."""
-    words = [text.strip(" \"'")] if raw else json.loads(text) if text.startswith("[") else shlex.split(text)
-    known = {"PATH": PATH, **arguments, **found.variables}
-    filled = [Template(str(word)).safe_substitute(known) for word in words]
-    if unknown := [word for word in filled if "$" in word]:
-        raise ValueError(f"{unknown[0]} is not understood: write the value")
+def _filled(found: Dockerfile, word: str) -> str:
+    """The word with the values of ENV."""
+    filled = Template(word).safe_substitute({"PATH": PATH, **found.variables})
+    if "$" in filled:
+        raise ValueError(f"{filled} is not understood: write the value")
     return filled
 
 
@@ -112,13 +98,12 @@ def _place(found: Dockerfile, text: str) -> PurePosixPath:
 
 
 def _copy(found: Dockerfile, line: int, words: list[str]) -> None:
-    words = [word for word in words if not word.startswith(("--chown=", "--link"))]
-    if flags := [word for word in words if word.startswith("--")]:
+    if flags := [word for word in words if word.startswith(("--", "["))]:
         raise ValueError(f"{flags[0]} needs a container engine")
     if len(words) < 2:
         raise ValueError("needs a source and a place")
     *sources, target = words
-    if any(source.startswith("<<") or ".." in PurePosixPath(source).parts for source in sources):
+    if any(".." in PurePosixPath(source).parts for source in sources):
         raise ValueError("only files of the directory environment can be copied")
     into = target.endswith(("/", ".")) or len(sources) > 1
     found.copies += [(line, source, _place(found, target), into) for source in sources]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -54,6 +53,12 @@ You work in a shell without a network, in the directory {workdir}. To run a comm
 <tool_call>{{"name": "bash", "arguments": {{"command": "ls"}}}}</tool_call>
 
 and its output comes back; one command in each reply. A reply without a command ends the task."""
+COMMAND_TIME_S = 30.0  # of one command; then it is stopped, and the agent is told
+VERIFIER_TIME_S = 45.0  # of tests/test.sh; a task's `verifier.timeout_sec` may be less
+_CPU_TIME_S = 600.0  # of all commands and the tests of a task together
+_MEMORY_BYTES, _MOST_MEMORY_BYTES = 1 << 30, 4 << 30  # of a task that names none, and of one that does
+_DISK_BYTES = 256 << 20  # of all files of a task, which are in memory too; its `environment.storage_mb` may be less
+_OUTPUT_BYTES = 1 << 20  # that one command may print; then it is stopped
 _LATE_S = 3600.0  # of a policy that answers slowly after the agent's time: never the reason of a reward
 _AGENT_TIME_S = 3600.0  # before the tests; a task's `agent.timeout_sec` may be less
 _MOST_CHARS = 4000  # of its output before the agent; the middle is cut
@@ -96,7 +101,18 @@ class HarborEpisode:
         except DatasetError as error:
             raise InvalidRequestError(error.message) from error
         dockerfile = self._task.dockerfile
-        self._process = await LiveProcess.start(self._slots, self._limits(), "", profile=SHELL, bounds=self._bounds())
+        disk_bytes = min(self._task.storage_bytes or _DISK_BYTES, _DISK_BYTES)
+        limits = LiveConfig.model_construct(
+            cell_time_s=max(COMMAND_TIME_S, VERIFIER_TIME_S) + _SPARE_S,
+            cpu_time_s=_CPU_TIME_S,
+            lifetime_s=min(self._task.agent_s, _AGENT_TIME_S) + VERIFIER_TIME_S + _LATE_S,
+            memory_bytes=min(self._task.memory_bytes or _MEMORY_BYTES, _MOST_MEMORY_BYTES),
+            output_bytes=_OUTPUT_BYTES,
+        )
+        bounds = {
+            "processes": 64, "disk_bytes": disk_bytes, "file_bytes": _DISK_BYTES, "num_files": 8192, "open_files": 256,
+        }  # fmt: skip
+        self._process = await LiveProcess.start(self._slots, limits, "", profile=SHELL, bounds=bounds)
         await self._must(_INSIDE)
         variables = {"PATH": PATH, **dockerfile.variables}
         await self._must(_call("begin", WRITABLE, str(dockerfile.workdir), variables))
@@ -115,7 +131,7 @@ class HarborEpisode:
         if isinstance(command, MalformedCall):
             return StepResult(observation=f"Error: {command.error}", metrics=self._metrics(invalid_commands=1.0))
         self._commands += 1
-        result = await self._process.run(_call("command", command, self._config.command_time_s))
+        result = await self._process.run(_call("command", command, COMMAND_TIME_S))
         if not result.alive:
             return self._ended_by_its_command(result)
         said = (result.stdout + result.stderr).decode(errors="replace").rstrip()
@@ -155,22 +171,19 @@ class HarborEpisode:
             files = verifier_files(self._task)
         except DatasetError as error:
             raise EpisodeLostError(error.message) from error
-        limit_s = min(self._task.verifier_s, self._config.verifier_time_s)
+        limit_s = min(self._task.verifier_s, VERIFIER_TIME_S)
         given = _call("verify", limit_s, TESTS, LOGS, base64.b64encode(files).decode(), self._task.verifier_variables)
-        for question in (given, _call("reward", LOGS)):
-            result = await self._ask(question)
-            if result.status is not RunStatus.OK:
-                why = result.detail or result.error or result.stderr.decode(errors="replace")[-200:]
-                kind = NoRewardError if result.status.is_about_the_program else EpisodeLostError
-                raise kind(f"task {name}: the tests ended as {result.status}: {why}")
+        result = await self._ask(given)
+        if result.status is not RunStatus.OK:
+            why = result.detail or result.error or result.stderr.decode(errors="replace")[-200:]
+            kind = NoRewardError if result.status.is_about_the_program else EpisodeLostError
+            raise kind(f"task {name}: the tests ended as {result.status}: {why}")
         try:
-            outcome = json.loads(result.stdout)
+            outcome = json.loads(result.stdout.strip().rpartition(b"\n")[2])
         except ValueError:
             raise EpisodeLostError(f"task {name}: the sandbox told no outcome of the tests") from None
         if not outcome.pop("ended"):
-            raise NoRewardError(
-                f"task {name}: test.sh did not end within {limit_s:g} s (envgateway.harbor.verifier_time_s)"
-            )
+            raise NoRewardError(f"task {name}: test.sh did not end within {limit_s:g} s")
         return reward_of(outcome, name)
 
     async def _gives_a_reward_untouched(self) -> bool:
@@ -219,27 +232,6 @@ class HarborEpisode:
 
     def _metrics(self, **more: float) -> dict[str, float]:
         return {"commands": float(self._commands), **more}
-
-    def _limits(self) -> LiveConfig:
-        config = self._config
-        turn_s = max(config.command_time_s, config.verifier_time_s) + _SPARE_S
-        return LiveConfig.model_construct(
-            cell_time_s=turn_s,
-            cpu_time_s=config.cpu_time_s,
-            lifetime_s=min(self._task.agent_s, _AGENT_TIME_S) + config.verifier_time_s + _LATE_S,
-            memory_bytes=min(self._task.memory_bytes or config.memory_bytes, config.memory_bytes),
-            output_bytes=config.output_bytes,
-        )
-
-    def _bounds(self) -> dict[str, float | int]:
-        config = self._config
-        return {
-            "processes": 64,
-            "disk_bytes": min(self._task.storage_bytes or config.disk_bytes, config.disk_bytes),
-            "file_bytes": config.disk_bytes,
-            "num_files": 8192,
-            "open_files": 256,
-        }
 
 
 def _task_of(row: Mapping[str, Any], config: HarborConfig) -> HarborTask:
@@ -307,6 +299,8 @@ def why_not(tier: str) -> str:
 
 
 _MAIN = "reward"  # of several rewards, the one that counts
+_NUMBERS: TypeAdapter[dict[str, float]] = TypeAdapter(dict[str, FiniteFloat], config=ConfigDict(strict=True))
+_NUMBER: TypeAdapter[float] = TypeAdapter(FiniteFloat)
 
 
 def reward_of(files: Mapping[str, str | None], task: str) -> tuple[float, dict[str, float]]:
@@ -317,34 +311,23 @@ def reward_of(files: Mapping[str, str | None], task: str) -> tuple[float, dict[s
     """
     found = {name: base64.b64decode(content) for name, content in files.items() if content is not None}
     if "reward.json" in found:
-        return _from_json(found["reward.json"], task)
+        try:
+            numbers = _NUMBERS.validate_json(found["reward.json"])
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise NoRewardError(
+                f"task {task}: reward.json cannot be read: {first['loc']}: {first['msg']:.120}"
+            ) from None
+        if not numbers or (_MAIN not in numbers and len(numbers) > 1):
+            raise NoRewardError(
+                f"task {task}: reward.json has {', '.join(sorted(numbers))!s:.120} and no {_MAIN!r}: which one counts?"
+            )
+        main = _MAIN if _MAIN in numbers else next(iter(numbers))
+        return numbers[main], {f"reward_{name}": value for name, value in numbers.items() if name != main}
     if "reward.txt" not in found:
         raise NoRewardError(f"task {task}: test.sh wrote neither /logs/verifier/reward.txt nor reward.json")
     text = found["reward.txt"].decode(errors="replace").strip()
     try:
-        return _finite(float(text)), {}
-    except ValueError:
+        return _NUMBER.validate_python(text), {}
+    except ValidationError:
         raise NoRewardError(f"task {task}: reward.txt holds {text!r:.80}, which is no finite number") from None
-
-
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError(f"{value} is not finite")
-    return value
-
-
-_NUMBERS: TypeAdapter[dict[str, float]] = TypeAdapter(dict[str, FiniteFloat], config=ConfigDict(strict=True))
-
-
-def _from_json(content: bytes, task: str) -> tuple[float, dict[str, float]]:
-    try:
-        numbers = _NUMBERS.validate_json(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise NoRewardError(f"task {task}: reward.json cannot be read: {first['loc']}: {first['msg']:.120}") from None
-    if not numbers or (_MAIN not in numbers and len(numbers) > 1):
-        raise NoRewardError(
-            f"task {task}: reward.json has {', '.join(sorted(numbers))!s:.120} and no {_MAIN!r}: which one counts?"
-        )
-    main = _MAIN if _MAIN in numbers else next(iter(numbers))
-    return numbers[main], {f"reward_{name}": value for name, value in numbers.items() if name != main}

@@ -58,7 +58,8 @@ def command(text: str, limit_s: float) -> None:
 
 
 def verify(limit_s: float, tests: str, logs: str, text: str, variables: dict[str, str]) -> None:
-    """End everything the agent has left running, bring the tests, and run them.
+    """End everything the agent has left running, bring the tests, and run them. Prints the outcome as JSON: whether test.sh
+    ended, and its reward files in base64 (null for one that is not there).
 
     ``tests`` and ``logs`` are emptied first: a reward, or a test, of the agent's own is gone.
     """
@@ -72,13 +73,8 @@ def verify(limit_s: float, tests: str, logs: str, text: str, variables: dict[str
     with open(f"{logs}/verifier/test-stdout.txt", "wb") as said:  # in a file: a turn that prints too much is stopped
         code = _run(["/bin/bash", f"{tests}/test.sh"], {**_state["env"], **variables}, limit_s, said)
     _end_others()
-    _state["verified"] = "time" if code is None else "ended"
-
-
-def reward(logs: str) -> None:
-    """Print the outcome as JSON: whether test.sh ended, and its reward files in base64 (null for one that is not there)."""
     files = {name: _read(f"{logs}/verifier/{name}") for name in ("reward.json", "reward.txt")}
-    _tell(json.dumps({"ended": _state.get("verified") == "ended", **files}))
+    _tell(json.dumps({"ended": code is not None, **files}))
 
 
 def _tell(text: str) -> None:

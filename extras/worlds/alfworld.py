@@ -17,11 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from extras.worlds.engines.pool import EnginePool, Game
-from extras.worlds.messages import MALFORMED, offer, read_action, without_offer
-from services.common.config.base import Section
+from extras.worlds.engines.pool import EnginePool
+from extras.worlds.messages import MALFORMED, TextGame, TextGameSettings, offer, read_action
 from services.common.config.envgateway import AlfworldConfig, EnvGatewayConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.installing import install
@@ -340,82 +337,42 @@ def _read_list(path: Path) -> list[str]:
 _SAME_REPLIES = 3
 
 
-class AlfworldSettings(Section):
-    max_turns: int | None = Field(default=None, ge=1)
-    """Turns of this episode; left out, `envgateway.alfworld.max_turns`."""
-
-
-class AlfworldEpisode:
+class AlfworldEpisode(TextGame):
     def __init__(self, pool: EnginePool, data: Path, games: Callable[[], GameList], max_turns: int) -> None:
         """``games`` may block at its first call: the call reads a folder."""
-        self._pool = pool
+        super().__init__(pool, max_turns)
         self._data = data
         self._games = games
-        self._max_turns = max_turns
-        self._game: Game | None = None
-        self._admissible: Sequence[str] = ()
         self._replies: deque[str] = deque(maxlen=_SAME_REPLIES)  # the last that held an action
         self._taken = 0  # all that held one
-        self._turns = 0
-        self._malformed = 0
-        self._replaced = 0
+        self._counted["replaced_actions"] = 0
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         """Reset. The row names the game; the seed is not used."""
-        self._max_turns = settings_of(task, AlfworldSettings).max_turns or self._max_turns
         name = game_of(task, await asyncio.to_thread(self._games), self._data)
-        self._game, answer = await self._pool.open({"path": str((self._data / name).absolute())})
-        self._admissible = answer["admissible"]
+        answer = await self._open(settings_of(task, TextGameSettings), {"path": str((self._data / name).absolute())})
         room = "\n".join(answer["feedback"].split("\n\n")[1:])  # without the engine's welcome
         messages = opening(_folder(name), room, self._admissible)
         return Observation(
             text=as_text(messages),
             admissible_actions=self._admissible,
             messages=messages,
-            remembered=without_offer(messages[-1]["content"]),
         )
 
     async def step(self, action: str) -> StepResult:
-        assert self._game is not None, "stepped before reset"
         command = read_action(action)
         if command is None:
-            self._turns += 1
-            self._malformed += 1
-            return self._result(MALFORMED + offer(self._admissible))
+            return self._unread(MALFORMED)
         chosen = choose(command, self._admissible)
-        answer = await self._game.step(chosen)
-        self._turns += 1
-        self._replaced += chosen != command
+        answer = await self._play(chosen)
+        self._counted["replaced_actions"] += chosen != command
         self._replies.append(action)
         self._taken += 1
-        self._admissible = answer["admissible"]
         text = _heard(answer["feedback"]) + offer(self._admissible)
         if self._taken > _SAME_REPLIES and len(set(self._replies)) == 1:
             return self._result(text, EndStatus.INVALID_ACTION)
-        if answer["done"]:
-            return self._result(text, EndStatus.COMPLETED, won=answer["won"])
-        return self._result(text)
-
-    async def close(self) -> None:
-        if self._game is not None:
-            self._game.close()
-
-    def _result(self, text: str, status: EndStatus | None = None, won: bool = False) -> StepResult:
-        if status is None and self._turns >= self._max_turns:
-            status = EndStatus.TURN_LIMIT
-        return StepResult(
-            observation=text,
-            reward=float(won),
-            done=status is not None,
-            admissible_actions=self._admissible,
-            metrics={
-                "won": float(won),
-                "malformed_replies": float(self._malformed),
-                "replaced_actions": float(self._replaced),
-            },
-            status=status or "",
-            remembered=without_offer(text),
-        )
+        won = bool(answer["done"] and answer["won"])
+        return self._result(text, EndStatus.COMPLETED if answer["done"] else "", float(won), won)
 
 
 def _folder(game: str) -> str:
@@ -433,11 +390,12 @@ _MODULE = "extras.worlds.engines.alfworld"
 
 
 class AlfworldWorld:
-    """State shared by episodes: an indexed world (see ``envs/base.py``). Games are listed, and the engine is started, with the first episode."""
+    """State shared by episodes. Games are listed, and the engine is started, with the first episode."""
+
+    is_indexed = True
 
     def __init__(self, config: AlfworldConfig, data: Path) -> None:
         self._config = config
-        self.max_turns = config.max_turns
         self._data = data
         environment = {"ALFWORLD_DATA": str(data.absolute())}  # importing alfworld makes the folder that this names
         self.pool = EnginePool("alfworld", _MODULE, config.engine, environment)
@@ -447,15 +405,12 @@ class AlfworldWorld:
         """Raises ``ConfigError``."""
         return list_games(self._data, self._config)
 
-    async def indices(self) -> Sequence[int]:
-        return range(len((await asyncio.to_thread(lambda: self.games)).names))
-
     @property
     def gauges(self) -> dict[str, float]:
         return self.pool.gauges
 
     def build(self) -> AlfworldEpisode:
-        return AlfworldEpisode(self.pool, self._data, lambda: self.games, self.max_turns)
+        return AlfworldEpisode(self.pool, self._data, lambda: self.games, self._config.max_turns)
 
     async def close(self) -> None:
         await self.pool.close()

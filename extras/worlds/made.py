@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import random
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -47,7 +45,7 @@ def package_data() -> Path:
 
 
 def houses(count: int, seed: int, grammar: str) -> Iterator[dict[str, Any]]:
-    """Rows as ``unpack`` takes them, ``walkthrough`` included. ``grammar`` is the text of `alfred.twl2`."""
+    """Rows as ``write_games`` takes them, ``walkthrough`` included. ``grammar`` is the text of `alfred.twl2`."""
     draw = random.Random(seed)
     for number in range(count):
         places, things = draw.sample(PLACES, _NUM_PLACES), draw.sample(THINGS, _NUM_THINGS)
@@ -104,18 +102,11 @@ def _id(name: str) -> str:
     return f"{name}_bar__plus_01_dot_00_bar__plus_01_dot_00_bar__plus_01_dot_00"
 
 
-# --- Write games that are kept as rows into the tree of folders that ALFWorld reads.
-
-
-def unpack(rows: Path, domain: Path, folder: Path) -> list[str]:
-    """The games written, in order, as paths relative to ``folder``."""
-    pddl_domain = json.loads(domain.read_text(encoding="utf-8"))["pddl_domain"]
-    lines = rows.read_text(encoding="utf-8").splitlines()
-    return write_games(map(json.loads, lines), pddl_domain, folder)
+# --- Write games into the tree of folders that ALFWorld reads.
 
 
 def write_games(rows: Iterable[Mapping[str, Any]], pddl_domain: str, folder: Path) -> list[str]:
-    """Write games from rows in memory."""
+    """The games written, in order, as paths relative to ``folder``."""
     names = []
     for row in rows:
         path = folder / row["game"]
@@ -223,23 +214,3 @@ def _written_once(folder: Path, write: Callable[[Path], object]) -> Path:
         except OSError:  # another run has written it meanwhile
             shutil.rmtree(partial_folder)
     return folder
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m extras.worlds.made",
-        description="Write games kept as rows of JSON into the folders that ALFWorld reads.",
-    )
-    parser.add_argument("games", type=Path, help="file with a game per line")
-    parser.add_argument("domain", type=Path, help="file with the PDDL domain")
-    parser.add_argument("folder", type=Path, help="the data folder to make (envgateway.alfworld.data)")
-    arguments = parser.parse_args()
-    try:
-        names = unpack(arguments.games, arguments.domain, arguments.folder)
-    except (OSError, ValueError, KeyError) as error:
-        sys.exit(f"error: {type(error).__name__}: {error}")
-    sys.stdout.write(f"{len(names)} games below {arguments.folder}\n")
-
-
-if __name__ == "__main__":
-    main()

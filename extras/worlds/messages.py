@@ -1,11 +1,20 @@
-"""The form in which text worlds and policies talk: a list of actions ends each message, ``ACTION:`` begins an answer."""
+"""What the text worlds have in common: a list of actions ends each message, ``ACTION:`` begins an answer, turns are counted."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from services.envgateway.envs.base import MOST_COMMAND_CHARS
+from pydantic import Field
+
+from services.common.config.base import Section
+from services.envgateway.envs.base import MOST_COMMAND_CHARS, EndStatus, StepResult
+
+if TYPE_CHECKING:
+    from extras.worlds.engines.pool import EnginePool, Game
+    from extras.worlds.engines.process import Answer
 
 ACTIONS_LEAD = " AVAILABLE ACTIONS: "
 MALFORMED = """\
@@ -32,6 +41,55 @@ def offer(admissible: Sequence[str]) -> str:
     return ACTIONS_LEAD + "\n".join(admissible) + "\n" if admissible else ""
 
 
-def without_offer(message: str) -> str:
-    """A message that is no longer the newest: its actions are not possible any more."""
-    return message.split(ACTIONS_LEAD.strip())[0]
+class TextGameSettings(Section):
+    max_turns: int | None = Field(default=None, ge=1)
+    """Turns of this episode; left out, those of the world's section, such as `envgateway.alfworld.max_turns`."""
+
+
+class TextGame:
+    """One episode: a game of the engine's pool."""
+
+    def __init__(self, pool: EnginePool, max_turns: int) -> None:
+        self._pool = pool
+        self._max_turns = max_turns
+        self._game: Game | None = None
+        self._admissible: Sequence[str] = ()
+        self._turns = 0
+        self._counted: Counter[str] = Counter(malformed_replies=0)  # metrics of the episode
+
+    async def _open(self, settings: TextGameSettings, game: Mapping[str, Any]) -> Answer:
+        """Load the game; returns its first answer."""
+        self._max_turns = settings.max_turns or self._max_turns
+        self._game, answer = await self._pool.open(game)
+        self._admissible = answer["admissible"]
+        return answer
+
+    async def _play(self, command: str) -> Answer:
+        """Take a turn. A turn that the engine could not take did not happen."""
+        assert self._game is not None, "stepped before reset"
+        answer = await self._game.step(command)
+        self._turns += 1
+        self._admissible = answer["admissible"]
+        return answer
+
+    async def close(self) -> None:
+        if self._game is not None:
+            self._game.close()
+
+    def _unread(self, told: str) -> StepResult:
+        """The reply holds no action: the turn is used."""
+        self._turns += 1
+        self._counted["malformed_replies"] += 1
+        return self._result(told + offer(self._admissible))
+
+    def _result(self, text: str, status: str = "", reward: float = 0.0, won: bool = False) -> StepResult:
+        if not status and self._turns >= self._max_turns:
+            status = EndStatus.TURN_LIMIT
+        return StepResult(
+            observation=text,
+            reward=reward,
+            done=bool(status),
+            admissible_actions=self._admissible,
+            metrics={"won": float(won), **{name: float(n) for name, n in self._counted.items()}},
+            status=status,
+        )

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import importlib.util
 import os
 import re
-import sys
-import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import structlog
 from pydantic import Field, model_validator
 
-from extras.worlds.engines.pool import EnginePool, Game
-from extras.worlds.messages import MALFORMED, offer, read_action, without_offer
+from extras.worlds.engines.pool import EnginePool
+from extras.worlds.messages import MALFORMED, TextGame, TextGameSettings, offer, read_action
 from services.common.config.base import Section
-from services.common.config.envgateway import EnvGatewayConfig, TextworldConfig
-from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
+from services.common.config.envgateway import EnvGatewayConfig, GamesConfig
+from services.common.errors import ConfigError, InvalidRequestError
 from services.common.installing import install
-from services.common.system.child import bound_to_this_process
-from services.common.system.processes import process_group
-from services.envgateway.calls import SharedCalls
 from services.envgateway.envs.base import EndStatus, Observation, StepResult, settings_of
 
 # --- Finds the game that a task's row asks for: a file of a folder, or a game to be made.
@@ -77,9 +69,7 @@ class CustomGame(Section):
 MadeGame = Annotated[CookingGame | CustomGame, Field(discriminator="kind")]
 
 
-class TextworldSettings(Section):
-    max_turns: int | None = Field(default=None, ge=1)
-    """Turns of this episode; left out, `envgateway.textworld.max_turns`."""
+class TextworldSettings(TextGameSettings):
     make: MadeGame = CustomGame()
     """Size and rewards of a game that is made, where the config names no folder of games; the row's `index` is the
     seed."""
@@ -114,73 +104,8 @@ def index_of(task: Mapping[str, Any]) -> int:
     return index
 
 
-# --- Makes games with TextWorld's ``tw-make``: each once, kept in a cache under its settings and seed.
-
-
-log = structlog.get_logger()
-_AT_ONCE = 2  # a game takes some seconds of one core
-_SCRIPT = "tw-make"
-
-
-class GameMaker:
-    def __init__(self, cache: Path | None, timeout_s: float) -> None:
-        """``cache`` left out: a folder of this user's below the system's temporary one."""
-        self._cache = cache or Path(tempfile.gettempdir()) / f"rollmill-textworld-{os.getuid()}"
-        self._timeout_s = timeout_s
-        self._turns = asyncio.Semaphore(_AT_ONCE)
-        self._shared: SharedCalls[Path] = SharedCalls(max_stored=0)
-
-    async def make(self, game: CookingGame | CustomGame, seed: int) -> Path:
-        """The game's file, from the cache if present. Concurrent requests for one game share one computation.
-
-        Raises:
-            InvalidRequestError: ``tw-make`` reports that no such game exists.
-            InfrastructureError: ``tw-make`` took too long, or cannot be run.
-        """
-        arguments = _arguments(game, seed)
-        digest = hashlib.sha256(" ".join(arguments).encode()).hexdigest()[:16]
-        path = self._cache / f"{game.kind}-{seed}-{digest}.z8"
-        if path.is_file():
-            return path
-        return await self._shared.run(path.name, lambda: self._make(arguments, path))
-
-    async def _make(self, arguments: list[str], path: Path) -> Path:
-        async with self._turns:
-            self._cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self._cache.stat().st_uid != os.getuid():
-                raise InfrastructureError(f"{self._cache} belongs to another user: set envgateway.textworld.cache")
-            with tempfile.TemporaryDirectory(dir=self._cache, prefix="making-", ignore_cleanup_errors=True) as folder:
-                await self._run([*arguments, "--output", f"{folder}/{path.name}"], folder)
-                made = Path(folder) / path.name
-                for suffix in (".json", ".z8"):  # the game last: a reader that sees the game finds the other file
-                    os.replace(made.with_suffix(suffix), path.with_suffix(suffix))
-        log.info("textworld.made", game=path.name)
-        return path
-
-    async def _run(self, arguments: list[str], folder: str) -> None:
-        script = Path(sysconfig.get_path("scripts")) / _SCRIPT
-        if not script.is_file():
-            raise InfrastructureError(f"{script} is missing: TextWorld is not installed as a package")
-        async with process_group(
-            *bound_to_this_process([sys.executable, str(script), *arguments]),
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-            env={
-                "PATH": os.defpath, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1",
-                "HOME": folder,  # Inform writes its documentation to HOME, or to the current directory
-            },
-            cwd=folder,
-        ) as process:  # fmt: skip
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    _, told = await process.communicate()
-            except TimeoutError:
-                raise InfrastructureError(f"{_SCRIPT} took longer than {self._timeout_s:g} s") from None
-        if process.returncode != 0:
-            last = told.decode(errors="replace").strip().splitlines()[-1:]
-            raise InvalidRequestError(f"this game cannot be made: {' '.join(last) or process.returncode}")
-
-
-def _arguments(game: CookingGame | CustomGame, seed: int) -> list[str]:
+def make_arguments(game: CookingGame | CustomGame, seed: int) -> list[str]:
+    """Of TextWorld's ``tw-make``, without the place of the game."""
     common = ["--seed", str(seed), "--silent"]
     if isinstance(game, CustomGame):
         return [
@@ -194,85 +119,49 @@ def _arguments(game: CookingGame | CustomGame, seed: int) -> list[str]:
     ]  # fmt: skip
 
 
-class TextworldEpisode:
-    def __init__(self, pool: EnginePool, maker: GameMaker, folder: Path | None, max_turns: int) -> None:
-        """``folder`` holds the games; without one they are made."""
-        self._pool = pool
-        self._maker = maker
-        self._folder = folder
-        self._max_turns = max_turns
-        self._game: Game | None = None
-        self._admissible: Sequence[str] = ()
+class TextworldEpisode(TextGame):
+    def __init__(self, pool: EnginePool, config: GamesConfig) -> None:
+        super().__init__(pool, config.max_turns)
+        self._config = config
         self._max_score = 0.0
         self._score = 0.0
-        self._turns = 0
-        self._malformed = 0
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         """The game comes from the row alone, so that all episodes of a task play the same; ``seed`` is its chance."""
         settings = settings_of(task, TextworldSettings)
-        self._max_turns = settings.max_turns or self._max_turns
-        if self._folder is None:
-            path = await self._maker.make(settings.make, index_of(task))
+        if self._config.games is None:
+            cache = Path(tempfile.gettempdir()) / f"rollmill-textworld-{os.getuid()}"
+            game: dict[str, Any] = {
+                "make": make_arguments(settings.make, index_of(task)),
+                "cache": str(cache.absolute()),
+            }
         else:
-            path = game_of(task, self._folder)
-        self._game, answer = await self._pool.open({"path": str(path.absolute()), "seed": seed % 2**31})
-        self._admissible = answer["admissible"]
+            game = {"path": str(game_of(task, self._config.games).absolute())}
+        answer = await self._open(settings, {**game, "seed": seed % 2**31})
         self._max_score = answer["max_score"]
         text = opening(answer["feedback"], answer["objective"], self._admissible)
-        return Observation(text=text, admissible_actions=self._admissible, remembered=without_offer(text))
+        return Observation(text=text, admissible_actions=self._admissible)
 
     async def step(self, action: str) -> StepResult:
-        assert self._game is not None, "stepped before reset"
         command = read_action(action)
         if command is None or not is_of_the_game(command):
-            self._turns += 1
-            self._malformed += 1
-            return self._result((MALFORMED if command is None else REFUSED) + offer(self._admissible))
-        answer = await self._game.step(command)
-        self._turns += 1
-        self._admissible = answer["admissible"]
+            return self._unread(MALFORMED if command is None else REFUSED)
+        answer = await self._play(command)
         text = tidy(answer["feedback"]) + offer(self._admissible)
-        return self._result(text, self._earned(answer), done=answer["done"], won=answer["won"])
-
-    async def close(self) -> None:
-        if self._game is not None:
-            self._game.close()
-
-    def _earned(self, answer: Mapping[str, Any]) -> float:
-        if self._max_score <= 0:
-            return float(answer["won"])
-        gained, self._score = answer["score"] - self._score, answer["score"]
-        return float(gained / self._max_score)
-
-    def _result(self, text: str, reward: float = 0.0, done: bool = False, won: bool = False) -> StepResult:
-        status = ""
-        if done:
-            status = EndStatus.COMPLETED
-        elif self._turns >= self._max_turns:
-            status = EndStatus.TURN_LIMIT
-        return StepResult(
-            observation=text,
-            reward=reward,
-            done=bool(status),
-            admissible_actions=self._admissible,
-            metrics={"won": float(won), "malformed_replies": float(self._malformed)},
-            status=status,
-            remembered=without_offer(text),
-        )
+        reward = float(answer["won"])
+        if self._max_score > 0:
+            reward, self._score = (answer["score"] - self._score) / self._max_score, answer["score"]
+        return self._result(text, EndStatus.COMPLETED if answer["done"] else "", reward, answer["won"])
 
 
-_MAKE_TIMEOUT_S = 50.0  # making one game
 _MODULE = "extras.worlds.engines.textworld"
 
 
 class TextworldWorld:
     """State shared by episodes: a world (see ``envs/base.py``). No process runs before the first episode."""
 
-    def __init__(self, config: TextworldConfig) -> None:
+    def __init__(self, config: GamesConfig) -> None:
         self._config = config
-        self.max_turns = config.max_turns
-        self._maker = GameMaker(config.cache, _MAKE_TIMEOUT_S)
         self.pool = EnginePool("textworld", _MODULE, config.engine, {})
 
     @property
@@ -280,7 +169,7 @@ class TextworldWorld:
         return self.pool.gauges
 
     def build(self) -> TextworldEpisode:
-        return TextworldEpisode(self.pool, self._maker, self._config.games, self.max_turns)
+        return TextworldEpisode(self.pool, self._config)
 
     async def close(self) -> None:
         await self.pool.close()

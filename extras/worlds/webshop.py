@@ -6,6 +6,7 @@ instructions. Products are taken, cleaned and priced by WebShop's rules.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 from array import array
@@ -48,51 +49,62 @@ class Product:
         return " to ".join(f"${price}" for price in self.prices)
 
 
+NO_LIMIT = 1_000_000.0
+_LIMITS = [10.0 * tens for tens in range(1, 100)]
+_CHOICES = 4  # the limit is one of the first few steps above the price
+Option = str | tuple[str, str]  # a value, or the option's name and its value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instruction:
-    """A user's wish, before a price limit is drawn."""
-
-    product: Product
-    text: str
+class Goal:
+    product_id: str
+    name: str
+    query: str
+    product_category: str
+    instruction: str
     attributes: tuple[str, ...]
-    options: tuple[str, ...]
+    options: tuple[Option, ...]
+    price_limit: float  # dollars
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogueFiles:
-    products: Path
-    attributes: Path
-    instructions: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Catalogue:
-    products: Mapping[str, Product]  # by id, in the order of the file
-    instructions: tuple[Instruction, ...]
-
-
-def find_files(folder: Path) -> CatalogueFiles:
-    """Raises ``ConfigError`` when a file is missing, or when several files match."""
+def find_files(folder: Path) -> tuple[Path, Path, Path]:
+    """Files of products, attributes and instructions. Raises ``ConfigError`` when one is missing, or several match."""
     if not folder.is_dir():
         raise ConfigError(f"envgateway.webshop.data: there is no folder {folder.absolute()}")
-    return CatalogueFiles(
-        _one(folder, "items_shuffle"), _one(folder, "items_ins_v2"), _one(folder, "items_human_ins", exactly=True)
-    )
+    return _one(folder, "items_shuffle"), _one(folder, "items_ins_v2"), _one(folder, "items_human_ins", exactly=True)
 
 
-def read_catalogue(files: CatalogueFiles) -> Catalogue:
-    """Raises ``DatasetError`` with the file and the row."""
-    attributes = _json(files.attributes, dict)
-    instructions = _json(files.instructions, dict)
+def read_catalogue(files: Sequence[Path]) -> tuple[dict[str, Product], list[Goal]]:
+    """Products by id, in the order of the file, and their goals, without limits yet. Raises ``DatasetError`` with the file and the row."""
+    of_products, of_attributes, of_instructions = files
+    attributes, asked = _json(of_attributes, dict), _json(of_instructions, dict)
     products: dict[str, Product] = {}
-    for number, row in enumerate(_json(files.products, list)):
+    for number, row in enumerate(_json(of_products, list)):
         try:
             if row["asin"] != "nan" and len(row["asin"]) <= _LONGEST_ID and row["asin"] not in products:
                 products[row["asin"]] = product_of(row, attributes.get(row["asin"], {}))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise DatasetError(f"{files.products}: product {number}: {type(error).__name__}: {error}") from error
-    asked = [_instructions(product, instructions, files.instructions) for product in products.values()]
-    return Catalogue(products, tuple(one for several in asked for one in several))
+            raise DatasetError(f"{of_products}: product {number}: {type(error).__name__}: {error}") from error
+    goals = []
+    for product in products.values():
+        try:
+            goals += [
+                Goal(
+                    product_id=product.id,
+                    name=product.title,
+                    query=product.query,
+                    product_category=product.product_category,
+                    instruction=row["instruction"].strip("."),
+                    attributes=tuple(row["instruction_attributes"]),
+                    options=tuple(row["instruction_options"]),
+                    price_limit=NO_LIMIT,
+                )
+                for row in asked.get(product.id, ())
+                if row["instruction_attributes"]
+            ]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DatasetError(f"{of_instructions}: product {product.id}: {type(error).__name__}: {error}") from error
+    return products, goals
 
 
 def product_of(row: Mapping[str, Any], more: Mapping[str, Any]) -> Product:
@@ -132,22 +144,6 @@ def _prices(raw: str) -> tuple[float, ...]:
     return prices or (_NO_PRICE,)
 
 
-def _instructions(product: Product, by_id: Mapping[str, Any], path: Path) -> list[Instruction]:
-    try:
-        return [
-            Instruction(
-                product=product,
-                text=row["instruction"],
-                attributes=tuple(row["instruction_attributes"]),
-                options=tuple(row["instruction_options"]),
-            )
-            for row in by_id.get(product.id, ())
-            if row["instruction_attributes"]
-        ]
-    except (KeyError, TypeError) as error:
-        raise DatasetError(f"{path}: product {product.id}: {type(error).__name__}: {error}") from error
-
-
 def _one(folder: Path, name: str, *, exactly: bool = False) -> Path:
     plain = folder / f"{name}.json"
     if plain.is_file():
@@ -173,40 +169,23 @@ def _json(path: Path, kind: type) -> Any:
 # --- Goals of episodes: a product with a price limit, drawn from the instructions or read from a file.
 
 
-NO_LIMIT = 1_000_000.0
-_LIMITS = [10.0 * tens for tens in range(1, 100)]
-_CHOICES = 4  # the limit is one of the first few steps above the price
-Option = str | tuple[str, str]  # a value, or the option's name and its value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
-    product_id: str
-    name: str
-    query: str
-    product_category: str
-    instruction: str
-    attributes: tuple[str, ...]
-    options: tuple[Option, ...]
-    price_limit: float  # dollars
-
-
-@dataclass(frozen=True, slots=True)
-class StoredGoals:
-    goals: tuple[Goal, ...]
-    prices: Mapping[str, float]  # by product id
-
-
-def draw_goals(instructions: Iterable[Instruction], prices: Mapping[str, float], seed: int) -> tuple[Goal, ...]:
-    """One goal per instruction, limited and then shuffled by the seed."""
+def draw_goals(wishes: Iterable[Goal], prices: Mapping[str, float], seed: int) -> tuple[Goal, ...]:
+    """The goals with price limits, in an order that the seed draws, too. A product above every limit has none."""
     draw = random.Random(f"limits {seed}")
-    goals = [_limited(instruction, prices[instruction.product.id], draw) for instruction in instructions]
+    goals = []
+    for wish in wishes:
+        choices = [limit for limit in _LIMITS if limit > prices[wish.product_id]][:_CHOICES]
+        if len(choices) >= 2:
+            limit = max(draw.sample(choices, 2))
+            text = f"{wish.instruction}, and price lower than {limit:.2f} dollars"
+            wish = dataclasses.replace(wish, instruction=text, price_limit=limit)
+        goals.append(wish)
     random.Random(seed).shuffle(goals)
     return tuple(goals)
 
 
-def read_goals(path: Path) -> StoredGoals:
-    """``{"goals": [...], "prices": {id: dollars}}``. Raises ``DatasetError`` with the file and the row."""
+def read_goals(path: Path) -> tuple[tuple[Goal, ...], dict[str, float]]:
+    """The goals and prices of ``{"goals": [...], "prices": {id: dollars}}``. Raises ``DatasetError`` with the file and the row."""
     try:
         stored = orjson.loads(path.read_bytes())
         rows, prices = stored["goals"], {str(name): float(price) for name, price in stored["prices"].items()}
@@ -220,7 +199,7 @@ def read_goals(path: Path) -> StoredGoals:
             goals.append(goal_of(row))
         except InvalidRequestError as error:
             raise DatasetError(f"{path}: goal {number}: {error.message}") from error
-    return StoredGoals(tuple(goals), prices)
+    return tuple(goals), prices
 
 
 def goal_of(row: Mapping[str, Any]) -> Goal:
@@ -244,25 +223,6 @@ def goal_of(row: Mapping[str, Any]) -> Goal:
     if goal.price_limit <= 0:
         raise InvalidRequestError(f"the price limit must be above 0, and is {goal.price_limit:g}")
     return goal
-
-
-def _limited(instruction: Instruction, price: float, draw: random.Random) -> Goal:
-    choices = [limit for limit in _LIMITS if limit > price][:_CHOICES]
-    limit, text = NO_LIMIT, instruction.text.strip(".")
-    if len(choices) >= 2:
-        limit = max(draw.sample(choices, 2))
-        text += f", and price lower than {limit:.2f} dollars"
-    product = instruction.product
-    return Goal(
-        product_id=product.id,
-        name=product.title,
-        query=product.query,
-        product_category=product.product_category,
-        instruction=text,
-        attributes=instruction.attributes,
-        options=instruction.options,
-        price_limit=limit,
-    )
 
 
 # --- BM25 over a catalogue: which products a line of words finds, best first.
@@ -329,7 +289,7 @@ def task_problems(gateway: EnvGatewayConfig, asked: Iterable[AskedTasks]) -> Ite
     """A line for each dataset that asks for goals which the file does not have."""
     path = gateway.webshop.goals
     if path is not None and path.is_file():
-        number = len(read_goals(path).goals)
+        number = len(read_goals(path)[0])
         for one in asked:
             if beyond := one.outside(number):
                 yield f"envgateway.webshop.goals ({path.absolute()}) holds {number} goals; {beyond}"

@@ -23,7 +23,6 @@ from rapidfuzz.fuzz import token_set_ratio
 from rapidfuzz.utils import default_process
 
 from extras.worlds.webshop import (
-    CatalogueFiles,
     Goal,
     Option,
     Product,
@@ -92,12 +91,14 @@ class Page:
     @property
     def clickables(self) -> list[str]:
         """Buttons, then products, then options; each once."""
-        of_kind = [
-            *(text.lower() for kind, text in self.pieces if kind is PieceKind.BUTTON),
-            *(text.lower() for kind, text in self.pieces if kind is PieceKind.PRODUCT),
-            *(text for kind, text in self.pieces if kind is PieceKind.OPTION),
-        ]
-        return list(dict.fromkeys(of_kind))
+        return list(
+            dict.fromkeys(
+                text if kind is PieceKind.OPTION else text.lower()
+                for wanted in (PieceKind.BUTTON, PieceKind.PRODUCT, PieceKind.OPTION)
+                for kind, text in self.pieces
+                if kind is wanted
+            )
+        )
 
     def text(self) -> str:
         return " [SEP] ".join(shown.strip() for _, text in self.pieces if (shown := _shown(text)))
@@ -109,96 +110,24 @@ class Page:
             shown = _shown(text)
             if not shown:
                 continue
-            if kind is PieceKind.OPTION and f'"{text}"' in self.url:
-                clicked_first = f"You have clicked {text}.\n{clicked_first}"
-                shown = f"  [clicked button] {text} [clicked button_]"
-            elif kind is PieceKind.OPTION:
-                shown = f"  [button] {text} [button_]"
-            elif kind is PieceKind.PRODUCT and text in visited:
-                shown = f"\n[clicked button] {text} [clicked button_]"
-            elif kind is PieceKind.PRODUCT:
-                shown = f"\n[button] {text} [button_]"
-            elif kind is PieceKind.BUTTON:
-                shown = f"[button] {text} [button_]"
+            if kind is not PieceKind.TEXT:
+                is_clicked = text in visited if kind is PieceKind.PRODUCT else False
+                if kind is PieceKind.OPTION and f'"{text}"' in self.url:
+                    clicked_first = f"You have clicked {text}.\n{clicked_first}"
+                    is_clicked = True
+                before = {PieceKind.OPTION: "  ", PieceKind.PRODUCT: "\n"}.get(kind, "")
+                mark = "clicked button" if is_clicked else "button"
+                shown = f"{before}[{mark}] {text} [{mark}_]"
             lines.append(f"{shown}\n")
         return clicked_first + "".join(lines)
-
-
-def start_page(session: str, instruction: str) -> Page:
-    pieces = [*_texts("WebShop", "Instruction: ", instruction), _button(Button.SEARCH)]
-    return Page(PageKind.START, f"{BASE_URL}/{session}", tuple(pieces))
-
-
-def results_page(
-    session: str, instruction: str, words: Sequence[str], number: int, products: Iterable[Product], num_found: int
-) -> Page:
-    """``number`` counts from 1; ``products`` are those of this page."""
-    pieces = [*_head(instruction), *_texts(f"Page {number} (Total results: {num_found})")]
-    if number > 1:
-        pieces.append(_button(Button.PREVIOUS))
-    pieces.append(_button(Button.NEXT))
-    for product in products:
-        pieces += [(PieceKind.PRODUCT, product.id), *_texts(product.title, product.price_tag)]
-    return Page(PageKind.RESULTS, f"{BASE_URL}/search_results/{session}/{'+'.join(words)}/{number}", tuple(pieces))
-
-
-def item_page(
-    session: str, instruction: str, words: Sequence[str], number: int, product: Product, chosen: Mapping[str, str]
-) -> Page:
-    pieces = [*_head(instruction), _button(Button.PREVIOUS)]
-    for name, values in product.options.items():
-        pieces += [(PieceKind.TEXT, name), *((PieceKind.OPTION, value) for value in values)]
-    pieces += _texts(product.title, f"Price: {product.price_tag}", "Rating: N.A.")
-    pieces += [_button(b) for b in (Button.DESCRIPTION, Button.FEATURES, Button.REVIEWS, Button.BUY)]
-    path = f"item_page/{session}/{product.id}/{'+'.join(words)}/{number}/{json.dumps(chosen)}"
-    return Page(PageKind.ITEM, f"{BASE_URL}/{path}", tuple(pieces))
-
-
-def sub_page(
-    session: str,
-    instruction: str,
-    words: Sequence[str],
-    number: int,
-    product: Product,
-    chosen: Mapping[str, str],
-    which: Button,
-) -> Page:
-    about: tuple[str, ...] = ()  # a catalogue has no reviews
-    if which is Button.DESCRIPTION:
-        about = (product.description,)
-    elif which is Button.FEATURES:
-        about = tuple(f" {point}" for point in product.bullet_points)
-    elif which is Button.ATTRIBUTES:
-        listed = (f" {attribute}" for attribute in product.attributes)
-        about = (*listed, product.category, product.query, product.product_category)
-    path = f"item_sub_page/{session}/{product.id}/{'+'.join(words)}/{number}/{which}/{dict(chosen)}"
-    pieces = [*_head(instruction), _button(Button.PREVIOUS), *_texts(*about)]
-    return Page(PageKind.SUB_PAGE, f"{BASE_URL}/{path}", tuple(pieces))
-
-
-def done_page(session: str, product: Product, chosen: Mapping[str, str], reward: float) -> Page:
-    """The last page: the bought product and the reward; WebShop's other fields are empty in its text mode."""
-    options = json.dumps(dict(chosen), sort_keys=True)
-    for character in "<>&'":
-        options = options.replace(character, f"\\u{ord(character):04x}")
-    pieces = _texts("Thank you for shopping with us!", "Your code: ", "None", " (Paste it in your MTurk interface.)")
-    pieces += _texts("Purchased", "asin", product.id, "options", options, "attrs", "None", "category", "None")
-    pieces += _texts("query", "None", "product category", "None", "Target", "asin", "options", "attrs", "price upper")
-    pieces += _texts("instuction text", "category", "product category", "query", "Goal ", "None", "Reward")  # sic
-    pieces += _texts("Your score (min 0.0, max 1.0)", str(reward), "Reward Details ", "None")
-    return Page(PageKind.DONE, f"{BASE_URL}/done/{session}/{product.id}/{dict(chosen)}", tuple(pieces))
-
-
-def _head(instruction: str) -> list[Piece]:
-    return [*_texts("Instruction:", instruction), _button(Button.BACK)]
 
 
 def _texts(*texts: str) -> list[Piece]:
     return [(PieceKind.TEXT, text) for text in texts]
 
 
-def _button(button: Button) -> Piece:
-    return PieceKind.BUTTON, button.value
+def _buttons(*buttons: Button) -> list[Piece]:
+    return [(PieceKind.BUTTON, button.value) for button in buttons]
 
 
 def _shown(text: str) -> str:
@@ -228,18 +157,20 @@ def spacy_tagger(model: str) -> Tagger:
     try:
         import spacy
     except ImportError as error:
-        raise ConfigError(f"envgateway.webshop.tagger: spacy needs the package spacy: {install('webshop')}") from error
+        raise ConfigError(
+            f"envgateway.webshop.tagger: {model} needs the package spacy: {install('webshop')}"
+        ) from error
     try:
         parse: Any = spacy.load(model)
     except OSError as error:
         raise ConfigError(
-            f"envgateway.webshop.spacy_model: run `python -m spacy download {model}`, or name a folder that holds a model: {error}"
+            f"envgateway.webshop.tagger: run `python -m spacy download {model}`, or name a folder that holds a model: {error}"
         ) from error
     return lru_cache(_REMEMBERED)(lambda name: tuple(t.text.lower() for t in parse(name) if t.pos_ in _NOUNS))
 
 
-def tagger_of(config: WebshopConfig) -> Tagger:
-    return every_word if config.tagger == "words" else spacy_tagger(config.spacy_model)
+def tagger_of(name: str) -> Tagger:
+    return every_word if name == "words" else spacy_tagger(name)
 
 
 # In WebShop's order: the first word that a value contains represents the value.
@@ -261,51 +192,33 @@ _NO_NOUNS = 0.2
 _NOT_ASCII = dict.fromkeys(range(128, 256))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Purchase:
-    """The reward and its parts, named as WebShop's log names them."""
-
-    reward: float
-    r_type: float
-    r_att: float
-    r_option: float | None  # None: the goal has no options
-    r_price: bool
-    w_att: float
-    w_option: float | None
-    w_price: float
-    query_match: bool
-    category_match: bool
-    title_score: float
-
-    def metrics(self) -> dict[str, float]:
-        """The parts as numbers; those that the goal does not have are left out."""
-        names = [name for name in self.__slots__ if name != "reward"]
-        return {name: float(value) for name in names if (value := getattr(self, name)) is not None}
+Purchase = tuple[float, dict[str, float]]  # the reward, and its parts, named as WebShop's log names them
 
 
 def judge_purchase(product: Product, goal: Goal, price: float, options: Mapping[str, str], nouns: Tagger) -> Purchase:
-    """``options`` are those chosen, by name; ``price`` is in dollars."""
+    """``options`` are those chosen, by name; ``price`` is in dollars. Parts that the goal does not have are left out."""
     query_match = product.query == goal.query
     category_match = len(_categories(product.product_category) & _categories(goal.product_category)) >= 2
-    title_score = _title_score(nouns(product.title), nouns(goal.name))
+    bought, wanted = {*nouns(product.title)}, nouns(goal.name)
+    title_score = len(bought & {*wanted}) / len(wanted) if wanted else _NO_NOUNS
     r_type = _type_reward(query_match or category_match, title_score)
     attributes = sum(_has_attribute(product, attribute) for attribute in goal.attributes)
     chosen = sum(_is_chosen(option, options) for option in goal.options)
-    r_price = price <= goal.price_limit
+    r_price = float(price <= goal.price_limit)
     parts = len(goal.attributes) + len(goal.options) + 1
-    return Purchase(
-        reward=(attributes + chosen + r_price) / parts * r_type,
-        r_type=r_type,
-        r_att=attributes / len(goal.attributes),
-        r_option=chosen / len(goal.options) if goal.options else None,
-        r_price=r_price,
-        w_att=len(goal.attributes) / parts,
-        w_option=len(goal.options) / parts if goal.options else None,
-        w_price=1 / parts,
-        query_match=query_match,
-        category_match=category_match,
-        title_score=title_score,
-    )
+    told = {
+        "r_type": r_type,
+        "r_att": attributes / len(goal.attributes),
+        "r_price": r_price,
+        "w_att": len(goal.attributes) / parts,
+        "w_price": 1 / parts,
+        "query_match": float(query_match),
+        "category_match": float(category_match),
+        "title_score": title_score,
+    }
+    if goal.options:
+        told |= {"r_option": chosen / len(goal.options), "w_option": len(goal.options) / parts}
+    return (attributes + chosen + r_price) / parts * r_type, told
 
 
 def _type_reward(same_kind: bool, title_score: float) -> float:
@@ -314,10 +227,6 @@ def _type_reward(same_kind: bool, title_score: float) -> float:
     if title_score < 0.1:
         return 0.1
     return 1.0 if same_kind or title_score > 0.2 else 0.5
-
-
-def _title_score(bought: tuple[str, ...], wanted: tuple[str, ...]) -> float:
-    return len({*bought} & {*wanted}) / len(wanted) if wanted else _NO_NOUNS
 
 
 def _categories(path: str) -> set[str]:
@@ -392,24 +301,23 @@ class Shop:
         """Product ids, best first."""
         return self._index.find(words, _MOST_FOUND)
 
-    def judge(self, product: Product, goal: Goal, options: Mapping[str, str]) -> Purchase:
-        return judge_purchase(product, goal, self._prices[product.id], options, self._nouns)
+    def judge(self, product_id: str, goal: Goal, options: Mapping[str, str]) -> Purchase:
+        return judge_purchase(self._products[product_id], goal, self._prices[product_id], options, self._nouns)
 
 
-def open_shop(files: CatalogueFiles, goals: Path | None, seed: int, nouns: Tagger) -> Shop:
+def open_shop(files: Sequence[Path], goals: Path | None, seed: int, nouns: Tagger) -> Shop:
     """Read and index everything: seconds to minutes, as large as the catalogue is.
 
     ``goals`` names a file of goals and prices; without one both are drawn with the seed. Raises ``DatasetError``.
     """
-    catalogue = read_catalogue(files)
+    products, instructions = read_catalogue(files)
     if goals is not None:
-        stored = read_goals(goals)
-        shop = Shop(catalogue.products, stored.prices, stored.goals, nouns)
+        wanted, prices = read_goals(goals)
     else:
-        prices = draw_prices(catalogue.products.values(), random.Random(f"prices {seed}"))
-        drawn = draw_goals(catalogue.instructions, prices, seed)
-        shop = Shop(catalogue.products, prices, drawn, nouns)
-    log.info("webshop.opened", products=len(catalogue.products), goals=len(shop.goals))
+        prices = draw_prices(products.values(), random.Random(f"prices {seed}"))
+        wanted = draw_goals(instructions, prices, seed)
+    shop = Shop(products, prices, wanted, nouns)
+    log.info("webshop.opened", products=len(products), goals=len(shop.goals))
     return shop
 
 
@@ -420,25 +328,18 @@ _MOST_CHARS = 1000  # of an action: pages repeat the words of a search in their 
 _RESULTS_PER_PAGE = 10
 
 
-@dataclass(slots=True)
-class _Search:
-    """The search words, the position in the results, and the product on display."""
-
-    words: list[str]
-    found: list[str]  # product ids
-    page: int = 1
-    product_id: str = ""
-
-
 class Visit:
-    """Begins on the start page, ends with a purchase. Not for two threads at once."""
+    """``page`` is what is seen now; after ``purchase`` no action has an effect."""
 
     def __init__(self, shop: Shop, goal: Goal, session: str) -> None:
         self._shop = shop
         self._goal = goal
         self._session = session
-        self._search = _Search([], [])
-        self._options: dict[str, str] = {}
+        self._words: list[str] = []  # of the search, and what it found
+        self._found: list[str] = []
+        self._number = 1  # of the page of results, from 1
+        self._product_id = ""
+        self._options: dict[str, str] = {}  # chosen, by name
         self.visited: set[str] = set()  # product ids
         self.purchase: Purchase | None = None
         self.page = self._start()
@@ -451,66 +352,97 @@ class Visit:
             return
         verb, argument = parts[0], parts[1].lower()
         if verb == "search":  # WebShop takes one on any page
-            words = argument.split(" ")
-            self.page = self._results(_Search(words, self._shop.find(" ".join(words))), 1)
+            self._words = argument.split(" ")
+            self._found = self._shop.find(" ".join(self._words))
+            self.page = self._results(1)
         elif verb == "click" and argument in self.page.clickables and argument != Button.SEARCH.lower():
             self.page = self._click(argument)
 
     def _click(self, name: str) -> Page:
         """Buttons go before options of the same name."""
+        kind = self.page.kind
         if name == Button.BUY.lower():
             return self._buy()
         if name == Button.BACK.lower():
             return self._start()
-        turn_page: dict[tuple[str, PageKind], Callable[[], Page]] = {
-            (Button.NEXT.lower(), PageKind.RESULTS): lambda: self._results(self._search, self._search.page + 1),
-            (Button.PREVIOUS.lower(), PageKind.RESULTS): lambda: self._results(self._search, self._search.page - 1),
-            (Button.PREVIOUS.lower(), PageKind.ITEM): lambda: self._results(self._search, self._search.page),
-            (Button.PREVIOUS.lower(), PageKind.SUB_PAGE): self._item,
-        }
-        if (name, self.page.kind) in turn_page:
-            return turn_page[name, self.page.kind]()
+        if name == Button.NEXT.lower() and kind is PageKind.RESULTS:
+            return self._results(self._number + 1)
+        if name == Button.PREVIOUS.lower():
+            if kind is PageKind.SUB_PAGE:
+                return self._item()
+            return self._results(self._number - (kind is PageKind.RESULTS))
         for which in SUB_PAGES:
             if name == which.lower():
                 return self._sub_page(which)
-        if self.page.kind is PageKind.RESULTS:
-            self._search.product_id = self._shop.id_of(name)
-            self.visited.add(self._search.product_id)
-        else:
-            self._choose(name)
+        if kind is PageKind.RESULTS:
+            self._product_id = self._shop.id_of(name)
+            self.visited.add(self._product_id)
+        else:  # of several options that have the value, the last one's
+            options = self._shop.product(self._product_id).options.items()
+            self._options[[option for option, values in options if name in values][-1]] = name
         return self._item()
 
-    def _choose(self, value: str) -> None:
-        """Replaces the value of the same name; of several names that have the value, the last one's."""
-        product = self._shop.product(self._search.product_id)
-        name = [name for name, values in product.options.items() if value in values][-1]
-        self._options[name] = value
+    def _page(self, kind: PageKind, path: str, pieces: Iterable[Piece]) -> Page:
+        return Page(kind, f"{BASE_URL}/{path}", tuple(pieces))
+
+    def _head(self) -> list[Piece]:
+        return [*_texts("Instruction:", self._goal.instruction), *_buttons(Button.BACK)]
 
     def _start(self) -> Page:
-        self._search, self._options = _Search([], []), {}
+        self._words, self._found, self._number, self._options = [], [], 1, {}
         self.visited.clear()
-        return start_page(self._session, self._goal.instruction)
+        pieces = [*_texts("WebShop", "Instruction: ", self._goal.instruction), *_buttons(Button.SEARCH)]
+        return self._page(PageKind.START, self._session, pieces)
 
-    def _results(self, search: _Search, number: int) -> Page:
-        self._search, self._options = search, {}
-        search.page, search.product_id = number, ""
-        listed = search.found[(number - 1) * _RESULTS_PER_PAGE : number * _RESULTS_PER_PAGE]
-        products = [self._shop.product(product_id) for product_id in listed]
-        instruction = self._goal.instruction
-        return results_page(self._session, instruction, search.words, number, products, len(search.found))
+    def _results(self, number: int) -> Page:
+        self._number, self._product_id, self._options = number, "", {}
+        pieces = [*self._head(), *_texts(f"Page {number} (Total results: {len(self._found)})")]
+        pieces += _buttons(Button.PREVIOUS, Button.NEXT) if number > 1 else _buttons(Button.NEXT)
+        for product_id in self._found[(number - 1) * _RESULTS_PER_PAGE : number * _RESULTS_PER_PAGE]:
+            product = self._shop.product(product_id)
+            pieces += [(PieceKind.PRODUCT, product.id), *_texts(product.title, product.price_tag)]
+        path = f"search_results/{self._session}/{'+'.join(self._words)}/{number}"
+        return self._page(PageKind.RESULTS, path, pieces)
 
     def _item(self) -> Page:
-        search, product = self._search, self._shop.product(self._search.product_id)
-        return item_page(self._session, self._goal.instruction, search.words, search.page, product, self._options)
+        product = self._shop.product(self._product_id)
+        pieces = [*self._head(), *_buttons(Button.PREVIOUS)]
+        for name, values in product.options.items():
+            pieces += [(PieceKind.TEXT, name), *((PieceKind.OPTION, value) for value in values)]
+        pieces += _texts(product.title, f"Price: {product.price_tag}", "Rating: N.A.")
+        pieces += _buttons(Button.DESCRIPTION, Button.FEATURES, Button.REVIEWS, Button.BUY)
+        return self._page(PageKind.ITEM, f"item_page/{self._place()}/{json.dumps(self._options)}", pieces)
 
     def _sub_page(self, which: Button) -> Page:
-        search, product = self._search, self._shop.product(self._search.product_id)
-        return sub_page(self._session, self._goal.instruction, search.words, search.page, product, self._options, which)
+        product = self._shop.product(self._product_id)
+        about: tuple[str, ...] = ()  # a catalogue has no reviews
+        if which is Button.DESCRIPTION:
+            about = (product.description,)
+        elif which is Button.FEATURES:
+            about = tuple(f" {point}" for point in product.bullet_points)
+        elif which is Button.ATTRIBUTES:
+            listed = (f" {attribute}" for attribute in product.attributes)
+            about = (*listed, product.category, product.query, product.product_category)
+        pieces = [*self._head(), *_buttons(Button.PREVIOUS), *_texts(*about)]
+        return self._page(PageKind.SUB_PAGE, f"item_sub_page/{self._place()}/{which}/{self._options}", pieces)
+
+    def _place(self) -> str:
+        return f"{self._session}/{self._product_id}/{'+'.join(self._words)}/{self._number}"
 
     def _buy(self) -> Page:
-        product = self._shop.product(self._search.product_id)
-        self.purchase = self._shop.judge(product, self._goal, self._options)
-        return done_page(self._session, product, self._options, self.purchase.reward)
+        """The last page: the bought product and the reward; WebShop's other fields are empty in its text mode."""
+        self.purchase = self._shop.judge(self._product_id, self._goal, self._options)
+        options = json.dumps(self._options, sort_keys=True)
+        for character in "<>&'":
+            options = options.replace(character, f"\\u{ord(character):04x}")
+        pieces = _texts(
+            "Thank you for shopping with us!", "Your code: ", "None", " (Paste it in your MTurk interface.)",
+            "Purchased", "asin", self._product_id, "options", options, "attrs", "None", "category", "None",
+            "query", "None", "product category", "None", "Target", "asin", "options", "attrs", "price upper",
+            "instuction text", "category", "product category", "query", "Goal ", "None", "Reward",  # sic
+            "Your score (min 0.0, max 1.0)", str(self.purchase[0]), "Reward Details ", "None",
+        )  # fmt: skip
+        return self._page(PageKind.DONE, f"done/{self._session}/{self._product_id}/{self._options}", pieces)
 
 
 def _parts(action: str) -> tuple[str, str] | None:
@@ -684,14 +616,8 @@ class WebshopEnvironment:
         self._visit.act(chosen)
         text = shown(self._visit, self._style, self._page)
         if self._visit.purchase is not None:
-            purchase = self._visit.purchase
-            return StepResult(
-                observation=text,
-                reward=purchase.reward,
-                done=True,
-                metrics=purchase.metrics(),
-                status=EndStatus.COMPLETED,
-            )
+            reward, parts = self._visit.purchase
+            return StepResult(observation=text, reward=reward, done=True, metrics=parts, status=EndStatus.COMPLETED)
         at_end = self._turns >= self._max_turns
         return StepResult(
             observation=text,
@@ -719,11 +645,14 @@ def _goal_of(task: Mapping[str, Any], shop: Shop) -> tuple[Goal, str]:
 
 
 _OPEN_TIMEOUT_S = 20.0
+_SEED = 233  # of prices, price limits and the order of goals: WebShop's
 _COME_BACK_S = 5.0
 
 
 class WebshopWorld:
     """One shop for all episodes, opened by the first."""
+
+    is_indexed = True
 
     def __init__(self, config: WebshopConfig, tagger: Tagger | None = None) -> None:
         """``tagger`` instead of the config's. Raises ``ConfigError`` when a file is not there."""
@@ -733,15 +662,11 @@ class WebshopWorld:
             raise ConfigError(f"envgateway.webshop.goals: there is no file {config.goals.absolute()}")
         self._files = find_files(config.data)
         self._config = config
-        self.max_turns = config.max_turns
-        self._tagger = tagger or tagger_of(config)
+        self._tagger = tagger or tagger_of(config.tagger)
         self._opening: asyncio.Task[Shop] | None = None
 
     def build(self) -> WebshopEnvironment:
         return WebshopEnvironment(self, self._config)
-
-    async def indices(self) -> range:
-        return range(len((await self.shop()).goals))
 
     async def shop(self) -> Shop:
         """Opened once, in a thread that outlives a caller that gives up. A failure is raised, and the next call tries
@@ -751,7 +676,7 @@ class WebshopWorld:
         """
         if self._opening is None or (self._opening.done() and not _succeeded(self._opening)):
             config = self._config
-            opening = THREADS.run(open_shop, self._files, config.goals, config.seed, self._tagger)
+            opening = THREADS.run(open_shop, self._files, config.goals, _SEED, self._tagger)
             self._opening = asyncio.create_task(opening, name="open the shop")
         opened, _ = await asyncio.wait([self._opening], timeout=_OPEN_TIMEOUT_S)
         if not opened:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from recipes.quickstart.model import CHAT_TEMPLATE
 from services.common.importing import load_object
@@ -13,15 +14,10 @@ NUM_DIALOGUES = 3000
 
 
 def build(
-    directory: Path,
-    seed: int,
-    dialogues: str,
-    vocabulary: int = 320,
-    hidden_size: int = 96,
-    num_layers: int = 3,
-    context_length: int = 256,
+    directory: Path, seed: int, dialogues: str, vocabulary: int = 320, context_length: int = 256, **sizes: Any
 ) -> None:
-    """Write config, random weights and tokenizer into ``directory``; ``dialogues`` is the import path of a generator."""
+    """Write config, random weights and tokenizer into ``directory``; ``dialogues`` is the import path of a generator, ``sizes``
+    are those of ``save_random_model``."""
     texts = (
         "\n".join(message["content"] for message in dialogue["messages"])
         for dialogue in islice(load_object(dialogues)(seed=0), NUM_DIALOGUES)
@@ -29,11 +25,4 @@ def build(
     tokenizer = train_tokenizer(
         texts, vocabulary=vocabulary, special_tokens=list(TURN_TOKENS), chat_template=CHAT_TEMPLATE
     )
-    save_random_model(
-        directory,
-        tokenizer,
-        seed=seed,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        context_length=context_length,
-    )
+    save_random_model(directory, tokenizer, seed=seed, context_length=context_length, **sizes)

@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from recipes.quickstart.model import CHAT_TEMPLATE
-from services.common.tiny import TURN_TOKENS, save_random_model, train_tokenizer
+from recipes.quickstart.model import tokenizer_of
+from services.common.tiny import save_random_model
 
 TURNS = 4
 _TOKENIZER_DIALOGUES = 200
@@ -18,13 +18,7 @@ _TOKENIZER_DIALOGUES = 200
 def build(directory: Path, seed: int, vocabulary: int = 290, **sizes: Any) -> None:
     """Write config, random weights and tokenizer. ``sizes`` are those of ``save_random_model``. Roles, hints and the question
     are few tokens, so that a game is short."""
-    texts = (
-        "\n".join(f"{message['role']}\n{message['content']}" for message in dialogue["messages"])
-        for dialogue in islice(demonstrations(seed), _TOKENIZER_DIALOGUES)
-    )
-    tokenizer = train_tokenizer(
-        texts, vocabulary=vocabulary, special_tokens=list(TURN_TOKENS), chat_template=CHAT_TEMPLATE
-    )
+    tokenizer = tokenizer_of(islice(demonstrations(seed), _TOKENIZER_DIALOGUES), vocabulary)
     save_random_model(directory, tokenizer, seed=seed, **sizes)
 
 

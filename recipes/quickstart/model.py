@@ -5,6 +5,7 @@ The result is an ordinary Hugging Face directory (Qwen3 architecture), loaded by
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,41 +27,25 @@ CHAT_TEMPLATE = (
 )
 
 
-def build(
-    directory: Path,
-    seed: int,
-    hidden_size: int = 96,
-    num_layers: int = 3,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 24,
-    intermediate_size: int = 288,
-    vocabulary: int = 303,
-    context_length: int = 256,
-    rope_theta: float = 10_000.0,
-) -> None:
-    """Write config, random weights and tokenizer into ``directory``; 0.36 M parameters with the defaults."""
-    save_random_model(
-        directory,
-        build_tokenizer(seed, vocabulary),
-        seed=seed,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        intermediate_size=intermediate_size,
-        context_length=context_length,
-        rope_theta=rope_theta,
-    )
+def build(directory: Path, seed: int, vocabulary: int = 303, context_length: int = 256, **sizes: Any) -> None:
+    """Write config, random weights and tokenizer into ``directory``; 0.36 M parameters with the defaults. ``sizes`` are those
+    of ``save_random_model``."""
+    save_random_model(directory, build_tokenizer(seed, vocabulary), seed=seed, context_length=context_length, **sizes)
 
 
 def build_tokenizer(seed: int, vocabulary: int = 303, num_dialogues: int = 3000) -> Any:
     """A byte-level BPE trained on synthetic dialogues."""
+    return tokenizer_of(islice(demonstrations(seed), num_dialogues), vocabulary, [*TURN_TOKENS, *TOOL_TOKENS])
+
+
+def tokenizer_of(
+    dialogues: Iterable[Mapping[str, Any]], vocabulary: int, special_tokens: Sequence[str] = TURN_TOKENS
+) -> Any:
+    """The same, trained on these dialogues: their roles and contents."""
     texts = (
         "\n".join(f"{message['role']}\n{message['content']}" for message in dialogue["messages"])
-        for dialogue in islice(demonstrations(seed), num_dialogues)
+        for dialogue in dialogues
     )
     return train_tokenizer(
-        texts, vocabulary=vocabulary, special_tokens=[*TURN_TOKENS, *TOOL_TOKENS], chat_template=CHAT_TEMPLATE
+        texts, vocabulary=vocabulary, special_tokens=list(special_tokens), chat_template=CHAT_TEMPLATE
     )

@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from recipes.quickstart.model import CHAT_TEMPLATE
-from services.common.tiny import TURN_TOKENS, save_random_model, train_tokenizer
+from recipes.quickstart.model import tokenizer_of
+from services.common.tiny import save_random_model
 
 _PROMPT = "Spell this word backward (example: sun -> nus): {}"  # the package's question
 _TOKENIZER_DIALOGUES = 2000
@@ -24,13 +24,7 @@ _CAPITAL_SHARE = 0.1  # the package's words have names among them
 def build(directory: Path, seed: int, vocabulary: int = 300, **sizes: Any) -> None:
     """Write config, random weights and tokenizer. ``sizes`` are those of ``save_random_model``. The tokenizer learns the
     question's words; letters of a string stay tokens of their own."""
-    texts = (
-        "\n".join(f"{message['role']}\n{message['content']}" for message in dialogue["messages"])
-        for dialogue in islice(demonstrations(seed), _TOKENIZER_DIALOGUES)
-    )
-    tokenizer = train_tokenizer(
-        texts, vocabulary=vocabulary, special_tokens=list(TURN_TOKENS), chat_template=CHAT_TEMPLATE
-    )
+    tokenizer = tokenizer_of(islice(demonstrations(seed), _TOKENIZER_DIALOGUES), vocabulary)
     save_random_model(directory, tokenizer, seed=seed, **sizes)
 
 

@@ -243,14 +243,12 @@ def _make_http(config: EnvGatewayConfig, queue: JobQueue, rewards: Rewards) -> H
 
 
 def _make_task_server(config: EnvGatewayConfig, episodes: EpisodeManager, environments: EnvironmentRegistry) -> Any:
-    """AgentBench's protocols over HTTP, where the recipe gives them a port. Raises ``ConfigError`` without their extra."""
+    """Episodes over HTTP, where the recipe gives them a port. Raises ``ConfigError`` without their extra."""
     if config.task_server.port is None:
         return None
     if "agentbench" not in provided("task_server"):
         raise ConfigError(f"envgateway.task_server: {absent('task_server', 'agentbench')}")
-    return load_extra("task_server", "agentbench")(
-        config.task_server, config.host, episodes, environments, idle_s=config.episode_lease_s
-    )
+    return load_extra("task_server", "agentbench")(config.task_server, config.host, episodes, environments)
 
 
 async def serve(

@@ -215,77 +215,44 @@ async def stay(
         DeadlineError: the orchestrator did not answer for ``first_s``, or for ``away_s`` after it had.
         UserError: the orchestrator refuses this gateway: its keys or its run are not ours.
     """
-    absence = _OrchestratorAbsence(first_s)
+    since, limit_s, pauses = time.monotonic(), first_s, backoff(longest_s=_LONGEST_PAUSE_S)
+    tell_at = since + FIRST_WORD_S
     async with channel(orchestrator, Peer.ORCHESTRATOR) as connection:
         stub: pool_pb2_grpc.PoolServiceAsyncStub = pool_pb2_grpc.PoolServiceStub(connection)
         while True:
-            before = absence.since
+            call, answered, why = stub.JoinGateway(pool_pb2.JoinGatewayRequest(address=address)), False, "it stops"
             try:
-                reason = await _one_stream(stub, address, run_id, absence)
+                with translated_errors("orchestrator", "JoinGateway"):
+                    async for response in call:
+                        answered = True
+                        if response.WhichOneof("command") == "leave":
+                            log.info(LogEvent.RUN_ENDED, reason=response.leave.reason or "the run has ended")
+                            return
+                        if response.WhichOneof("command") == "welcome":
+                            _check_run(run_id, response.welcome.run_id)
+                            log.info("run.joined", run=response.welcome.run_id, address=address)
             except UserError:
                 raise  # refused for our keys or our run: joining again would be refused again
             except RollmillError as error:
                 why = error.message
                 if (refused := await refusal_behind(error, connection)) is not None:
                     raise refused from None
-            else:
-                if reason:
-                    log.info(LogEvent.RUN_ENDED, reason=reason)
-                    return
-                why = "it stops"
-            if absence.since != before:  # the orchestrator has answered meanwhile
-                absence.limit_s = away_s
-            absence.report(orchestrator, why)
-            await sleep(next(absence.pauses))
-
-
-class _OrchestratorAbsence:
-    """Time since the orchestrator last answered, with a limit."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self.end()
-
-    def end(self) -> None:
-        self.since = time.monotonic()
-        self.pauses = backoff(longest_s=_LONGEST_PAUSE_S)
-        self._tell_at = self.since + FIRST_WORD_S
-
-    def report(self, orchestrator: str, why: str) -> None:
-        """Log at intervals that the orchestrator is absent; raises ``DeadlineError`` when the absence lasts too long."""
-        now = time.monotonic()
-        silent_s = now - self.since
-        if now >= self._tell_at:
-            self._tell_at = now + TELL_S
-            log.warning("orchestrator.waited_for", address=orchestrator, error=why, silent_s=round(silent_s))
-        if silent_s > self.limit_s:
-            raise DeadlineError(
-                f"waiting for the orchestrator at {orchestrator}: no answer for {silent_s:.0f} s (limit {self.limit_s:g} s): "
-                f"{why}; start it (deploy/launch/2_orchestrator.sh RECIPE), then this gateway again"
-            )
-
-
-async def _one_stream(
-    stub: pool_pb2_grpc.PoolServiceAsyncStub, address: str, run_id: str, absence: _OrchestratorAbsence
-) -> str:
-    """One stream. Returns why to leave; empty when the stream ends without a reason. Raises ``RollmillError`` when the
-    stream breaks."""
-    call = stub.JoinGateway(pool_pb2.JoinGatewayRequest(address=address))
-    welcomed = False
-    try:
-        with translated_errors("orchestrator", "JoinGateway"):
-            async for response in call:
-                welcomed = True
-                if response.WhichOneof("command") == "leave":
-                    return response.leave.reason or "the run has ended"
-                if response.WhichOneof("command") == "welcome":
-                    _check_run(run_id, response.welcome.run_id)
-                    log.info("run.joined", run=response.welcome.run_id, address=address)
-    finally:
-        call.cancel()
-        if welcomed:
-            absence.end()  # the orchestrator was there until now
-    return ""
+            finally:
+                call.cancel()
+            now = time.monotonic()
+            if answered:  # the orchestrator was there until now
+                since, limit_s, pauses = now, away_s, backoff(longest_s=_LONGEST_PAUSE_S)
+                tell_at = now + FIRST_WORD_S
+            silent_s = now - since
+            if now >= tell_at:
+                tell_at = now + TELL_S
+                log.warning("orchestrator.waited_for", address=orchestrator, error=why, silent_s=round(silent_s))
+            if silent_s > limit_s:
+                raise DeadlineError(
+                    f"waiting for the orchestrator at {orchestrator}: no answer for {silent_s:.0f} s (limit {limit_s:g} s): "
+                    f"{why}; start it (deploy/launch/2_orchestrator.sh RECIPE), then this gateway again"
+                )
+            await sleep(next(pauses))
 
 
 def _check_run(own: str, found: str) -> None:

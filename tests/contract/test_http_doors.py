@@ -45,7 +45,6 @@ JSON = {"Content-Type": "application/json"}
 READING = {
     "judge": {"/ping", "/status"},
     "task_server": {
-        "/api/get_indices", "/api/list_workers", "/api/list_sessions",
         "/api/task/info", "/api/health", "/api/{task}/task/info", "/api/{task}/health",
     },
     "endpoint": {"/v1/models", "/v1/models/{name}", "/v1/v1/models", "/v1/v1/models/{name}", "/v1/responses/{id}"},
@@ -56,14 +55,14 @@ READING = {
 }  # fmt: skip
 ASKED = {
     "judge": "/ping",
-    "task_server": "/api/list_sessions",
+    "task_server": "/api/health",
     "endpoint": "/v1/models",
     "metrics": "/metrics",
     "page": "/api/runs",
 }
 TOLD = {
     "judge": "/run",
-    "task_server": "/api/start_sample",
+    "task_server": "/api/episode/start",
     "endpoint": "/v1/chat/completions",
     "metrics": "/metrics",
     "page": "/api/runs",
@@ -99,7 +98,7 @@ def make(group: str) -> Any:
         served: Any = {"environments": {"household_toy": {"end": 10}}}
         environments: Any = _NoEnvironments()
         episodes: Any = _NoEpisodes()
-        return TaskServer(TaskServerConfig(port=0, **served), "127.0.0.1", episodes, environments, 1.0)
+        return TaskServer(TaskServerConfig(port=0, **served), "127.0.0.1", episodes, environments)
     if group == "endpoint":
         return EndpointServer(EndpointConfig(port=0), "127.0.0.1", setting="endpoint.port")
     if group == "page":

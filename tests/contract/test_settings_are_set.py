@@ -42,8 +42,6 @@ KEPT = {
     "GymnasiumConfig.id": "the environment itself; recipes name it below a name of their own",
     "GymnasiumConfig.settings": "as GymnasiumConfig.id",
     "GymnasiumConfig.observation": "as GymnasiumConfig.id",
-    "GymnasiumConfig.max_turns": "as GymnasiumConfig.id",
-    "HarborConfig.disk_bytes": "a larger task; its tests build the limits from a dict",
     "WarmStartConfig.steps": "recipes name it below a policy's name",
     "WarmStartConfig.betas": "recipes name it below a policy's name",
     "LaunchConfig.chosen_ports": "written by the launcher into the run directory's recipe",

@@ -40,7 +40,7 @@ class _Python:
 
 @asynccontextmanager
 async def servers(folder: Path, kind: str = "") -> AsyncIterator[tuple[list[Target], Any]]:
-    """Judge, task server, endpoint and metrics, whose names begin with ``kind``, and the task server's conversations."""
+    """Judge, task server, endpoint and metrics, whose names begin with ``kind``, and the task server."""
     submissions: Any = _Python()
     judge = HttpServer(HttpConfig(port=0), "127.0.0.1", _NoQueue(), submissions)  # type: ignore[arg-type]
     metrics = MetricsServer(_status, (), name="envgateway", host="127.0.0.1", port=0)
@@ -49,18 +49,18 @@ async def servers(folder: Path, kind: str = "") -> AsyncIterator[tuple[list[Targ
     # The name of an attempt may have a slash, which no file has.
     program = f"import os; os.close(os.open({str(folder)!r} + '/' + 'ATTACK'.replace('/', ' '), os.O_CREAT))"
     async with (
-        task_server({"orders": ServedTaskConfig(environment="orders", concurrency=64, end=5)}) as tasks,
+        task_server({"orders": ServedTaskConfig(end=5)}) as tasks,
         serving() as endpoint,
     ):
         yield [
             Target(name=f"{kind}judge", port=judge.port, path="/run", reads=("/status",),
                    bodies={"type": "python", "solution": program}),
-            Target(name=f"{kind}tasks", port=tasks.server.port, path="/api/start_sample", reads=("/api/list_sessions",),
-                   bodies={"name": "orders", "index": 0}),
+            Target(name=f"{kind}tasks", port=tasks.server.port, path="/api/episode/start", reads=("/api/health",),
+                   bodies={"sample_id": 0}),
             Target(name=f"{kind}endpoint", port=int(endpoint.base_url.rpartition(":")[2].partition("/")[0]),
                    path="/v1/chat/completions", bodies={"messages": []}, reads=("/v1/models",)),
             Target(name=f"{kind}metrics", port=metrics_port, path="/metrics", bodies={}, reads=("/metrics",)),
-        ], tasks.server.conversations  # fmt: skip
+        ], tasks.server  # fmt: skip
     await judge.stop()
     await metrics.stop()
 
@@ -112,13 +112,13 @@ async def test_a_page_of_another_site_runs_and_reads_nothing_but_of_servers_with
     with monkeypatch.context() as counting:
         reached = counted(counting)
         guarded = servers(tmp_path)
-        targets, conversations = await guarded.__aenter__()
+        targets, tasks = await guarded.__aenter__()
     try:
         without_checks(monkeypatch)
-        async with servers(tmp_path, "open") as (opened, open_conversations):
+        async with servers(tmp_path, "open") as (opened, open_tasks):
             report = await visit([*targets, *opened])
             await asyncio.sleep(0.3)  # a beacon may come last
-            begun = [len(list(each.all)) for each in (conversations, open_conversations)]
+            begun = [each.num_live for each in (tasks, open_tasks)]
     finally:
         await guarded.__aexit__(None, None, None)
     ran, read = {path.name for path in tmp_path.iterdir()}, [json.dumps(each) for each in report.read]

@@ -60,7 +60,7 @@ def test_a_reply_without_an_action_moves_nothing_and_is_told(opened: Any) -> Non
 
 @pytest.mark.needs("gymnasium")
 def test_the_turn_limit_of_the_environment_ends_the_episode(opened: Any) -> None:
-    episode = opened(max_turns=2)
+    episode = opened(settings={"is_slippery": False, "max_episode_steps": 2})
     episode.reset({}, 0)
     assert not episode.step("left").done
     last = episode.step("left")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import os
@@ -15,10 +16,12 @@ from hypothesis import strategies as st
 
 from extras.hub import harbor
 from extras.hub.harbor import environment_files, read_dockerfile, read_task, verifier_files
+from extras.hub.harbor_episode import reward_of, why_not
 from services.cli.check.worlds import world_problems
 from services.common.config.data import DatasetConfig
 from services.common.config.loading import load_recipe
 from services.common.errors import DatasetError
+from services.envgateway.envs.base import EpisodeLostError
 from services.orchestrator.tasks.datasets import open_source
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
@@ -66,8 +69,8 @@ def test_a_dockerfile_places_files_as_docker_does(tasks: Path) -> None:
     environment = task / "environment"
     (environment / "run.sh").write_text("true\n")
     (environment / "Dockerfile").write_text(
-        "# comment\nFROM ubuntu:24.04 AS base\nARG TOP=/app\nENV SUB=in \\\n    OTHER=x\nWORKDIR $TOP\nWORKDIR ${SUB}\n"
-        'COPY --chown=me:me logs /data\nCOPY ["run.sh", "bin/"]\nCOPY *.sh logs/a.log /srv/\nCOPY run.sh /opt/go\n'
+        "# comment\nFROM ubuntu:24.04 AS base\nENV SUB=in \\\n    OTHER=x\nWORKDIR /app\nWORKDIR ${SUB}\n"
+        "COPY --chown=me:me logs /data\nCOPY run.sh bin/\nCOPY *.sh logs/a.log /srv/\nCOPY run.sh /opt/go\n"
         'USER nobody\nCMD ["bash"]\n'
     )
     read = read_task(task).dockerfile
@@ -92,8 +95,8 @@ def test_a_dockerfile_places_files_as_docker_does(tasks: Path) -> None:
         ("COPY x", "needs a source and a place"),
         ("COPY 'x /app", "No closing quotation"),
         ("WORKDIR ${X:-/app}", "write the value"),
-        ("COPY <<EOF /app/x\nRUN hidden\nEOF", "only files"),
-        ("VOLUME /data", "needs a container engine"),
+        ("COPY <<EOF /app/x\nRUN hidden\nEOF", "text in place"),
+        ('COPY ["a", "/app"]', "needs a container engine"),
     ],
 )
 def test_an_instruction_that_cannot_be_honoured_is_named_with_its_line(line: str, says: str) -> None:
@@ -102,11 +105,9 @@ def test_an_instruction_that_cannot_be_honoured_is_named_with_its_line(line: str
     assert says in raised.value.message
 
 
-def test_run_is_told_and_its_text_in_place_is_no_instruction() -> None:
-    read = read_dockerfile(
-        "FROM a\nRUN <<EOF\nENTRYPOINT x\nEOF\nRUN apt-get update && \\\n  # why\n  apt-get install jq\n", "here"
-    )
-    assert read.run == "line 2: RUN <<EOF"
+def test_the_first_run_is_told() -> None:
+    read = read_dockerfile("FROM a\nRUN apt-get update && \\\n  # why\n  apt-get install jq\nRUN b\\", "here")
+    assert read.run == "line 2: RUN apt-get update && apt-get install jq"
 
 
 @given(st.text(max_size=200))
@@ -196,3 +197,37 @@ def test_tasks_of_harbor_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [problem for problem in world_problems(recipe) if "tier 2" in problem]
     monkeypatch.setattr("os.geteuid", lambda: 0)
     assert world_problems(recipe) == []
+
+
+# The reward files of a verifier: one number, or no reward at all.
+
+
+def rewards(json: str | None = None, txt: str | None = None) -> dict[str, str | None]:
+    return {
+        name: None if text is None else base64.b64encode(text.encode()).decode()
+        for name, text in (("reward.json", json), ("reward.txt", txt))
+    }
+
+
+def test_json_goes_before_text_and_its_other_numbers_are_metrics() -> None:
+    assert reward_of(rewards('{"reward": 0.5, "style": 1}', "1"), "a") == (0.5, {"reward_style": 1.0})
+    assert reward_of(rewards('{"tests": 3}'), "a") == (3.0, {})
+    assert reward_of(rewards(None, " 0.25\n"), "a") == (0.25, {})
+
+
+@pytest.mark.parametrize(
+    ("json", "txt"),
+    [
+        (None, None), (None, ""), (None, "one"), (None, "inf"), (None, "1 2"), ("", "1"), ("[]", None), ("{}", None),
+        ("{", None), ('{"a": 1, "b": 2}', None), ('{"reward": "1"}', None), ('{"reward": true}', None),
+        ('{"reward": NaN}', None), ('{"reward": 1, "b": null}', None), ("[" * 20_000, None),
+    ],
+)  # fmt: skip
+def test_anything_else_is_no_reward(json: str | None, txt: str | None) -> None:
+    with pytest.raises(EpisodeLostError, match=r"^task a: "):
+        reward_of(rewards(json, txt), "a")
+
+
+def test_only_tier_2_has_a_root_for_the_tasks() -> None:
+    assert why_not("2") == ""
+    assert "it runs at tier U" in why_not("U")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from extras.hub import harbor_episode
 from extras.hub.harbor import read_task
 from extras.hub.harbor_episode import HarborEpisode
 from services.common.config.envgateway import HarborConfig
@@ -34,7 +35,7 @@ async def play(pool: SandboxPool) -> AsyncIterator[Play]:
     episodes: list[HarborEpisode] = []
 
     async def run(directory: Path, *commands: str, told: list[str] | None = None, **settings: Any) -> StepResult:
-        episode = HarborEpisode(pool.live, HarborConfig(memory_bytes=256 << 20, **settings))
+        episode = HarborEpisode(pool.live, HarborConfig(**settings))
         episodes.append(episode)
         await episode.reset({"harbor": {"directory": str(directory), "refusal": ""}}, 0)
         for command in commands:
@@ -98,11 +99,12 @@ async def test_the_agent_sees_neither_tests_nor_the_machine_and_leaves_nothing_t
     assert done.metrics["commands"] == 4.0
 
 
-async def test_commands_end_at_their_limits_and_the_task_goes_on(play: Play, task: Path) -> None:
+async def test_commands_end_at_their_limits_and_the_task_goes_on(
+    play: Play, task: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
-    done = await play(
-        task, "sleep 300", "yes", "exit 3", "true", solution("add-numbers"), told=told, command_time_s=1.0
-    )
+    monkeypatch.setattr(harbor_episode, "COMMAND_TIME_S", 1.0)
+    done = await play(task, "sleep 300", "yes", "exit 3", "true", solution("add-numbers"), told=told)
     assert "stopped after 1 s" in told[0]
     assert "printed too much" in told[1]
     assert told[2:4] == ["(exit code 3)", "(no output)"]
@@ -127,10 +129,13 @@ async def test_a_command_that_ends_the_sandbox_is_no_silent_zero(play: Play, tas
         ("kill -9 $PPID; sleep 5", "the tests ended"),
     ],
 )
-async def test_a_verifier_without_a_reward_loses_the_episode(play: Play, task: Path, test: str, says: str) -> None:
+async def test_a_verifier_without_a_reward_loses_the_episode(
+    play: Play, task: Path, test: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_test(task, test)
+    monkeypatch.setattr(harbor_episode, "VERIFIER_TIME_S", 1.0)
     with pytest.raises(EpisodeLostError, match=says):
-        await play(task, verifier_time_s=1.0)
+        await play(task)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +149,11 @@ async def test_a_verifier_without_a_reward_loses_the_episode(play: Play, task: P
         "mkdir -p sum.txt/a; chmod 000 sum.txt",
     ],
 )
-async def test_leavings_that_keep_the_tests_from_a_reward_are_worth_0(play: Play, leaves: str) -> None:
-    done = await play(EXAMPLES / "add-numbers", leaves, verifier_time_s=3.0, disk_bytes=64 << 20)
+async def test_leavings_that_keep_the_tests_from_a_reward_are_worth_0(
+    play: Play, leaves: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harbor_episode, "VERIFIER_TIME_S", 3.0)
+    done = await play(EXAMPLES / "add-numbers", leaves)
     assert (done.done, done.reward) == (True, 0.0)
 
 
@@ -157,7 +165,7 @@ async def test_tests_that_give_no_reward_before_any_command_lose_the_episode_aft
 
 async def test_the_tests_run_after_the_agents_time(pool: SandboxPool, play: Play, task: Path) -> None:
     now = [0.0]
-    episode = HarborEpisode(pool.live, HarborConfig(memory_bytes=256 << 20), clock=lambda: now[0])
+    episode = HarborEpisode(pool.live, HarborConfig(), clock=lambda: now[0])
     await episode.reset({"harbor": {"directory": str(task), "refusal": ""}}, 0)
     await episode.step(call(solution("add-numbers")))
     now[0] = read_task(task).agent_s

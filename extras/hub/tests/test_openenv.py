@@ -303,8 +303,8 @@ async def test_a_true_server_that_is_killed_is_started_again_and_pays_no_zero() 
     async with served_world("guess", world) as client:
         begun = await client.create("guess", {}, seed=5)
         assert begun.observation == "1 to 8?"
-        assert world._process is not None and world._process._process is not None
-        first = world._process._process
+        first = world.process
+        assert first is not None
         first.kill()
         await first.wait()
         with pytest.raises((InfrastructureError, EpisodeNotFoundError)):  # not found, where the call was repeated
@@ -317,4 +317,4 @@ async def test_a_true_server_that_is_killed_is_started_again_and_pays_no_zero() 
             if step.done:
                 break
         assert rewards[-1] == 1.0 and sum(rewards) == 1.0 and step.metrics["state_step_count"] == len(rewards)
-        assert world._process.num_starts == 2
+        assert world.num_starts == 2

@@ -28,7 +28,7 @@ from tests.unit.inference.fakes import make_task, served_policy
 from tests.waiting import WAIT_S, until
 
 ROOT = Path(__file__).resolve().parents[3]
-OPENED = '{"opened": {"version": "0.4.0", "agents": ["agent"], "endless": false}}'
+OPENED = '{"opened": {"version": "0.4.0", "endless": false}}'
 READ = "import json, os, sys\nfor line in sys.stdin:\n    asked = json.loads(line)\n"
 OPEN = f"    if asked['ask'] == 'open':\n        print('{OPENED}', flush=True)\n"
 PLAY = "    if asked['ask'] == 'play':\n        "

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import structlog
 
-from extras.hub.verifiers.child.messages import Ask, Failed, FailureKind, Opened, Played, Reply
+from extras.hub.verifiers.child.messages import Ask, Failed, FailureKind, Played, Reply
 from extras.hub.verifiers.tasks import OPEN_TIMEOUT_S, command, explained, interpreter, variables
 from services.common.aio import TaskOwner, deadline
 from services.common.config.recipe import Recipe
@@ -89,28 +89,22 @@ class VerifiersEnvironment:
             if self._process is None:
                 process = _Process(self.where)
                 self.num_starts += 1
+                question = {"ask": Ask.OPEN, "environment": self._environment, "arguments": self._arguments}
                 try:
                     await process.start()
-                    opened = await self._opened(process)
-                except BaseException:
+                    async with deadline(OPEN_TIMEOUT_S, f"loading {self.where}"):
+                        answer = await process.ask(question)
+                    if Reply.OPENED not in answer:
+                        told = explained(Failed(**answer[Reply.FAILED]), self._environment)
+                        raise ConfigError(f"{self.where}: {told}")
+                except BaseException as error:
                     await process.close()
+                    if isinstance(error, DeadlineError):
+                        raise InfrastructureError(error.message) from error
                     raise
-                log.info(
-                    "verifiers.opened", environment=self._environment, version=opened.version, agents=opened.agents
-                )
+                log.info("verifiers.opened", environment=self._environment, version=answer[Reply.OPENED]["version"])
                 self._process = process
             return self._process
-
-    async def _opened(self, process: _Process) -> Opened:
-        question = {"ask": Ask.OPEN, "environment": self._environment, "arguments": self._arguments}
-        try:
-            async with deadline(OPEN_TIMEOUT_S, f"loading {self.where}"):
-                answer = await process.ask(question)
-        except DeadlineError as error:
-            raise InfrastructureError(error.message) from error
-        if Reply.OPENED not in answer:
-            raise ConfigError(f"{self.where}: {explained(Failed(**answer[Reply.FAILED]), self._environment)}")
-        return Opened(**answer[Reply.OPENED])
 
 
 class _Process:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import services
-from extras.hub.verifiers.child.messages import Ask, Failed, FailureKind, Opened, Reply
+from extras.hub.verifiers.child.messages import Ask, Failed, FailureKind, Reply
 from services.common.config.data import DatasetConfig
 from services.common.errors import ConfigError, DatasetError
 from services.common.importing import directories
@@ -87,7 +87,7 @@ def rows(config: DatasetConfig, seed: int) -> Iterator[dict[str, Any]]:
         raise DatasetError(f"{where}: {error.message}") from None
     try:
         answer = child.ask(f"loading {where}", OPEN_TIMEOUT_S, {"ask": Ask.OPEN, **named})
-        if Opened(**_content(answer, Reply.OPENED, where, name)).endless and limit is None:
+        if _content(answer, Reply.OPENED, where, name)["endless"] and limit is None:
             raise DatasetError(f"{where} has endless tasks: set `limit`")
         while limit is None or start < limit:
             count = _TASKS_AT_ONCE if limit is None else min(_TASKS_AT_ONCE, limit - start)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -48,21 +49,20 @@ class EnginePool:
         self._module = module
         self._config = config
         self._environment = {"OMP_NUM_THREADS": "1", **environment}
-        self._workers: list[_Worker | None] = [None] * config.num_workers  # None: a place without a process
+        self._workers: list[_Worker] = []
         self._numbers = itertools.count(1)
         self._tasks = TaskOwner()
         self.counts: Counter[str] = Counter()
 
     @property
     def pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers if worker is not None]
+        return [worker.child.pid for worker in self._workers]
 
     @property
     def gauges(self) -> dict[str, float]:
-        live = [worker for worker in self._workers if worker is not None]
         return {
-            f"{self._engine}_engine_processes": float(len(live)),
-            f"{self._engine}_engine_games": float(sum(len(worker.games) for worker in live)),
+            f"{self._engine}_engine_processes": float(len(self._workers)),
+            f"{self._engine}_engine_games": float(sum(len(worker.games) for worker in self._workers)),
             **{f"{self._engine}_engine_{name}": float(n) for name, n in self.counts.items()},
         }
 
@@ -80,11 +80,11 @@ class EnginePool:
             worker.games.add(game.number)
             request = {"kind": "open", "game": game.number, "settings": dict(settings)}
             try:
-                return game, await worker.ask(request, self._config.start_timeout_s, "loading a game")
+                return game, await self.ask(worker, request, self._config.start_timeout_s, "loading a game")
             except _ProcessGone as gone:
                 why = gone
             except asyncio.CancelledError:
-                self.forget(worker, game.number)  # the load may still end: the game is closed then
+                game.close()  # the load may still end: the game is closed then
                 raise
             except Exception:
                 worker.games.discard(game.number)
@@ -94,143 +94,133 @@ class EnginePool:
     async def step(self, worker: _Worker, number: int, command: str) -> Answer:
         request = {"kind": "step", "game": number, "command": command}
         try:
-            return await worker.ask(request, self._config.step_timeout_s, "a step")
+            return await self.ask(worker, request, self._config.step_timeout_s, "a step")
         except _ProcessGone as gone:
             raise EpisodeLostError(f"the {self._engine} engine that held this game has ended: {gone}") from gone
 
     def forget(self, worker: _Worker, number: int) -> None:
         """Close a game when its process has time; the caller does not wait."""
-        if number not in worker.games:
-            return
-        worker.games.discard(number)
-        if not worker.gone:
-            self._tasks.start(self._close_game(worker, number), f"close a game of {self._engine}")
+        if number in worker.games:
+            worker.games.discard(number)
+            if not worker.gone:
+                self._tasks.start(self._close_game(worker, number), f"close a game of {self._engine}")
 
     async def close(self) -> None:
         """Kill every process."""
         await self._tasks.close()
-        for worker in self._workers:
-            if worker is not None:
-                await worker.stop()
-
-    def _emptiest(self) -> _Worker:
-        def load(place: int) -> int:
-            worker = self._workers[place]
-            return 0 if worker is None else len(worker.games)
-
-        place = min(range(len(self._workers)), key=load)
-        if load(place) >= EPISODES_PER_WORKER:
-            held = self._config.num_workers * EPISODES_PER_WORKER
-            raise CapacityError(f"the {self._engine} engine holds {held} games, as many as it may", retry_after_s=1.0)
-        worker = self._workers[place]
-        if worker is None:
-            child = Child(self._module, [str(_MEMORY_BYTES)], self._environment)
-            worker = self._workers[place] = _Worker(self._engine, child, self._lost)
-            self.counts["started"] += 1
-            log.info("engine.started", engine=self._engine, pid=child.pid)
-        return worker
-
-    def _lost(self, worker: _Worker, why: str) -> None:
-        if worker in self._workers:
-            self._workers[self._workers.index(worker)] = None
-        self.counts[why] += 1
-        log.warning("engine.lost", engine=self._engine, why=why, games=len(worker.games), pid=worker.pid)
-
-    async def _close_game(self, worker: _Worker, number: int) -> None:
-        try:
-            request = {"kind": "close", "game": number}
-            await worker.ask(request, self._config.step_timeout_s, "closing a game", queue_timeout_s=None)
-        except (InfrastructureError, _ProcessGone) as error:
-            log.warning("engine.close_failed", engine=self._engine, error=str(error))
-
-
-class Game:
-    """One game in some process of the pool."""
-
-    def __init__(self, pool: EnginePool, worker: _Worker, number: int) -> None:
-        self._pool = pool
-        self._worker = worker
-        self.number = number
-
-    async def step(self, command: str) -> Answer:
-        """Raises ``ActionFailedError`` for a command at which the engine raised, ``EpisodeLostError`` when its process
-        died or stalled, ``CapacityError`` when other requests keep the process busy."""
-        return await self._pool.step(self._worker, self.number, command)
-
-    def close(self) -> None:
-        self._pool.forget(self._worker, self.number)
-
-
-class _ProcessGone(Exception):
-    """The process has ended: no request can be sent."""
-
-
-class _Worker:
-    """One process, the requests that wait, and its games."""
-
-    def __init__(self, engine: str, child: Child, lost: Callable[[_Worker, str], None]) -> None:
-        self._engine = engine
-        self._child = child
-        self._lost = lost
-        self._turn = asyncio.Lock()
-        self._running: asyncio.Task[dict[str, Any]] | None = None
-        self._ready = False
-        self.gone = ""  # reason of the death, once known
-        self.games: set[int] = set()
-        self.pid = child.pid
+        for worker in list(self._workers):
+            if worker.running is not None:
+                worker.running.cancel()
+                await asyncio.gather(worker.running, return_exceptions=True)
+            if not worker.gone:
+                self._end(worker, "was stopped")
 
     async def ask(
-        self, request: dict[str, Any], timeout_s: float, what: str, queue_timeout_s: float | None = _QUEUE_TIMEOUT_S
+        self,
+        worker: _Worker,
+        request: dict[str, Any],
+        timeout_s: float,
+        what: str,
+        queue_timeout_s: float | None = _QUEUE_TIMEOUT_S,
     ) -> Answer:
         """``queue_timeout_s`` bounds waiting for other requests, each with its own deadline; ``timeout_s`` bounds the
         process itself."""
         busy = f"the {self._engine} engine was busy with other games for {_QUEUE_TIMEOUT_S:g} s"
-        await take_place(self._turn, queue_timeout_s, busy)
-        if self.gone:
-            self._turn.release()
-            raise _ProcessGone(self.gone)
-        self._running = asyncio.create_task(self._exchange(request, timeout_s, what), name=f"{self._engine}: {what}")
-        self._running.add_done_callback(self._turn_over)
-        answer = await asyncio.shield(self._running)
-        if answer["kind"] == "refused":
-            raise InvalidRequestError(answer["error"])
-        if answer["kind"] == "raised":
-            raise ActionFailedError(f"the {self._engine} engine failed at a command: {answer['error']}")
-        if answer["kind"] == "failed":
-            raise EpisodeLostError(f"the {self._engine} engine failed: {answer['error']}")
+        await take_place(worker.turn, queue_timeout_s, busy)
+        if worker.gone:
+            worker.turn.release()
+            raise _ProcessGone(worker.gone)
+
+        def turn_over(running: asyncio.Task[dict[str, Any]]) -> None:
+            worker.turn.release()
+            if not running.cancelled():
+                running.exception()  # the caller may have gone; then no other code reads the exception
+
+        exchange = self._exchange(worker, request, timeout_s, what)
+        worker.running = asyncio.create_task(exchange, name=f"{self._engine}: {what}")
+        worker.running.add_done_callback(turn_over)
+        answer = await asyncio.shield(worker.running)
+        match answer["kind"]:
+            case "refused":
+                raise InvalidRequestError(answer["error"])
+            case "raised":
+                raise ActionFailedError(f"the {self._engine} engine failed at a command: {answer['error']}")
+            case "failed":
+                raise EpisodeLostError(f"the {self._engine} engine failed: {answer['error']}")
         return answer["answer"]  # type: ignore[no-any-return]
 
-    async def stop(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
-        if not self.gone:
-            self.gone = "it was stopped"
-            self._child.kill()
-
-    def _turn_over(self, running: asyncio.Task[dict[str, Any]]) -> None:
-        self._turn.release()
-        if not running.cancelled():
-            running.exception()  # the caller may have gone; then no other code reads the exception
-
-    async def _exchange(self, request: dict[str, Any], timeout_s: float, what: str) -> dict[str, Any]:
+    async def _exchange(self, worker: _Worker, request: dict[str, Any], timeout_s: float, what: str) -> dict[str, Any]:
         try:
-            if not self._ready:
-                await self._child.start(f"the {self._engine} engine")
-                self._ready = True
+            if not worker.ready:
+                await worker.child.start(f"the {self._engine} engine")
+                worker.ready = True
             async with asyncio.timeout(timeout_s):
-                return await self._child.ask(wire.encode(request))
+                return await worker.child.ask(wire.encode(request))
         except TimeoutError:
-            self._end("stalled")
+            self._end(worker, "stalled")
             raise EpisodeLostError(f"{what} took the {self._engine} engine longer than {timeout_s:g} s") from None
         except ChildFailed:
-            self._end("died")
-            raise _ProcessGone(self.gone) from None
+            self._end(worker, "died")
+            raise _ProcessGone(worker.gone) from None
         except InfrastructureError:
-            self._end("not_started")
+            self._end(worker, "not_started")
             raise
 
-    def _end(self, why: str) -> None:
-        self.gone = f"its process {why.replace('_', ' ')}"
-        self._child.kill()
-        self._lost(self, why)
+    def _emptiest(self) -> _Worker:
+        worker = min(self._workers, key=lambda one: len(one.games), default=None)
+        if worker is None or (worker.games and len(self._workers) < self._config.num_workers):
+            worker = _Worker(Child(self._module, [str(_MEMORY_BYTES)], self._environment))
+            self._workers.append(worker)
+            self.counts["started"] += 1
+            log.info("engine.started", engine=self._engine, pid=worker.child.pid)
+        if len(worker.games) >= EPISODES_PER_WORKER:
+            held = self._config.num_workers * EPISODES_PER_WORKER
+            raise CapacityError(f"the {self._engine} engine holds {held} games, as many as it may", retry_after_s=1.0)
+        return worker
+
+    def _end(self, worker: _Worker, why: str) -> None:
+        worker.gone = f"its process {why.replace('_', ' ')}"
+        worker.child.kill()
+        self._workers.remove(worker)
+        self.counts[why.replace(" ", "_")] += 1
+        log.warning("engine.lost", engine=self._engine, why=why, games=len(worker.games), pid=worker.child.pid)
+
+    async def _close_game(self, worker: _Worker, number: int) -> None:
+        try:
+            request = {"kind": "close", "game": number}
+            await self.ask(worker, request, self._config.step_timeout_s, "closing a game", queue_timeout_s=None)
+        except (InfrastructureError, _ProcessGone) as error:
+            log.warning("engine.close_failed", engine=self._engine, error=str(error))
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """One process, the requests that wait, and its games."""
+
+    child: Child
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    running: asyncio.Task[dict[str, Any]] | None = None
+    ready: bool = False
+    gone: str = ""  # reason of the death, once known
+    games: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Game:
+    """One game in some process of the pool."""
+
+    pool: EnginePool
+    worker: _Worker
+    number: int
+
+    async def step(self, command: str) -> Answer:
+        """Raises ``ActionFailedError`` for a command at which the engine raised, ``EpisodeLostError`` when its process
+        died or stalled, ``CapacityError`` when other requests keep the process busy."""
+        return await self.pool.step(self.worker, self.number, command)
+
+    def close(self) -> None:
+        self.pool.forget(self.worker, self.number)
+
+
+class _ProcessGone(Exception):
+    """The process has ended: no request can be sent."""

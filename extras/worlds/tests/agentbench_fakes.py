@@ -66,7 +66,6 @@ class FakeController(Fake):
         return [
             web.get("/api/list_workers", self.list_workers),
             web.get("/api/list_sessions", self.list_sessions),
-            web.get("/api/get_indices", self.get_indices),
             web.post("/api/start_sample", self.start_sample),
             web.post("/api/interact", self.interact),
             web.post("/api/cancel", self.cancel),
@@ -78,9 +77,6 @@ class FakeController(Fake):
 
     async def list_sessions(self, request: web.Request) -> web.Response:
         return web.json_response({str(session): {} for session in (*self.taken, *self.leaked)})
-
-    async def get_indices(self, request: web.Request) -> web.Response:
-        return web.json_response([0, 1, "x"])
 
     async def start_sample(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -23,10 +23,13 @@ ACTIONS: list[str] = []
 class Orders:
     """``win``, ``lose`` and ``limit`` end the episode; ``fail N`` fails N times; ``crash``, ``lost`` and ``stall`` do."""
 
-    def __init__(self) -> None:
-        self.failed = 0
+    is_indexed = True
+
+    def build(self) -> Orders:
+        return Orders()
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        self.failed = 0
         if task["index"] == 3:
             raise InvalidRequestError("nobody can play 3")
         if task["index"] == 4:
@@ -51,8 +54,6 @@ class Orders:
                 raise RuntimeError("a bug")
             case ["lost"]:
                 raise EpisodeLostError("the game's process died")
-            case ["long"]:
-                return StepResult(observation="seen, and what is possible now", remembered="seen")
             case ["slow"]:
                 await asyncio.sleep(2.0)
             case ["stall"]:
@@ -60,36 +61,6 @@ class Orders:
         return StepResult(observation=f"you said {action}", reward=0.25)
 
     async def close(self) -> None:
-        pass
-
-
-class OrdersWorld:
-    def __init__(self, indices: list[int | str] | range = range(6)) -> None:
-        self._indices = indices
-
-    def build(self) -> Orders:
-        return Orders()
-
-    async def indices(self) -> list[int | str] | range:
-        return self._indices
-
-    async def close(self) -> None:
-        pass
-
-
-class Unlisted:
-    """A user's environment, which cannot list its tasks."""
-
-    def __init__(self, context: object) -> None:
-        pass
-
-    def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        return Observation(text=f"{task['index']} {seed}")
-
-    def step(self, action: str) -> StepResult:
-        return StepResult(reward=1.0, done=True)
-
-    def close(self) -> None:
         pass
 
 
@@ -101,29 +72,25 @@ class Http:
 
     async def get(self, path: str, status: int = 200) -> Any:
         async with self._session.get(path) as response:
-            return await self._body(response, status)
+            assert response.status == status, (response.status, await response.text())
+            return await response.json()
 
     async def post(self, path: str, body: object = None, status: int = 200) -> Any:
         async with self._session.post(path, json=body) as response:
-            return await self._body(response, status)
-
-    async def _body(self, response: aiohttp.ClientResponse, status: int) -> Any:
-        assert response.status == status, (response.status, await response.text())
-        is_json = response.content_type == "application/json"
-        return await response.json() if is_json else await response.text()
+            assert response.status == status, (response.status, await response.text())
+            return await response.json()
 
 
 @asynccontextmanager
 async def task_server(
     environments: Mapping[str, ServedTaskConfig] | None = None, **settings: Any
 ) -> AsyncIterator[Http]:
-    known = registry({"orders": OrdersWorld(), "named": OrdersWorld(["a", "b"])}, {"unlisted": Unlisted})  # type: ignore[dict-item]
+    known = registry({"orders": Orders(), "more": Orders()})
     episodes = EpisodeManager(known, **{"max_episodes": 64, "lease_s": 60.0, "step_timeout_s": 4.0, **settings})
-    config = TaskServerConfig(port=0, environments=dict(environments or {}))
-    server = TaskServer(config, "127.0.0.1", episodes, known, idle_s=settings.get("lease_s", 60.0))
+    server = TaskServer(TaskServerConfig(port=0, environments=dict(environments or {})), "127.0.0.1", episodes, known)
     port = await server.start()
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
         yield Http(session, server, episodes)
     await server.stop()
-    assert episodes.num_live == 0
+    await episodes.close_all()
     await known.close()

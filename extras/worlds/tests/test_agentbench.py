@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from extras.worlds.agentbench import AgentBenchEpisode, AgentBenchWorld, Reply, reward_of
+from extras.worlds.agentbench import AgentBenchEpisode, AgentBenchWorld, reward_of
 from extras.worlds.tests.agentbench_fakes import CAPACITY, FakeAdapter, FakeController, running
 from services.common.config.envgateway import AgentBenchConfig
 from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
@@ -180,48 +180,4 @@ async def test_the_task_of_a_controller_is_its_only_one_or_named() -> None:
             await begin(world)
     async with playing(FakeController(), task="other") as world:
         with pytest.raises(InfrastructureError, match="no task 'other'"):
-            await begin(world)
-
-
-async def test_indices_are_listed_or_counted() -> None:
-    async with playing(FakeController()) as world:
-        assert list(await world.indices()) == [0, 1, "x"]
-    async with playing(FakeAdapter()) as world:
-        assert list(await world.indices()) == [0, 1, 2]
-
-
-async def test_a_server_that_is_not_there_yet_is_asked_again_by_the_next_episode() -> None:
-    fake = FakeAdapter()
-    async with running(fake) as url:
-        pass
-    world = AgentBenchWorld(AgentBenchConfig(url=url))
-    with pytest.raises(InfrastructureError):
-        await begin(world)
-    world._http.url = ""  # the port is gone: another server takes its place
-    async with running(fake) as url:
-        world._http.url = url
-        await begin(world)
-        await world.close()
-
-
-async def test_protocols_may_be_configured_instead_of_detected() -> None:
-    async with playing(FakeAdapter(), protocol="classic", task="toy") as world:
-        with pytest.raises(InfrastructureError, match="could not start: 404"):
-            await begin(world)
-
-
-def test_the_words_of_an_error_are_found_behind_pools_and_in_plain_text() -> None:
-    wrapped = '{"detail": {"upstream_status": 500, "upstream_detail": {"detail": {"message": "no planner"}}}}'
-    assert Reply(500, wrapped).detail == "no planner"
-    assert Reply(500, "Internal Server Error").detail == "Internal Server Error"
-    assert Reply(422, '{"detail": [{"loc": ["body"]}]}').detail == '{"detail": [{"loc": ["body"]}]}'
-    assert Reply(200, "").json is None
-
-
-@pytest.mark.parametrize("session", [None, "one", 1.5])
-async def test_a_controller_that_names_no_session_by_a_number_is_at_fault(session: object) -> None:
-    fake = FakeController()
-    fake.numbers = iter([session])  # type: ignore[assignment]
-    async with playing(fake) as world:
-        with pytest.raises(InfrastructureError, match="no session by a number"):
             await begin(world)

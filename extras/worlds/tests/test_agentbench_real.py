@@ -1,10 +1,21 @@
-"""The real AgentBench on both sides: our environment at its servers, and its client at our task server."""
+"""Our environment at the servers of the real AgentBench, from a checkout of its repository, as processes beside ours.
+
+ROLLMILL_AGENTBENCH_ROOT     the checkout: branch v0.2, or a fork that adds the task-server adapter
+ROLLMILL_AGENTBENCH_PYTHON   an interpreter with its packages (pydantic 1.10, fastapi 0.101, uvicorn 0.22, aiohttp,
+                             requests, pyyaml, jsonlines, networkx, tqdm, gym, nltk) and alfworld
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
 import subprocess
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +23,124 @@ import aiohttp
 import pytest
 
 from extras.worlds.agentbench import AgentBenchWorld
-from extras.worlds.alfworld import AlfworldWorld
-from extras.worlds.made import unpack
-from extras.worlds.taskserver import TaskServer
-from extras.worlds.tests.agentbench_real import (
-    CONCURRENCY,
-    RAISING_TASK,
-    Checkout,
-    adapter,
-    checkout,
-    controller,
-    pool,
-)
-from services.common.config.envgateway import AgentBenchConfig, AlfworldConfig, EnginePoolConfig, TaskServerConfig
-from services.common.errors import CapacityError, EpisodeNotFoundError, InfrastructureError, InvalidRequestError
-from services.envgateway.envs.episodes import EpisodeManager
+from extras.worlds.tests.kept_games import unpack
+from services.common.config.envgateway import AgentBenchConfig
+from services.common.errors import InvalidRequestError
 from tests import needs
-from tests.integration.envgateway.environments.serving import Client, registry, served_world
-from tests.waiting import accepted
+from tests.integration.envgateway.environments.serving import Client, served_world
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("alfworld", "AgentBench", "made ALFWorld games")]
-LOST = (InfrastructureError, EpisodeNotFoundError)
+
+TASK = "alfworld-made"
+
+
+@dataclass(frozen=True)
+class Checkout:
+    root: Path
+    python: str
+    folder: Path  # where its programs run
+    data: Path  # ALFWorld's games
+
+    def environment(self) -> dict[str, str]:
+        # alfworld imports torch, which the text environment never uses: an empty module stands in for it.
+        path = os.pathsep.join([str(self.folder / "stand_in"), str(self.root)])
+        return {"PATH": os.environ["PATH"], "HOME": str(self.folder), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+    def has(self, module: str) -> bool:
+        return (self.root / (module.replace(".", "/") + ".py")).is_file()
+
+
+def checkout(folder: Path, data: Path, games: Sequence[str]) -> Checkout:
+    """Skips where there is none. Makes the task's files: its list of games and its config."""
+    root, python = os.environ.get("ROLLMILL_AGENTBENCH_ROOT"), os.environ.get("ROLLMILL_AGENTBENCH_PYTHON")
+    if not root or not python:
+        needs.unmet("AgentBench", "ROLLMILL_AGENTBENCH_ROOT or ROLLMILL_AGENTBENCH_PYTHON is not set")
+    import alfworld.info
+
+    tasks = Path(root) / "src/server/tasks/alfworld"
+    for name in ("stand_in", "data/alfworld"):
+        (folder / name).mkdir(parents=True)
+    (folder / "stand_in/torch.py").touch()
+    (folder / "data/alfworld/made.json").write_text(json.dumps({"made": list(games)}))
+    logic = data / "logic"
+    logic.mkdir(exist_ok=True)
+    for source in (alfworld.info.ALFRED_PDDL_PATH, alfworld.info.ALFRED_TWL2_PATH):
+        (logic / Path(source).name).write_bytes(Path(source).read_bytes())
+    parameters = {
+        "name": TASK,
+        "concurrency": 2,
+        "data_path": str(data),
+        "config_path": str(tasks / "configs/base_config.yaml"),
+        "prompts_path": str(tasks / "prompts/alfworld_multiturn_plan_first.json"),
+        "split": "made",
+        "max_step": 35,
+    }
+    config = {
+        TASK: {"module": "src.server.tasks.alfworld.ALFWorld", "parameters": parameters},
+    }
+    (folder / "tasks.yaml").write_text(json.dumps(config))  # JSON is YAML
+    return Checkout(Path(root), python, folder, data)
+
+
+@asynccontextmanager
+async def program(bench: Checkout, module: str, *arguments: str) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """``python -m module``, killed with its descendants."""
+    log = (bench.folder / f"{module}.log").open("wb")
+    process = await asyncio.to_thread(
+        lambda: subprocess.Popen(
+            [bench.python, "-m", module, *arguments],
+            cwd=bench.folder,
+            env=bench.environment(),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        log.close()
+
+
+@asynccontextmanager
+async def controller(bench: Checkout, task: str = TASK) -> AsyncIterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The classic controller and one worker: the controller's URL, and the worker."""
+    port, worker_port = free_port(), free_port()
+    url, own = f"http://127.0.0.1:{port}/api", f"http://127.0.0.1:{worker_port}/api"
+    worker_arguments = [task, "--config", "tasks.yaml", "--controller", url, "--self", own, "--port", str(worker_port)]
+    async with program(bench, "src.server.task_controller", "--port", str(port)):
+        await until(f"{url}/list_workers", lambda workers: True)
+        async with program(bench, "src.server.task_worker", *worker_arguments) as worker:
+            await until(f"{url}/list_workers", lambda workers: task in workers)
+            yield url, worker
+
+
+@asynccontextmanager
+async def adapter(bench: Checkout) -> AsyncIterator[str]:
+    """The URL of a task-server adapter."""
+    port = free_port()
+    arguments = [TASK, "--config", "tasks.yaml", "--port", str(port), "--host", "127.0.0.1", "--skip-container"]
+    async with program(bench, "src.server.task_server_adapter", *arguments):
+        url = f"http://127.0.0.1:{port}/api"
+        await until(f"{url}/task/info", lambda info: info["num_samples"] > 0)
+        yield url
+
+
+async def until(url: str, condition: Any) -> Any:
+    async with asyncio.timeout(90), aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(url) as response:
+                    body = await response.json()
+                    if response.status == 200 and condition(body):
+                        return body
+            except aiohttp.ClientError:
+                pass  # it is still starting
+            await asyncio.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +148,7 @@ def games(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     """ALFWorld's tree, its games, and the expert's recorded episodes in the same order."""
     rows = data_root / "alfworld_made"
     folder = tmp_path_factory.mktemp("games")
-    names = unpack(rows / "games.jsonl", rows / "domain.json", folder)
+    names = unpack(rows, folder)
     recorded = [json.loads(line) for line in (rows / "traces.jsonl").read_text(encoding="utf-8").splitlines()]
     by_game = {trace["game"]: trace for trace in recorded if trace["kind"] == "expert"}
     return folder, names, [by_game[name] for name in names]
@@ -70,45 +178,10 @@ async def test_the_experts_episodes_are_won_at_the_classic_controller(bench: Che
     async with controller(bench) as (url, _):
         world = AgentBenchWorld(AgentBenchConfig(url=url))
         async with served_world("bench", world) as client:
-            assert list(await world.indices()) == list(range(18))
             for index in (1, 4, 8):  # one by one: its worker's engine is not thread-safe
                 await play(client, index, traces[index])
             with pytest.raises(InvalidRequestError, match="has no sample"):
                 await client.create("bench", {"index": 99})
-
-
-async def test_places_at_the_classic_controller_are_counted_given_back_and_lost_with_the_worker(
-    bench: Checkout,
-) -> None:
-    if bench.has("src.server.task_server_adapter"):
-        needs.unmet(
-            "AgentBench", "the task of this fork goes on when it is cancelled: its worker is then taken for dead"
-        )
-    async with controller(bench) as (url, worker):
-        async with served_world("bench", AgentBenchWorld(AgentBenchConfig(url=url))) as client:
-            held = [await client.create("bench", {"index": 4}) for _ in range(CONCURRENCY)]
-            with pytest.raises(CapacityError):
-                await client.create("bench", {"index": 4})
-            await client.close(held[0].episode_id)
-            again = await client.create("bench", {"index": 4})
-            worker.kill()
-            with pytest.raises(LOST):
-                await client.step(again.episode_id, 1, "ACTION: look")
-            with pytest.raises((InfrastructureError, CapacityError)):
-                await client.create("bench", {"index": 4})
-
-
-async def test_the_slot_that_a_raising_task_leaks_at_the_classic_controller_is_freed(bench: Checkout) -> None:
-    async with controller(bench, RAISING_TASK) as (url, _):
-        async with served_world("bench", AgentBenchWorld(AgentBenchConfig(url=url))) as client:
-            for _ in range(2):
-                episode = await begin_when_free(client)
-                with pytest.raises(LOST, match="501"):
-                    await client.step(episode.episode_id, 1, "hello")
-
-
-async def begin_when_free(client: Client) -> Any:
-    return await accepted(lambda: client.create("bench", {"index": 0}), CapacityError)
 
 
 async def test_the_experts_episodes_are_won_at_the_adapter(bench: Checkout, games: Any) -> None:
@@ -129,77 +202,6 @@ async def test_the_experts_episodes_are_won_at_the_adapter(bench: Checkout, game
             assert await health(url) == 1
             await client.close(episode.episode_id)
             assert await health(url) == 0
-
-
-async def test_episodes_at_a_pool_of_adapters_end_with_its_words(bench: Checkout, games: Any) -> None:
-    if not bench.has("src.server.adapter_pool_controller"):
-        needs.unmet("AgentBench", "this checkout has no pool of adapters")
-    traces = games[2]
-    async with pool(bench) as url:
-        async with served_world("bench", AgentBenchWorld(AgentBenchConfig(url=url))) as client:
-            await asyncio.gather(*(play(client, index, traces[index]) for index in (1, 4)))
-            with pytest.raises(InvalidRequestError, match="not found"):
-                await client.create("bench", {"index": 99})
-            with pytest.raises(InvalidRequestError, match="expected integer"):
-                await client.create("bench", {"index": "x"})
-
-
-_CLIENT = """
-import json, sys
-from unittest.mock import MagicMock
-for name in ("fastchat", "fastchat.model", "fastchat.model.model_adapter", "anthropic"):
-    sys.modules[name] = MagicMock()  # libraries of its agents, none of which plays here
-from src.client import AgentClient
-from src.client.task import TaskClient
-
-class Expert(AgentClient):
-    def __init__(self, actions):
-        super().__init__()
-        self.actions = list(actions)
-    def inference(self, history):
-        assert [m["role"] for m in history[:2]] == ["user", "agent"] and history[-1]["role"] == "user"
-        return "THOUGHT: as recorded\\nACTION: " + self.actions.pop(0)
-
-url, name, plays = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-client = TaskClient(name=name, controller_address=url)
-outputs, told = [], {"indices": client.get_indices(), "concurrency": client.get_concurrency(), "plays": []}
-for index, actions in plays:
-    played = client.run_sample(index, Expert(actions))
-    told["plays"].append({"error": played.error, "info": played.info, "output": json.loads(played.output.json())})
-    outputs.append(played.output)
-told["overall"] = client.calculate_overall(outputs)
-print("\\n" + json.dumps(told, default=str))
-"""
-
-
-async def test_the_real_client_plays_at_our_task_server(bench: Checkout, games: Any) -> None:
-    data, _, traces = games
-    engine = EnginePoolConfig(num_workers=1)
-    environments = registry({"alfworld": AlfworldWorld(AlfworldConfig(data=data, engine=engine), data)})
-    episodes = EpisodeManager(environments, max_episodes=16, lease_s=60.0)
-    server = TaskServer(TaskServerConfig(port=0), "127.0.0.1", episodes, environments, idle_s=60.0)
-    port = await server.start()
-    try:
-        plays = [(index, [step["action"] for step in traces[index]["steps"]]) for index in (1, 8)]
-        plays.append((4, ["look"] * 4))
-        url = f"http://127.0.0.1:{port}/api"
-        arguments = [bench.python, "-c", _CLIENT, url, "alfworld", json.dumps(plays)]
-        told = await asyncio.to_thread(
-            lambda: subprocess.run(
-                arguments, cwd=bench.folder, env=bench.environment(), capture_output=True, timeout=120
-            )
-        )
-        assert told.returncode == 0, told.stderr.decode()
-        result = json.loads(told.stdout.decode().splitlines()[-1])
-    finally:
-        await server.stop()
-        await environments.close()
-    assert result["indices"] == list(range(18)) and result["concurrency"] > 0
-    assert [played["error"] for played in result["plays"]] == [None] * 3
-    outputs = [played["output"] for played in result["plays"]]
-    assert [output["status"] for output in outputs] == ["completed", "completed", "agent invalid action"]
-    assert [output["result"]["result"] for output in outputs] == [1.0, 1.0, 0.0]
-    assert result["overall"]["custom"]["overall"]["pass"] == 2
 
 
 async def health(url: str) -> int:

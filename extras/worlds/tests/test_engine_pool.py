@@ -110,9 +110,9 @@ async def test_a_stalled_game_ends_its_process_group_and_the_place_is_used_again
 
 
 async def test_waiting_behind_a_slow_game_is_no_stall(make_pool: MakePool) -> None:
-    pool = make_pool(num_workers=1, step_timeout_s=6.0)
+    pool = make_pool(num_workers=1, step_timeout_s=3.0)
     games = [(await pool.open({}))[0] for _ in range(3)]
-    answers = await asyncio.gather(*(game.step("sleep 2.2") for game in games))  # the last waits longer than a step may
+    answers = await asyncio.gather(*(game.step("sleep 1.2") for game in games))  # the last waits longer than a step may
     assert [answer["total"] for answer in answers] == [0, 0, 0]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from extras.worlds.textworld import TextworldEpisode, game_of, index_of, list_games, opening, tidy
+from services.common.config.envgateway import GamesConfig
 from services.common.errors import ConfigError, InvalidRequestError
 
 
@@ -27,7 +28,7 @@ class ScriptedGame:
 
 async def play(game: ScriptedGame, folder: Path, max_turns: int, replies: list[str]) -> list[Any]:
     (folder / "a.z8").touch()
-    episode = TextworldEpisode(game, None, folder, max_turns)  # type: ignore[arg-type]
+    episode = TextworldEpisode(game, GamesConfig(games=folder, max_turns=max_turns))  # type: ignore[arg-type]
     await episode.reset({"index": 0}, 0)
     return [await episode.step(reply) for reply in replies]
 

@@ -27,37 +27,36 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_products_are_cleaned_as_webshop_cleans_them(folder: Path) -> None:
-    catalogue = read_catalogue(find_files(folder))
-    mug, glass, lamp = (catalogue.products[f"B00000000{letter}"] for letter in "ABC")
-    assert len(catalogue.products) == 15 and mug.title == "Acme Stone Mug"
+    products, instructions = read_catalogue(find_files(folder))
+    mug, glass, lamp = (products[f"B00000000{letter}"] for letter in "ABC")
+    assert len(products) == 15 and mug.title == "Acme Stone Mug"
     assert mug.options == {"color": ("navy blue", "red | white"), "size": ("large", "description")}
     assert (mug.query, mug.attributes, glass.attributes) == ("mugs", ("hand made", "lead free"), ("DUMMY_ATTR",))
     assert (mug.prices, glass.prices, lamp.prices) == ((10.0,), (12.5, 20.0), (100.0,))
     assert (glass.price_tag, lamp.price_tag, glass.bullet_points) == ("$12.5 to $20.0", "$100.0", ("one text",))
-    assert [instruction.product.id for instruction in catalogue.instructions] == ["B00000000A", "B00000000B"]
+    assert [wish.product_id for wish in instructions] == ["B00000000A", "B00000000B"]
 
 
 def test_the_seed_decides_prices_limits_and_order(folder: Path) -> None:
-    catalogue = read_catalogue(find_files(folder))
-    products = catalogue.products.values()
-    first, same, other = (draw_prices(products, random.Random(seed)) for seed in (1, 1, 2))
+    products, instructions = read_catalogue(find_files(folder))
+    first, same, other = (draw_prices(products.values(), random.Random(seed)) for seed in (1, 1, 2))
     assert first == same and first["B00000000B"] != other["B00000000B"]
     assert 12.5 <= first["B00000000B"] <= 20 and first["B00000000C"] == 100
     for seed in range(20):
-        goals = draw_goals(catalogue.instructions, first, seed)
-        assert goals == draw_goals(catalogue.instructions, first, seed)
+        goals = draw_goals(instructions, first, seed)
+        assert goals == draw_goals(instructions, first, seed)
         for goal in goals:
             price = first[goal.product_id]
             assert price < goal.price_limit <= price // 10 * 10 + 40 and goal.price_limit % 10 == 0
             assert goal.instruction.endswith(f", and price lower than {goal.price_limit:.2f} dollars")
             assert ".," not in goal.instruction
-    assert len({draw_goals(catalogue.instructions, first, seed)[0].price_limit for seed in range(20)}) == 3
+    assert len({draw_goals(instructions, first, seed)[0].price_limit for seed in range(20)}) == 3
 
 
 def test_a_product_above_every_price_limit_has_no_limit(folder: Path) -> None:
-    catalogue = read_catalogue(find_files(folder))
-    prices = dict.fromkeys(catalogue.products, 985.0)
-    assert {(g.price_limit, "price" in g.instruction) for g in draw_goals(catalogue.instructions, prices, 1)} == {
+    products, instructions = read_catalogue(find_files(folder))
+    prices = dict.fromkeys(products, 985.0)
+    assert {(g.price_limit, "price" in g.instruction) for g in draw_goals(instructions, prices, 1)} == {
         (NO_LIMIT, False)
     }
 
@@ -65,8 +64,7 @@ def test_a_product_above_every_price_limit_has_no_limit(folder: Path) -> None:
 def test_goals_are_read_from_a_file_and_from_a_row(tmp_path: Path) -> None:
     path = tmp_path / "goals.json"
     path.write_text(json.dumps({"goals": [GOAL], "prices": {"B00000000A": 7}}))
-    stored = read_goals(path)
-    assert stored.goals == (goal_of(GOAL),) and stored.prices == {"B00000000A": 7.0}
+    assert read_goals(path) == ((goal_of(GOAL),), {"B00000000A": 7.0})
     assert goal_of({**GOAL, "goal_options": {"color": "navy"}}).options == (("color", "navy"),)
 
 

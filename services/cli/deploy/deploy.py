@@ -305,8 +305,8 @@ def image_of(layout: Layout, process: str) -> tuple[str, str, list[str]]:
     if kind == "envgateway" and (environment := layout.environment()):
         extras.append(environment)
         # A profile tags without spaCy.
-        if environment == "webshop" and layout.profile is None and gateway and gateway.webshop.tagger == "spacy":
-            more = [f"SPACY_MODEL={gateway.webshop.spacy_model}"]
+        if environment == "webshop" and layout.profile is None and gateway and gateway.webshop.tagger != "words":
+            more = [f"SPACY_MODEL={gateway.webshop.tagger}"]
     arguments = [*_ARGUMENTS, f"EXTRAS={','.join(extras)}", *more]
     return f"rollmill-{'-'.join(extras)}", "deploy/docker/service.Dockerfile", arguments
 

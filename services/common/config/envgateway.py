@@ -51,11 +51,6 @@ class AlfworldConfig(GamesConfig):
     """Folder of ALFWorld's data, which holds `json_2.1.1`."""
 
 
-class TextworldConfig(GamesConfig):
-    cache: Path | None = None
-    """Folder of games that are made on the fly; left out, one below the system's temporary folder."""
-
-
 WebshopPage = Literal["text", "text_rich", "url"]
 
 
@@ -64,13 +59,10 @@ class WebshopConfig(WorldConfig):
     """Folder of the catalogue in WebShop's raw form: `items_shuffle*.json`, `items_ins_v2*.json`,
     `items_human_ins.json`."""
     goals: Path | None = None
-    """JSON file with `goals` (in order) and `prices`; left out, both are drawn with `seed`."""
-    seed: int = 233
-    """Seeds prices, price limits and the order of goals."""
-    tagger: Literal["words", "spacy"] = "words"
-    """Words of a title that count as nouns: every word, or those of spaCy's tagger (extra `webshop`)."""
-    spacy_model: str = "en_core_web_sm"
-    """With `tagger: spacy`."""
+    """JSON file with `goals` (in order) and `prices`; left out, both are drawn with WebShop's seed."""
+    tagger: str = "words"
+    """Words of a title that count as nouns: every word (`words`), or those of a tagger of spaCy (extra `webshop`), by the name
+    of its model, such as `en_core_web_lg`, or its folder."""
     observation: WebshopPage = "text"
     """How a page is shown: as joined text, as text with marked buttons (AstraFlow's AgentBench does), or as its URL; a
     task's row may say otherwise."""
@@ -81,8 +73,6 @@ class WebshopConfig(WorldConfig):
 class AgentBenchConfig(Timeouts):
     url: str = "http://127.0.0.1:5000/api"
     """A classic AgentBench controller, or a task server that speaks the adapter's protocol."""
-    protocol: Literal["auto", "classic", "adapter"] = "auto"
-    """Left at auto, the server is asked once."""
     task: str = ""
     """Name of the task at a classic controller; left out, its only one."""
 
@@ -130,24 +120,18 @@ class OpenEnvConfig(ServerSection, Timeouts):
 class ServedTaskConfig(Section):
     environment: str = ""
     """Environment of the gateway; left out, the task's own name."""
-    first: int = Field(default=0, ge=0)
-    """Leaves out the indices before this place in the environment's list."""
     end: int | None = Field(default=None, ge=1)
-    """Leaves out the indices from this place on. An environment that cannot list its tasks needs this number: its
-    indices are the numbers up to here, and seed the episodes."""
-    concurrency: int = Field(default=256, ge=1)
-    """Conversations at once."""
+    """Samples: indices are the numbers below this one, and seed the episodes. Left out, those that the environment takes."""
     row: dict[str, Any] = {}
     """Goes into the row of every task, beside its `index`, such as `{environment: {max_turns: 20}}`."""
 
 
 class TaskServerConfig(HttpService):
     port: Port | None = None
-    """Also serve episodes over the HTTP protocols of AgentBench; its clients expect 5000, 0 takes a free port.
+    """Also serve episodes as AgentBench's task servers do; their clients expect 5000, 0 takes a free port.
     Variable: TASK_SERVER_PORT."""
     environments: dict[str, ServedTaskConfig] = {}
-    """Task name -> task. The first is also served without a name. Left out: every environment that can list its
-    tasks."""
+    """Task name -> task. The first is also served without a name. Left out: every environment whose tasks are numbered."""
 
 
 class GymnasiumConfig(Section):
@@ -156,7 +140,7 @@ class GymnasiumConfig(Section):
     id: str
     """Name in gymnasium's registry, such as `FrozenLake-v1`; `package.module:Name-v0` imports the module that registers it."""
     settings: dict[str, Any] = {}
-    """Keyword arguments of `gymnasium.make`, such as `{is_slippery: false}`."""
+    """Keyword arguments of `gymnasium.make`, such as `{is_slippery: false, max_episode_steps: 20}`."""
     instruction: str = ""
     """Text before the first observation: the rules, and what to answer."""
     observation: str = "values"
@@ -168,8 +152,6 @@ class GymnasiumConfig(Section):
     num_envs: int | None = Field(default=None, ge=1)
     """Play so many copies in one episode, as `gymnasium.make_vec` makes them: the reply has an action for each, in lines `1:
     left`. The reward is the mean of their returns. Left out, one environment without a vector."""
-    max_turns: int | None = Field(default=None, ge=1)
-    """Turns of an episode (`max_episode_steps`); left out, those of the registry, and those of the workflow."""
 
     @model_validator(mode="after")
     def _can_be_read(self) -> GymnasiumConfig:
@@ -190,25 +172,12 @@ class GymnasiumConfig(Section):
         return self
 
 
-class HarborConfig(Limits):
+class HarborConfig(Section):
     """The environment that plays Harbor's task directories."""
 
     skip_run: bool = False
     """Play tasks whose Dockerfile has RUN, or which name an image, without these: the programs that they would bring are on the
     gateway's machine already, in /usr. Left at false, such tasks are left out and counted."""
-    command_time_s: float = Field(default=30.0, gt=0, le=45)
-    """Wall-clock time of one command; then it is stopped, and the agent is told."""
-    verifier_time_s: float = Field(default=45.0, gt=0, le=45)
-    """Largest wall-clock time of tests/test.sh; a task's `verifier.timeout_sec` may be less. Tests that take longer give no
-    reward."""
-    cpu_time_s: float = Field(default=600.0, gt=0)
-    """CPU time of all commands and the tests of a task together."""
-    memory_bytes: int = Field(default=1 << 30, ge=64 << 20)
-    """Largest memory of a task; its `environment.memory_mb` may be less."""
-    disk_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Largest size of all files of a task, which are in memory too; its `environment.storage_mb` may be less."""
-    output_bytes: int = Field(default=1 << 20, ge=4096)
-    """Bytes that one command may print; then it is stopped."""
 
 
 # --- Settings of the MCP servers whose tools the gateway offers.
@@ -410,7 +379,7 @@ class EnvGatewayConfig(Listening, OnNode):
     """More environments: name -> import path (`package.module:Class`). A name that Rollmill has itself is refused."""
     alfworld: AlfworldConfig = AlfworldConfig()
     """The environment `alfworld` (extra `alfworld`)."""
-    textworld: TextworldConfig = TextworldConfig()
+    textworld: GamesConfig = GamesConfig()
     """The environment `textworld` (extra `textworld`)."""
     webshop: WebshopConfig = WebshopConfig()
     """The environment `webshop`."""
@@ -423,7 +392,7 @@ class EnvGatewayConfig(Listening, OnNode):
     harbor: HarborConfig = HarborConfig()
     """The environment `harbor`, which plays task directories of `data.train.harbor`."""
     task_server: TaskServerConfig = TaskServerConfig()
-    """Episodes for AgentBench's clients over HTTP."""
+    """Episodes for trainers that play AgentBench's task servers, over HTTP."""
     max_episodes: int = Field(default=1024, ge=1)
     """Episodes open at once."""
     episode_lease_s: float = Field(default=300.0, gt=0)

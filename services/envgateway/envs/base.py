@@ -22,7 +22,7 @@ import enum
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -34,12 +34,8 @@ from services.common.text.tools import STATUS_METRIC, MalformedCall, find_call
 from services.common.tools import ToolResult
 from services.envgateway.calls import RewardOutcome
 from services.envgateway.rewards.registry import Rewards
-from services.envgateway.tools.registry import GatewayToolSession
+from services.envgateway.tools.registry import GatewayToolSession, ToolBox
 from services.envgateway.tools.tools import StateLostError
-
-if TYPE_CHECKING:
-    from services.envgateway.rewards.registry import Rewards
-    from services.envgateway.tools.registry import ToolBox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +46,6 @@ class Observation:
     admissible_actions: Sequence[str] = ()
     tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas, OpenAI style
     messages: Sequence[Mapping[str, str]] = ()  # the same text as a chat (role, content), if longer than one turn
-    remembered: str = ""  # replaces the last message in a history once there is a newer one; empty: the message stays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +58,6 @@ class StepResult:
     admissible_actions: Sequence[str] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # countable facts, such as tool_errors
     status: str = ""  # reason of the end, in AgentBench's words where they exist: see ``EndStatus``
-    remembered: str = ""  # replaces the observation in a history once there is a newer one; empty: no change
 
 
 class EndStatus(enum.StrEnum):
@@ -106,20 +100,17 @@ EnvironmentFactory = Callable[[EnvironmentContext], EnvironmentLike]
 
 
 class World(Protocol):
-    """State shared by the episodes of one kind. A world loads data only for its first episode."""
+    """State shared by the episodes of one kind. A world loads data only for its first episode.
+
+    A world may have attributes: ``gauges`` (name -> number), ``is_remote`` (its errors are never the action's) and
+    ``is_indexed`` (rows name their tasks by ``index`` alone).
+    """
 
     def build(self) -> EnvironmentLike: ...
 
     async def close(self) -> None:
         """Called once, after every episode was closed."""
         ...
-
-
-@runtime_checkable
-class IndexedWorld(World, Protocol):
-    """A world that can list its tasks: the values that a row may have under ``index``."""
-
-    async def indices(self) -> Sequence[int | str]: ...
 
 
 # --- Settings that a task's row may carry for its environment, under the key ``environment``; and the row's question.
@@ -133,20 +124,16 @@ class SingleStepSettings(Section):
     """A reward of the gateway (`math`, `boxed`), or the import path of a function (`package.module:function`)."""
 
 
-class ToolSettings(SingleStepSettings):
-    tools: list[str] = ["python"]
-    """Tools of the gateway that the policy may call."""
-    max_turns: int = Field(default=5, ge=1)
-    """Turns; the call of the last one is not executed."""
-    max_response_chars: int | None = Field(default=None, ge=16)
-    """A longer tool response is cut; left out, each tool's own length: 256."""
-
-
 class ToolCallsSettings(Section):
     tools: list[str] = ["python"]
-    """Tools of the gateway that may be called."""
+    """Tools of the gateway that the policy may call."""
     max_response_chars: int | None = Field(default=None, ge=16)
     """A longer tool response is cut; left out, each tool's own length: 256."""
+
+
+class ToolSettings(SingleStepSettings, ToolCallsSettings):
+    max_turns: int = Field(default=5, ge=1)
+    """Turns; the call of the last one is not executed."""
 
 
 AnySettings = TypeVar("AnySettings", bound=Section)
@@ -207,55 +194,6 @@ async def graded_end(
     return StepResult(reward=result.reward, done=True, metrics={**graded, **metrics})
 
 
-class ToolLoop:
-    """A question, tool calls that the gateway runs, an answer, its reward.
-
-    action with a call --------> the tool's response; next turn
-    action without a call -----> graded; done
-    the last turn's action ----> graded, its call is not run; done
-    """
-
-    def __init__(self, context: EnvironmentContext) -> None:
-        self._rewards = context.rewards
-        self._box = context.tools
-        self._task: Mapping[str, Any] = {}
-        self._settings = ToolSettings()
-        self._turns = 0
-        self._session: GatewayToolSession | None = None
-
-    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        self._task = task
-        self._settings = settings_of(task, ToolSettings)
-        self._session = await GatewayToolSession.open(
-            self._box, self._settings.tools, self._settings.max_response_chars
-        )
-        return Observation(text=question_of(task), tools=self._session.schemas)
-
-    async def step(self, action: str) -> StepResult:
-        assert self._session is not None
-        content = find_call(action)
-        if content is None or self._turns + 1 >= self._settings.max_turns:
-            metrics = self._session.statistics.metrics()
-            result = await graded_end(self._rewards, self._settings.reward, self._task, action, metrics)
-            self._turns += 1
-            return result
-        response = await answered(self._session, content)
-        self._turns += 1
-        return StepResult(observation=response.text, metrics=self._session.statistics.metrics())
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-
-async def answered(session: GatewayToolSession, content: str | MalformedCall) -> ToolResult:
-    """A call's result; where a tool's state is lost, so is the episode."""
-    try:
-        return await session.answer(content)
-    except StateLostError as error:
-        raise EpisodeLostError(error.message) from error
-
-
 class ToolCalls:
     """Tool calls only, for workflows that keep turns and answers themselves.
 
@@ -265,23 +203,66 @@ class ToolCalls:
     """
 
     def __init__(self, context: EnvironmentContext) -> None:
+        self._rewards = context.rewards
         self._box = context.tools
         self._session: GatewayToolSession | None = None
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        settings = settings_of(task, ToolCallsSettings)
-        self._session = await GatewayToolSession.open(self._box, settings.tools, settings.max_response_chars)
-        return Observation(text="", tools=self._session.schemas)
+        return await self._begin(settings_of(task, ToolCallsSettings), "")
 
     async def step(self, action: str) -> StepResult:
+        result = await self._answered(action)
         assert self._session is not None
-        result = await answered(self._session, action)
         metrics = {**self._session.statistics.metrics(), f"{STATUS_METRIC}{result.status}": 1.0}
         return StepResult(observation=result.text, metrics=metrics)
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+    async def _begin(self, settings: ToolCallsSettings, text: str) -> Observation:
+        self._session = await GatewayToolSession.open(self._box, settings.tools, settings.max_response_chars)
+        return Observation(text=text, tools=self._session.schemas)
+
+    async def _answered(self, content: str | MalformedCall) -> ToolResult:
+        """A call's result; where a tool's state is lost, so is the episode."""
+        assert self._session is not None
+        try:
+            return await self._session.answer(content)
+        except StateLostError as error:
+            raise EpisodeLostError(error.message) from error
+
+
+class ToolLoop(ToolCalls):
+    """A question, tool calls that the gateway runs, an answer, its reward.
+
+    action with a call --------> the tool's response; next turn
+    action without a call -----> graded; done
+    the last turn's action ----> graded, its call is not run; done
+    """
+
+    def __init__(self, context: EnvironmentContext) -> None:
+        super().__init__(context)
+        self._task: Mapping[str, Any] = {}
+        self._settings = ToolSettings()
+        self._turns = 0
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        self._task = task
+        self._settings = settings_of(task, ToolSettings)
+        return await self._begin(self._settings, question_of(task))
+
+    async def step(self, action: str) -> StepResult:
+        assert self._session is not None
+        content = find_call(action)
+        if content is None or self._turns + 1 >= self._settings.max_turns:
+            metrics = self._session.statistics.metrics()
+            result = await graded_end(self._rewards, self._settings.reward, self._task, action, metrics)
+        else:
+            text = (await self._answered(content)).text
+            result = StepResult(observation=text, metrics=self._session.statistics.metrics())
+        self._turns += 1
+        return result
 
 
 # --- Base class of the environments that users write: one object per episode.

@@ -16,7 +16,7 @@ import math
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,7 +45,6 @@ from services.envgateway.envs.base import (
     EnvironmentFactory,
     EnvironmentLike,
     EpisodeLostError,
-    IndexedWorld,
     Observation,
     SingleStep,
     StepResult,
@@ -161,8 +160,8 @@ class EnvironmentRegistry:
 
     @property
     def names_with_indices(self) -> list[str]:
-        """Environments that can list their tasks."""
-        return sorted(name for name, world in self._worlds.items() if isinstance(world, IndexedWorld))
+        """Environments whose tasks are numbered."""
+        return sorted(name for name, world in self._worlds.items() if getattr(world, "is_indexed", False))
 
     @property
     def absent(self) -> Mapping[str, str]:
@@ -183,15 +182,6 @@ class EnvironmentRegistry:
         if name in self._absent:
             raise UnknownEnvironmentError(f"the environment {name!r} is not set up here: {self._absent[name]}")
         raise UnknownEnvironmentError(f"no environment {name!r}; this gateway has {', '.join(self.names)}")
-
-    async def indices(self, name: str) -> Sequence[int | str] | None:
-        """The environment's tasks; None where no list exists. Raises the errors of loading the world."""
-        world = self._worlds.get(name)
-        return await world.indices() if isinstance(world, IndexedWorld) else None
-
-    def max_turns(self, name: str) -> int | None:
-        """Turns of an episode, where its world has an attribute of this name."""
-        return getattr(self._worlds.get(name), "max_turns", None)
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -266,6 +256,9 @@ class EpisodeManager:
     @property
     def num_live(self) -> int:
         return len(self._episodes)
+
+    def is_live(self, episode_id: str) -> bool:
+        return episode_id in self._episodes
 
     async def create(self, request_id: str, environment: str, task: Mapping[str, Any], seed: int) -> EpisodeStart:
         """Begin an episode, or give the one that this request id began.
@@ -405,10 +398,10 @@ class EpisodeManager:
         except RollmillError:
             raise
         except TimeoutError as error:
-            raise _EnvironmentFailed(f"{what} took longer than {self._step_timeout_s:g} s") from error
+            raise EpisodeLostError(f"{what} took longer than {self._step_timeout_s:g} s") from error
         except (Exception, SystemExit) as error:  # a user's environment may raise any error: never a reward
             log.warning("environment.failed", what=what, error=short_text(error), trace=trace_of(error))
-            raise _EnvironmentFailed(f"{place_of_error(error)}{what} raised {short_text(error)}") from error
+            raise EpisodeLostError(f"{place_of_error(error)}{what} raised {short_text(error)}") from error
 
     async def _end(self, episode: _Episode, why: str) -> None:
         if self._episodes.pop(episode.id, None) is None:
@@ -425,10 +418,6 @@ class EpisodeManager:
                 await THREADS.call(environment.close)
         except Exception as error:  # the episode is gone in any case; its environment's owner should know
             log.warning("environment.close_failed", exc_info=error)
-
-
-class _EnvironmentFailed(EpisodeLostError):
-    """The environment is in no state to go on."""
 
 
 async def _reset(environment: EnvironmentLike, task: Mapping[str, Any], seed: int) -> Observation:
@@ -462,7 +451,6 @@ def checked_observation(returned: Any) -> Observation:
         text=_text(returned.text),
         admissible_actions=tuple(map(_text, returned.admissible_actions)),
         messages=tuple({key: _text(one[key]) for key in ("role", "content")} for one in returned.messages),
-        remembered=_text(returned.remembered),
     )
 
 
@@ -482,7 +470,6 @@ def checked_result(returned: Any) -> StepResult:
         admissible_actions=tuple(map(_text, returned.admissible_actions)),
         metrics={_text(name): float(value) for name, value in returned.metrics.items()},
         status=_text(returned.status),
-        remembered=_text(returned.remembered),
     )
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pydantic import Field
@@ -94,76 +95,46 @@ class House:
 
     def actions(self) -> list[str]:
         """All actions that have an effect here."""
-        possible = ["look", *(f"go to {room}" for room in self._doors[self.room])]
-        for place in self._places[self.room]:
-            if not place.is_open:
-                possible.append(f"open {place.name}")
-                continue
-            if len(self.carried) < _CARRIED:
-                possible += [f"take {thing} from {place.name}" for thing in place.things]
-            possible += [f"put {thing} {_on(place)}" for thing in self.carried]
-        return possible
+        return list(self._effects())
 
     def act(self, action: str) -> str | None:
         """Carry out an action. Returns the observation; None for an impossible action."""
-        if action not in self.actions():
-            return None
-        verb, _, rest = action.partition(" ")
-        if verb == "look":
-            return self.look()
-        if verb == "go":
-            self.room = rest.removeprefix("to ")
-            return self.look()
+        effect = self._effects().get(action)
+        return None if effect is None else effect()
+
+    def _effects(self) -> dict[str, Callable[[], str]]:
+        effects: dict[str, Callable[[], str]] = {"look": self.look}
+        effects |= {f"go to {room}": partial(self._go, room) for room in self._doors[self.room]}
         for place in self._places[self.room]:
-            if action == f"open {place.name}":
-                place.is_open = True
-                return f"You open it: {place.described}."
-            for thing in place.things:
-                if action == f"take {thing} from {place.name}":
-                    place.things.remove(thing)
-                    self.carried.append(thing)
-                    return f"You take the {thing}."
+            if not place.is_open:
+                effects[f"open {place.name}"] = partial(self._open, place)
+                continue
+            if len(self.carried) < _CARRIED:
+                for thing in place.things:
+                    told = f"You take the {thing}."
+                    effects[f"take {thing} from {place.name}"] = partial(_move, thing, place.things, self.carried, told)
             for thing in self.carried:
-                if action == f"put {thing} {_on(place)}":
-                    self.carried.remove(thing)
-                    place.things.append(thing)
-                    return f"You put the {thing} {_on(place)}."
-        raise AssertionError(f"{action!r} is possible and unknown")
+                told = f"You put the {thing} {_on(place)}."
+                effects[f"put {thing} {_on(place)}"] = partial(_move, thing, self.carried, place.things, told)
+        return effects
 
-    def solution(self) -> list[str]:
-        """Actions that solve the task from the present state, without a search: the house knows where the things are."""
-        steps: list[str] = []
-        here = self.room
-        if self.wanted not in self.carried:
-            source = next(place for places in self._places.values() for place in places if self.wanted in place.things)
-            steps += [*self._way(here, source.room), *_opened(source)]
-            if len(self.carried) == _CARRIED:
-                steps.append(f"put {self.carried[0]} {_on(source)}")
-            steps.append(f"take {self.wanted} from {source.name}")
-            here = source.room
-        return [
-            *steps,
-            *self._way(here, self.target.room),
-            *_opened(self.target),
-            f"put {self.wanted} {_on(self.target)}",
-        ]
+    def _go(self, room: str) -> str:
+        self.room = room
+        return self.look()
 
-    def _way(self, start: str, end: str, coming_from: str = "") -> list[str]:
-        """Doors to go through: in a tree there is one way."""
-        if start == end:
-            return []
-        for room in self._doors[start]:
-            if room != coming_from and (room == end or self._way(room, end, start)):
-                return [f"go to {room}", *self._way(room, end, start)]
-        return []
+    def _open(self, place: Place) -> str:
+        place.is_open = True
+        return f"You open it: {place.described}."
+
+
+def _move(thing: str, source: list[str], target: list[str], told: str) -> str:
+    source.remove(thing)
+    target.append(thing)
+    return told
 
 
 def _on(place: Place) -> str:
     return f"{'in' if place.is_container else 'on'} {place.name}"
-
-
-def _opened(place: Place) -> list[str]:
-    return [] if place.is_open else [f"open {place.name}"]
 
 
 _ACTION = re.compile(r"action:(.*)", re.IGNORECASE)

@@ -172,18 +172,6 @@ async def test_two_different_steps_at_once_are_refused() -> None:
     assert (await slow).observation == "1" and worlds.built[0].steps == 1
 
 
-async def test_a_caller_that_leaves_loses_no_step() -> None:
-    manager, _, _ = _manager()
-    episode = (await manager.create("r", "counter", {}, 0)).episode_id
-    caller = asyncio.create_task(manager.step(episode, 1, "slow"))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    caller.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await caller
-    assert (await manager.step(episode, 1, "slow")).observation == "1"
-
-
 @pytest.mark.parametrize("turn", [0, -1, 3])
 async def test_a_turn_that_does_not_follow_is_refused(turn: int) -> None:
     manager, _, _ = _manager()
@@ -306,9 +294,9 @@ async def test_a_running_step_keeps_its_episode() -> None:
     assert (await manager.step(episode, 2, "go")).observation == "2"
 
 
-async def test_ten_thousand_abandoned_episodes_are_swept() -> None:
-    manager, worlds, clock = _manager(max_episodes=10_000)
-    for _ in range(10_000):
+async def test_a_thousand_abandoned_episodes_are_swept() -> None:
+    manager, worlds, clock = _manager(max_episodes=1_000)
+    for _ in range(1_000):
         await manager.create("", "counter", {}, 0)
     clock.now = 10.0
     await manager.expire()

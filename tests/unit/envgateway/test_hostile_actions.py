@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from extras.worlds import webshop_pages
 from extras.worlds.alfworld import choose
 from extras.worlds.messages import read_action
-from extras.worlds.taskserver import cut, num_pieces
 from extras.worlds.tests.webshop_made import write_catalogue
 from extras.worlds.textworld import REFUSED, TextworldEpisode, is_of_the_game
 from extras.worlds.webshop_pages import WebshopWorld
-from services.common.config.envgateway import WebshopConfig
+from services.common.config.envgateway import GamesConfig, WebshopConfig
 from services.envgateway.envs.base import (
     MOST_COMMAND_CHARS,
     ActionFailedError,
@@ -70,7 +69,7 @@ async def test_a_command_that_is_refused_costs_its_turn_and_the_engine_never_see
         async def step(self, command: str) -> dict[str, Any]:
             raise AssertionError(f"the engine saw {command!r}")
 
-    episode = TextworldEpisode(Engine(), None, tmp_path, 3)  # type: ignore[arg-type]
+    episode = TextworldEpisode(Engine(), GamesConfig(games=tmp_path, max_turns=3))  # type: ignore[arg-type]
     await episode.reset({"index": 0}, 0)
     results = [await episode.step(f"ACTION: {command}") for command in ("\\x", "save", "a" * 10_000)]
     assert REFUSED in results[0].observation and "look" in results[0].observation
@@ -283,11 +282,3 @@ async def test_only_worlds_of_ours_are_guarded() -> None:
     assert isinstance(known.build("household_toy"), GuardedEnvironment) and isinstance(
         known.build("tool"), GuardedEnvironment
     )
-
-
-def test_a_turn_of_megabytes_is_counted_no_further_than_history_shows() -> None:
-    first, huge = {"role": "user", "content": "task"}, {"role": "agent", "content": "a " * HUGE}
-    answer = {"role": "user", "content": "seen"}
-    for _ in range(20):
-        assert [message["role"] for message in cut([first, huge, answer])] == ["user"]
-    assert num_pieces("a " * 10_000, most=20_000) == 10_000

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def recipes() -> list[str]:
     return sorted(str(file.parent.relative_to(REPOSITORY / "recipes")) for file in files)
 
 
+@cache
 def load(name: str) -> Recipe:
     return load_recipe(REPOSITORY / "recipes" / name, (), {})
 

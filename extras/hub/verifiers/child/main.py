@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from messages import Ask, Failed, FailureKind, Opened, Played, Reply
+from messages import Ask, Failed, FailureKind, Played, Reply
 
 SESSION_HEADER = "X-Rollmill-Session"
 _CHAT = "rollmill_chat"
@@ -60,12 +60,12 @@ class Service:
         elif isinstance(found, BaseException):
             self._fail(FailureKind.SETTINGS, _text(found))
         else:
-            self._answers.send({Reply.OPENED: asdict(found)})
+            self._answers.send({Reply.OPENED: found})
 
-    def _load(self, name: str, arguments: dict[str, Any]) -> Opened:
+    def _load(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The package's version, and whether the tasks never end."""
         try:
             from verifiers import __version__
-            from verifiers.v1.configs.agent import AgentConfig
             from verifiers.v1.utils.loaders import load_environment
         except ModuleNotFoundError as error:
             if error.name == "verifiers.v1":
@@ -73,10 +73,8 @@ class Service:
                     "the installed verifiers has no verifiers.v1: Rollmill needs version 0.4 or newer"
                 ) from None
             raise
-        config = _configuration(name, arguments)
-        self._env = load_environment(config)
-        agents = [name for name, value in config if isinstance(value, AgentConfig)]
-        return Opened(version=__version__, agents=agents, endless=not self._env.taskset.bounded)
+        self._env = load_environment(_configuration(name, arguments))
+        return {"version": __version__, "endless": not self._env.taskset.bounded}
 
     async def tasks(self, question: dict[str, Any]) -> None:
         """Answer with the next tasks as data; none at the end."""

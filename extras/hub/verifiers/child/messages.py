@@ -1,7 +1,7 @@
 """Messages between Rollmill and the process of a verifiers environment: one JSON object per line, both ways.
 
     to the process                                   from it
-    {"ask": "open", "environment", "arguments"}      {"opened": {"version", "agents", "endless"}} | {"failed": {...}}
+    {"ask": "open", "environment", "arguments"}      {"opened": {"version", "endless"}} | {"failed": {...}}
     {"ask": "tasks", "start", "count"}               {"tasks": [...]}  | {"failed": {...}}
     {"ask": "play", "id", "task", "base_url", ...}   {"id", "played": {"reward", "metrics"}} | {"id", "failed": {...}}
     {"ask": "cancel", "id"}                          {"id", "cancelled": true}
@@ -45,13 +45,6 @@ class FailureKind(enum.StrEnum):
 class Failed:
     kind: FailureKind
     message: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    version: str  # of the package verifiers
-    agents: list[str]
-    endless: bool  # whether its tasks never end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
