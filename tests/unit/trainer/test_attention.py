@@ -9,9 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3ForCausalLM
 
 from services.common.errors import ConfigError, ModelMismatchError
-from services.trainer.model.attention import Documents, Kernel, documents_attention
+from services.trainer.model.attention import Documents, documents_attention
 from services.trainer.model.logprobs import Targets
-from services.trainer.model.policy_model import PolicyModel
 from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step
 
 LENGTHS = [9, 5, 5, 5, 1, 1, 7]
@@ -38,12 +37,6 @@ def test_packed_documents_are_bit_equal_to_single_ones_forward_and_backward(dtyp
         grads = torch.autograd.grad((expected * weight[:, start:end]).sum(), single)
         for packed_grad, grad in zip(packed_grads, grads, strict=True):
             assert torch.equal(packed_grad[:, :, start:end], grad)
-
-
-def test_runs_group_neighbours_of_equal_length() -> None:
-    _, documents, _ = packed_inputs(torch.float32)
-    assert documents.runs == ((1, 9), (3, 5), (2, 1), (1, 7))
-    assert documents.max_length == 9
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -78,39 +71,7 @@ def test_arguments_that_packed_attention_lacks_are_refused(extra: dict[str, obje
         documents_attention(torch.nn.Identity(), *inputs, documents=documents, **extra)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kernel", ["auto", "sdpa"])
-def test_a_model_may_choose_its_kernel_and_computes_the_same(kernel: Kernel) -> None:
-    logprobs = []
-    for model in (PolicyModel(tiny_causal_lm()), PolicyModel(tiny_causal_lm(), attention=kernel)):
-        documents = Documents.from_offsets(np.array([0, 5, 9], dtype=np.int64))
-        ids, positions = torch.arange(9), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3])
-        logprobs.append(model(ids, positions, documents, Targets.at(torch.tensor([3, 7]), ids), 1.0)[0])
-    assert torch.equal(*logprobs)
-
-
 def test_a_kernel_that_was_asked_for_is_taken_or_refused_never_replaced() -> None:
     inputs, documents, _ = packed_inputs(torch.float32)
     with pytest.raises(ConfigError, match=r"trainer.attention: varlen runs on a GPU in 16 bits, not on cpu"):
         documents_attention(torch.nn.Identity(), *inputs, documents=documents, kernel="varlen")
-
-
-@pytest.mark.needs("no flash_attn")
-def test_a_kernel_that_is_not_installed_is_refused_with_a_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"trainer.attention: flash_attn needs the package flash_attn"):
-        PolicyModel(tiny_causal_lm(), attention="flash_attn")
-
-
-def test_the_kernel_equals_transformers_own_packed_attention() -> None:
-    """Built-in sdpa and eager tell documents apart by positions that begin again; ours by their offsets."""
-    offsets = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int64)
-    ids, positions = torch.arange(int(offsets[-1])) % 31, torch.cat([torch.arange(n) for n in LENGTHS])
-    targets = torch.cat([torch.arange(s + 1, e) for s, e in itertools.pairwise(offsets)])
-    with torch.no_grad():
-        found = PolicyModel(tiny_causal_lm())(
-            ids, positions, Documents.from_offsets(offsets), Targets.at(targets, ids), 1.0
-        )[0]
-        for name in ("sdpa", "eager"):
-            plain = tiny_causal_lm()
-            plain.set_attn_implementation(name)
-            logits = plain(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0].log_softmax(-1)
-            torch.testing.assert_close(found, logits[targets - 1, ids[targets]], rtol=0, atol=1e-5)

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
 
-from services.trainer.config import ALLOCATOR, EARLIER_ALLOCATOR, INTERFACES, set_defaults
+from services.trainer.config import INTERFACES, set_defaults
 
 
 def test_segments_expand_unless_the_environment_says_something_else() -> None:
@@ -40,15 +37,3 @@ def test_an_interface_that_this_machine_does_not_have_is_not_waited_for(given: s
     environment = {"GLOO_SOCKET_IFNAME": given, "NCCL_SOCKET_IFNAME": given}
     set_defaults(environment)
     assert [name in environment for name in INTERFACES] == [kept, kept]
-
-
-def test_torch_knows_the_variable_and_the_key() -> None:
-    with pytest.raises(ValueError, match="Expected 'True' or 'False'"):  # so the value is parsed, and not skipped
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:Maybe")
-    paths = (Path(torch.__file__).parent / "lib").glob("lib*.so")
-    small = [path.read_bytes() for path in paths if path.stat().st_size < 1 << 22]
-    environment: dict[str, str] = {}
-    set_defaults(environment)
-    assert ALLOCATOR in environment
-    for word in (ALLOCATOR, EARLIER_ALLOCATOR, "expandable_segments"):
-        assert any(word.encode() in library for library in small), word
