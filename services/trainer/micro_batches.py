@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import numpy.typing as npt
 import torch
 
 from services.common.config.algorithm import AlgorithmConfig, M2po, M2poMask, Tis
@@ -80,10 +80,11 @@ class MicroTensors:
 
     @classmethod
     def from_packed(cls, batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> MicroTensors:
-        def floats(numbers: npt.NDArray[Any]) -> torch.Tensor:
-            return torch.as_tensor(numbers, dtype=dtype, device=device)
-
-        drawn = _drawn(batch, device, dtype)
+        floats: Any = partial(torch.as_tensor, dtype=dtype, device=device)
+        kept = None if batch.kept is None else KeptBlocks.on(batch.kept, device)
+        temperatures = None if batch.temperatures is None else floats(batch.temperatures)
+        has_own = kept is not None or temperatures is not None
+        drawn = Drawn(kept=kept, temperatures=temperatures) if has_own else None
         return cls(
             token_ids=torch.as_tensor(batch.token_ids, device=device),
             position_ids=torch.as_tensor(batch.position_ids, device=device),
@@ -100,15 +101,6 @@ class MicroTensors:
             drawn=drawn,
             teacher=None if batch.teacher is None else floats(batch.teacher),
         )
-
-
-def _drawn(batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> Drawn | None:
-    kept = temperatures = None
-    if batch.kept is not None:
-        kept = KeptBlocks.on(batch.kept, device)
-    if batch.temperatures is not None:
-        temperatures = torch.as_tensor(batch.temperatures, dtype=dtype, device=device)
-    return None if kept is None and temperatures is None else Drawn(kept=kept, temperatures=temperatures)
 
 
 def logprob_dtype(model: PolicyModel) -> torch.dtype:

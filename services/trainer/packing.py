@@ -311,6 +311,11 @@ class Branch:
     def end(self) -> int:
         return self.start + self.length
 
+    @property
+    def rows(self) -> Ints:
+        """All rows that the last one sees, itself included. [prefix + length]"""
+        return np.concatenate([self.prefix, np.arange(self.start, self.end, dtype=np.int64)])
+
 
 def families(token_ids: Seq[npt.NDArray[np.int32]], max_tokens: int) -> list[Family]:
     """Group documents with a common beginning into families of at most ``max_tokens`` distinct tokens, or one document.
@@ -353,13 +358,10 @@ def lay_out(placed: Seq[Family]) -> tuple[list[Branch], dict[int, Ints]]:
     for family in placed:
         path = np.zeros(0, dtype=np.int64)
         for member in family:
-            prefix = path[: member.shared]
+            path = path[: member.shared]
             if member.own:
-                branches.append(Branch(end, member.own, prefix))
-                path = np.concatenate([prefix, np.arange(end, end + member.own, dtype=np.int64)])
-                end += member.own
-            else:
-                path = prefix
+                branches.append(Branch(end, member.own, path))
+                path, end = branches[-1].rows, branches[-1].end
             paths[member.index] = path
     return branches, paths
 

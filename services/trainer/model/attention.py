@@ -24,7 +24,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, Literal, get_args
 
@@ -119,7 +119,7 @@ class Documents:
         """The prefix and the rows of each branch, end to end; None when they are the row itself."""
         if not any(len(b.prefix) for b in self.branches):
             return None
-        rows = np.concatenate([_keys(b.prefix, b.start, b.end) for b in self.branches])
+        rows = np.concatenate([b.rows for b in self.branches])
         return torch.from_numpy(rows).to(self._device)
 
     @cached_property
@@ -130,20 +130,30 @@ class Documents:
     @cached_property
     def blocks(self) -> Blocks | None:
         """The blocks of the row; None when the row has only runs."""
-        units = _units(self.branches[self._num_alone :])
+        units: list[Branch] = []
+        for branch in self.branches[self._num_alone :]:
+            if units and branch.end - units[-1].start <= BLOCK_ROWS:
+                units[-1] = replace(units[-1], length=branch.end - units[-1].start)
+            else:
+                units.append(branch)
         if not units:
             return None
-        groups = _alike(units)
+        groups: dict[tuple[int, int], list[Branch]] = {}  # none is padded by _PADDED_ROWS or more
+        for unit in units:
+            size = (unit.length, len(unit.rows))
+            if size[0] * size[1] <= _PADDED_PAIRS:
+                size = (-(-size[0] // _PADDED_ROWS), -(-size[1] // _PADDED_ROWS))
+            groups.setdefault(size, []).append(unit)
         ends = _ends(self.branches)
         first = units[0].start
         query_rows, key_rows, batches = [], [], []
         places = np.zeros(len(ends) - first, dtype=np.int64)
         begin = 0
-        for group in groups:
-            num_queries, num_keys = max(u.num_rows for u in group), max(len(u.keys) for u in group)
+        for group in groups.values():
+            num_queries, num_keys = max(u.length for u in group), max(len(u.rows) for u in group)
             queries = np.stack([_padded(np.arange(u.start, u.end), num_queries) for u in group])
-            keys = np.stack([_padded(u.keys, num_keys) for u in group])
-            real = np.arange(num_keys) < np.array([len(u.keys) for u in group])[:, None]
+            keys = np.stack([_padded(u.rows, num_keys) for u in group])
+            real = np.arange(num_keys) < np.array([len(u.rows) for u in group])[:, None]
             # A query sees a key if the query lies in the key's subtree, which is a range of rows.
             seen = (keys[:, None] <= queries[..., None]) & (queries[..., None] < ends[keys][:, None]) & real[:, None]
             # The mask of a long branch without prefix is causal: the kernel needs no mask and computes half of it.
@@ -151,7 +161,7 @@ class Documents:
             mask = None if is_causal else torch.from_numpy(seen[:, None]).to(self._device)
             batches.append(BlockBatch(len(group), num_queries, num_keys, mask))
             for unit in group:
-                places[unit.start - first : unit.end - first] = np.arange(begin, begin + unit.num_rows)
+                places[unit.start - first : unit.end - first] = np.arange(begin, begin + unit.length)
                 begin += num_queries
             query_rows.append(queries.ravel())
             key_rows.append(keys.ravel())
@@ -166,52 +176,13 @@ class Documents:
         return torch.as_tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32, device=self._device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """One block, with the queries start:end."""
-
-    start: int
-    end: int
-    keys: Ints
-
-    @property
-    def num_rows(self) -> int:
-        return self.end - self.start
-
-
-def _keys(prefix: Ints, start: int, end: int) -> Ints:
-    return np.concatenate([prefix, np.arange(start, end, dtype=np.int64)])
-
-
-def _units(branches: Seq[Branch]) -> list[_Unit]:
-    """The blocks: consecutive branches of up to ``BLOCK_ROWS`` rows together, a longer branch alone."""
-    cuts: list[tuple[Branch, int]] = []  # the first branch of a unit, and where the unit ends
-    for branch in branches:
-        if cuts and branch.end - cuts[-1][0].start <= BLOCK_ROWS:
-            cuts[-1] = (cuts[-1][0], branch.end)
-        else:
-            cuts.append((branch, branch.end))
-    return [_Unit(first.start, end, _keys(first.prefix, first.start, end)) for first, end in cuts]
-
-
-def _alike(units: Seq[_Unit]) -> list[list[_Unit]]:
-    """Groups of units such that none is padded by ``_PADDED_ROWS`` or more."""
-    groups: dict[tuple[int, int], list[_Unit]] = {}
-    for unit in units:
-        size = (unit.num_rows, len(unit.keys))
-        if size[0] * size[1] <= _PADDED_PAIRS:
-            size = (-(-size[0] // _PADDED_ROWS), -(-size[1] // _PADDED_ROWS))
-        groups.setdefault(size, []).append(unit)
-    return list(groups.values())
-
-
 def _ends(branches: Seq[Branch]) -> Ints:
     """The end of the range of rows that see each row. [num_rows]"""
     ends = np.empty(branches[-1].end, dtype=np.int64)
     path = np.zeros(0, dtype=np.int64)
     for branch in branches:
         ends[path[len(branch.prefix) :]] = branch.start
-        path = _keys(branch.prefix, branch.start, branch.end)
+        path = branch.rows
     ends[path] = branches[-1].end
     return ends
 
