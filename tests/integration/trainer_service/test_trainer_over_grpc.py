@@ -138,61 +138,39 @@ async def test_exactly_the_sampled_ids_are_trained(
     assert sorted(forwarded) == sorted(sampled)
 
 
-async def test_a_pause_reaches_a_trainer_that_waits_for_a_batch(
+async def test_commands_reach_a_trainer_that_waits_for_a_batch_and_it_reports_the_wait(
     make_orchestrator: MakeOrchestrator, start: Start
 ) -> None:
     orchestrator = await make_orchestrator()
     orchestrator.held_step = 3
     trainer = start(orchestrator)
     await orchestrator.until(lambda: 3 in orchestrator.pulls, "step 3 was never asked for")
-    await orchestrator.tell("pause")
-    await until(lambda: trainer.link.report.state == "paused")
-    await orchestrator.release()
-    await asyncio.sleep(0.5)
-    assert orchestrator.newest == 2
-    await orchestrator.tell("resume")
-    assert await trainer.life == STEPS
+    await orchestrator.until(
+        lambda: bool(orchestrator.reports) and orchestrator.reports[-1].training_step == 3, "no report"
+    )
+    assert orchestrator.reports[-1].state == "waiting_for_batch"
+    assert {"waited_s", "step_seconds"} <= set(orchestrator.reports[-1].gauges)
+    assert {"loss", "mismatch_abs", "mismatch_kl", "grad_norm"} <= orchestrator.metrics[2].keys()
+    (interval,) = orchestrator.intervals[2]
+    assert interval.start.ToNanoseconds() < interval.end.ToNanoseconds()
 
-
-async def test_a_trainer_that_waits_for_a_batch_saves_on_a_command_and_waits_on(
-    make_orchestrator: MakeOrchestrator, start: Start
-) -> None:
-    orchestrator = await make_orchestrator()
-    orchestrator.held_step = 3
-    trainer = start(orchestrator)
-    await orchestrator.until(lambda: 3 in orchestrator.pulls, "step 3 was never asked for")
     await orchestrator.tell("checkpoint")
     await until(lambda: trainer.link.report.checkpoint_step == 2)
     asked = len(orchestrator.pulls)
     await asyncio.sleep(0.5)
     assert len(orchestrator.pulls) <= asked + 1, "it does not poll"
-    await orchestrator.release()
-    assert await trainer.life == STEPS
 
+    await orchestrator.tell("pause")
+    await until(lambda: trainer.link.report.state == "paused")
+    await orchestrator.hold(4)
+    await asyncio.sleep(0.5)
+    assert orchestrator.newest == 2
+    await orchestrator.tell("resume")
+    await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
 
-async def test_a_stop_reaches_a_trainer_that_waits_for_a_batch(
-    make_orchestrator: MakeOrchestrator, start: Start
-) -> None:
-    orchestrator = await make_orchestrator()
-    orchestrator.held_step = 3
-    trainer = start(orchestrator)
-    await orchestrator.until(lambda: 3 in orchestrator.pulls, "step 3 was never asked for")
     await orchestrator.tell("stop")
-    assert await asyncio.wait_for(trainer.life, 30.0) == 2
-    assert trainer.link.report.checkpoint_step == 2
-
-
-async def test_the_trainer_reports_its_waits(make_orchestrator: MakeOrchestrator, start: Start) -> None:
-    orchestrator = await make_orchestrator()
-    orchestrator.held_step = 3
-    start(orchestrator)
-    await orchestrator.until(
-        lambda: bool(orchestrator.reports) and orchestrator.reports[-1].training_step == 3, "no report"
-    )
-    report = orchestrator.reports[-1]
-    assert report.state == "waiting_for_batch"
-    assert {"waited_s", "step_seconds"} <= set(report.gauges)
-    await orchestrator.release()
+    assert await asyncio.wait_for(trainer.life, 30.0) == 3
+    assert trainer.link.report.checkpoint_step == 3
 
 
 async def test_an_orchestrator_that_goes_away_and_comes_back_is_waited_for(

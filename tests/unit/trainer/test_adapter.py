@@ -16,7 +16,6 @@ from services.common.lora import (
     adapter_off,
     adapter_weights,
     base_weights,
-    initial_adapter,
 )
 from services.common.weights.snapshot import PEFT_PREFIX, Snapshot
 from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
@@ -86,19 +85,6 @@ def test_version_0_is_the_base_and_the_reference_stays_the_base() -> None:
     assert not torch.allclose(logits(step.model.causal_lm, ids), base, atol=1e-2)
     with adapter_off(step.model):
         assert torch.equal(logits(step.model.causal_lm, ids), base)
-
-
-def test_initial_values_depend_on_seed_and_name_only() -> None:
-    config = setup().config
-    made = initial_adapter(tiny_causal_lm(seed=0), config, 3)
-    again = initial_adapter(tiny_causal_lm(seed=1), config, 3)
-    assert all(torch.equal(tensor, again[name]) for name, tensor in made.items())
-    attached = adapter_weights(adapted().model.causal_lm)
-    assert made.keys() == attached.keys()
-    assert all(torch.equal(tensor, attached[name]) for name, tensor in made.items())
-    lows = [tensor for name, tensor in made.items() if "lora_A" in name]
-    assert not torch.equal(lows[0], lows[1]), "each module has values of its own"
-    assert all(float(tensor.abs().max()) == 0.0 for name, tensor in made.items() if "lora_B" in name)
 
 
 @pytest.mark.parametrize(

@@ -128,20 +128,6 @@ def test_gspo_has_one_ratio_per_sequence() -> None:
     assert loss.tolist() == pytest.approx([-math.exp(0.2), -math.exp(0.2), 0.7, 0.0])
 
 
-def test_sapo_fades_where_a_clip_would_end() -> None:
-    """At ratio 1 the plain policy gradient; elsewhere less and less, sooner for negative advantages."""
-    batch = tokens([0.0, 0.0, 1.0, 2.0, 1.0, 2.0, -4.0], [1, -1, 1, 1, -1, -1, 1])
-    loss = ALGORITHMS["sapo"].loss(batch, algorithm(name="sapo", sapo_tau_negative=2.0))
-    loss.per_token.sum().backward()
-    assert batch.logprobs.grad is not None
-    at_one, against_at_one, positive, far_positive, negative, far_negative, low = batch.logprobs.grad.tolist()
-    assert (at_one, against_at_one) == (pytest.approx(-1.0), pytest.approx(1.0))
-    tau, ratio = 1.0, math.e
-    assert positive == pytest.approx(-ratio / math.cosh(tau * (ratio - 1) / 2) ** 2)
-    assert 0 < far_negative < negative < -positive and -positive > -far_positive > 0 > low
-    assert loss.counts["faded_tokens"].item() == 3, "all but those at 1 and the positive one at e"
-
-
 def test_cispo_and_reinforce_have_the_score_function_gradient() -> None:
     batch = tokens([0.5, 3.0], [2, -1])
     ALGORITHMS["cispo"].loss(batch, algorithm(name="cispo", importance_cap=2.0)).per_token.sum().backward()

@@ -1,20 +1,16 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.common.kept_tokens import KeptSets
-from services.trainer.model import logprobs as logprobs_module
-from services.trainer.model.logprobs import Drawn, KeptBlocks, _TokenLogprobs, token_logprobs
+from services.trainer.model.logprobs import Drawn, KeptBlocks, token_logprobs
 
 
 def naive(
@@ -156,46 +152,3 @@ def test_no_tensor_is_larger_than_a_block_or_an_input() -> None:
     with _LargestTensor() as largest:
         naive(hidden, weight, targets, 1.0)
     assert largest.num_elements == 512 * 4096
-
-
-class _Products(TorchDispatchMode):
-    """Notes every matrix product: its operation, the types of operands and result, and the setting of float32 products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, tuple[torch.dtype, ...], torch.dtype, str]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        if "mm" in func.__name__:
-            operands = tuple(a.dtype for a in args if isinstance(a, torch.Tensor))
-            setting = torch.backends.cuda.matmul.fp32_precision
-            self.found.append((func.__name__, operands, result.dtype, setting))
-        return result
-
-
-def products(dtype: torch.dtype) -> set[Any]:
-    """The products of one forward and one backward pass over fake tensors, which check types, shapes and arguments."""
-    seen = _Products()
-    with FakeTensorMode(), seen, torch.no_grad():
-        hidden, weight = torch.empty(5, 16, dtype=dtype), torch.empty(31, 16, dtype=dtype)
-        ctx = SimpleNamespace(needs_input_grad=(True, True), set_materialize_grads=lambda on: None)
-        ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
-        scores = _TokenLogprobs.forward(ctx, hidden, weight, torch.zeros(5, dtype=torch.int64), 0.7, None, 4, 16)
-        gradients = _TokenLogprobs.backward(ctx, *(torch.empty_like(score) for score in scores))
-    assert [score.dtype for score in scores] == [torch.float32] * 2
-    assert [g.dtype for g in gradients if g is not None] == [dtype] * 2
-    assert len(seen.found) == 2 * 2 * (2 + 2), "two blocks of tokens and of the vocabulary"
-    return set(seen.found)
-
-
-def test_on_tensor_cores_logits_are_summed_in_float32_and_gradients_pass_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU has none of these operations: fake tensors check their arguments."""
-    monkeypatch.setattr(logprobs_module, "_on_tensor_cores", lambda hidden, weight: True)
-    before = torch.backends.cuda.matmul.fp32_precision
-    single, half = torch.float32, torch.bfloat16
-    assert products(half) == {
-        ("mm.dtype", (half, half), single, before),
-        ("addmm_.default", (single, single, single), single, "tf32"),
-    }
-    assert torch.backends.cuda.matmul.fp32_precision == before

@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import services.trainer.step as step_module
 from services.common.config.training import OptimizerConfig
 from services.common.errors import InvalidRequestError
 from services.common.records import Segment, TrainingSequence
@@ -111,18 +109,6 @@ def test_updates_stop_where_the_mean_ratio_is_above_its_limit(
         alone.run(rank_batch(first))
         for name, value in weights(alone).items():
             assert torch.equal(weights(step)[name], value), "as if there were no other minibatch"
-
-
-@pytest.mark.parametrize("settings", [{"early_stop_ratio": 2.0}, {"rejection": [{"upper": 4.0}]}])
-def test_a_minibatch_without_an_update_counts_in_the_means_over_minibatches(settings: dict[str, Any]) -> None:
-    """The second of two is far off: stopped, or rejected as a whole."""
-    sequences = [far_off(s, 3.0 * s.minibatch) for s in on_policy(training_sequences(8, minibatches=2))]
-    metrics = train_step(algorithm("m2po", **settings), optimizer=OptimizerConfig(lr=1e-6)).run(rank_batch(sequences))
-    assert metrics.updates_applied == 1
-    assert metrics.algorithm["m2po_eps_low"] == pytest.approx(0.95), "the bound of both, not their sum"
-    alone = train_step(algorithm("m2po")).run(rank_batch([s for s in sequences if s.minibatch == 0]))
-    if "rejection" in settings:
-        assert metrics.loss == pytest.approx(alone.loss / 2)
 
 
 def without_trained_tokens(item: TrainingSequence) -> TrainingSequence:
@@ -244,32 +230,6 @@ def test_a_minibatch_of_which_all_is_rejected_makes_no_update() -> None:
     assert (metrics.updates_applied, metrics.updates_skipped) == (0, 2)
     assert metrics.algorithm["left_out_share"] == 1.0
     assert all(torch.equal(weight, before[name]) for name, weight in nothing.model.named_parameters())
-
-
-@pytest.mark.parametrize(
-    ("settings", "passes"),
-    [
-        ({"name": "ppo_clip"}, 0),
-        ({"name": "m2po"}, 1),
-        ({"name": "ppo_clip", "rejection": [{"upper": 3.0}]}, 1),
-        ({"name": "m2po", "rejection": [{"upper": 3.0}]}, 1),
-    ],
-)
-def test_the_first_minibatch_costs_one_further_pass_at_most(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], passes: int
-) -> None:
-    """Of forward passes beside those of the gradient; rejection and the trust region read the same values there."""
-    seen: list[object] = []
-    plain = step_module.forward
-
-    def counted(*arguments: Any) -> Any:
-        seen.append(arguments)
-        return plain(*arguments)
-
-    monkeypatch.setattr(step_module, "forward", counted)
-    metrics = train_step(algorithm(**settings), max_tokens=40).run(rank_batch(training_sequences(8)))
-    assert metrics.num_micro_batches > 1
-    assert len(seen) == passes * metrics.num_micro_batches
 
 
 def test_rejection_is_by_the_policy_at_step_start() -> None:
