@@ -397,7 +397,7 @@ class Checkpoints:
         )
         verified = time.monotonic()
         with TensorReader(path, manifest) as reader:
-            restore(model, optimizer, reader, manifest.tensors)
+            restore(model, optimizer, reader)
             restore_random_state(reader, self._ranks, manifest.tensors)
         optimizer.adamw.zero_grad(set_to_none=True)
         optimizer.num_updates = manifest.num_updates
@@ -433,7 +433,7 @@ class Checkpoints:
                 )
         check_same_adapter(model.adapter, manifest.adapter, f"{path} (remove it, or use another run directory)")
         stored = manifest.tensors
-        own = expected(model, optimizer, stored)
+        own = describe({**weights_of(model), **moments_of(model, optimizer)})
         generator = next(iter(describe(random_state(self._ranks)).values()))
         own |= {
             name: generator for name in stored if name.startswith(RANDOM_STATE)
@@ -460,8 +460,6 @@ def shares(files: tuple[StoredFile, ...] | list[StoredFile], num_ranks: int) -> 
 
 LAYOUT = "adamw"
 _STATES_PER_WEIGHT = 3  # the weight and AdamW's two moments
-_STEP = "step"
-_OF_ADAMW = (*MOMENTS, _STEP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -513,31 +511,19 @@ def weights_of(model: PolicyModel) -> dict[str, torch.Tensor]:
 
 
 def moments_of(model: PolicyModel, optimizer: PolicyOptimizer) -> dict[str, torch.Tensor]:
-    """AdamW's state by its name in the checkpoint, of the updated weights; the tensors share memory with the optimizer."""
+    """AdamW's state by its name in the checkpoint; the tensors share memory with the optimizer."""
+    trained = {id(parameter) for parameter in optimizer.parameters}
     return {
         f"{kind}/{name}": optimizer.adamw.state[parameter][kind].detach()
-        for name, parameter in _trained(model, optimizer)
-        for kind in _OF_ADAMW
-        if optimizer.adamw.state.get(parameter)
+        for name, parameter in model.named_parameters()
+        for kind in (*MOMENTS, "step")
+        if id(parameter) in trained
     }
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, StoredTensor]:
     """Types and shapes of whole tensors, the same on every rank."""
     return {name: StoredTensor(dtype=_dtype(t), shape=tuple(t.shape)) for name, t in tensors.items()}
-
-
-def expected(
-    model: PolicyModel, optimizer: PolicyOptimizer, stored: Mapping[str, StoredTensor]
-) -> dict[str, StoredTensor]:
-    """The tensors that a checkpoint with the names of ``stored`` must hold for this model, without random states."""
-    tensors = describe(weights_of(model))
-    for name, parameter in _trained(model, optimizer):
-        if any(f"{kind}/{name}" in stored for kind in _OF_ADAMW):  # none: the weight was never updated
-            whole = StoredTensor(dtype=_dtype(parameter), shape=tuple(parameter.shape))
-            tensors |= {f"{kind}/{name}": whole for kind in MOMENTS}
-            tensors[f"{_STEP}/{name}"] = StoredTensor(dtype="float32", shape=())
-    return tensors
 
 
 def pieces(tensors: Mapping[str, torch.Tensor], ranks: Ranks, *, copied: bool = False) -> list[Piece]:
@@ -564,23 +550,9 @@ def random_state(ranks: Ranks) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def restore(
-    model: PolicyModel, optimizer: PolicyOptimizer, reader: TensorReader, stored: Mapping[str, StoredTensor]
-) -> None:
+def restore(model: PolicyModel, optimizer: PolicyOptimizer, reader: TensorReader) -> None:
     """Fill this rank's rows of weights and moments in place. Moments on the host stay on the host."""
-    tensors = weights_of(model)
-    state = optimizer.adamw.state
-    for name, parameter in _trained(model, optimizer):
-        if f"{_STEP}/{name}" in stored:
-            if not state[parameter]:
-                # The same tensors as AdamW creates before its first update.
-                state[parameter] = {_STEP: torch.zeros((), dtype=torch.float32, device=parameter.device)}
-                state[parameter] |= {kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}
-            tensors |= {f"{kind}/{name}": state[parameter][kind] for kind in _OF_ADAMW}
-        else:
-            for kind in state.get(parameter, ()):  # as before the first update
-                local_rows(state[parameter][kind])[0].zero_()
-    for name, tensor in tensors.items():
+    for name, tensor in {**weights_of(model), **moments_of(model, optimizer)}.items():
         rows, first_row = local_rows(tensor)
         if rows.numel():
             _fill(rows, reader, name, first_row * (rows.numel() // len(rows)) if rows.ndim else 0)
@@ -593,11 +565,6 @@ def restore_random_state(reader: TensorReader, ranks: Ranks, stored: Mapping[str
         state = torch.empty(stored[name].num_elements, dtype=torch.uint8)
         _fill(state, reader, name, 0)
         torch.set_rng_state(state)
-
-
-def _trained(model: PolicyModel, optimizer: PolicyOptimizer) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    trained = {id(parameter) for parameter in optimizer.parameters}
-    return ((name, p) for name, p in model.named_parameters() if id(p) in trained)
 
 
 def _fill(rows: torch.Tensor, reader: TensorReader, name: str, first: int) -> None:

@@ -35,11 +35,7 @@ class MomentsOnHost:
         self._parameters: list[Parameter] = [p for group in adamw.param_groups for p in group["params"]]
         self._buckets = list(in_buckets(self._parameters, lambda p: _local(p.detach()).nbytes, bucket_bytes))
         for parameter in self._parameters:
-            # Created here: otherwise the optimizer creates them on the device at its first step. Pinned for a GPU, so that
-            # copies run asynchronously.
-            on_gpu, step = parameter.is_cuda, torch.zeros((), dtype=torch.float32, device=parameter.device)
-            made = (torch.empty_like(parameter, device="cpu", pin_memory=on_gpu, requires_grad=False) for _ in MOMENTS)
-            adamw.state[parameter] = {"step": step} | {name: m.zero_() for name, m in zip(MOMENTS, made, strict=True)}
+            adamw.state[parameter] = initial_state(parameter, on_host=True)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -63,6 +59,16 @@ class MomentsOnHost:
                 state.update({name: _copied(state[name], moment) for name, moment in host[parameter].items()})
         if self._parameters[0].is_cuda:
             torch.cuda.synchronize()  # a checkpoint may read them next
+
+
+def initial_state(parameter: Parameter, *, on_host: bool) -> dict[str, torch.Tensor]:
+    """AdamW's state before its first update, so that a checkpoint always has a place for it.
+
+    Moments on the host are pinned for a GPU, so that copies run asynchronously.
+    """
+    where: dict[str, Any] = {"device": "cpu", "pin_memory": parameter.is_cuda} if on_host else {}
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step} | {n: torch.empty_like(parameter, requires_grad=False, **where).zero_() for n in MOMENTS}
 
 
 def _copied(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -145,7 +151,11 @@ class PolicyOptimizer:
                     groups.append({"params": chosen, "weight_decay": decay})
                     self._scales.append(1.0 if rate is None else rate / config.lr)
         self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-        self._step = MomentsOnHost(self.adamw).step if offload else self.adamw.step
+        self._step = self.adamw.step
+        if offload:
+            self._step = MomentsOnHost(self.adamw).step
+        else:
+            self.adamw.state.update({p: initial_state(p, on_host=False) for p in self.parameters})
 
     def update(self) -> Update:
         """Clip, step, clear the gradients. A gradient that is not finite changes only the update number."""

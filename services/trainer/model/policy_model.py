@@ -26,7 +26,7 @@ from services.common.config.algorithm import ValueHeadConfig
 from services.common.config.training import AdapterConfig
 from services.common.errors import ConfigError, ModelMismatchError
 from services.common.lora import adapter_off, adapter_weights, attach, base_weights, initial_tensor, tensor_entry
-from services.common.safetensors_files import INDEX, SINGLE, places, weight_files
+from services.common.safetensors_files import INDEX, SINGLE, model_directory, places, weight_files
 from services.common.system.machine import available_bytes
 from services.common.text.chat import load_model, named_weights
 from services.common.weights.snapshot import AdapterIdentity, DigestAlgorithm, TensorEntry, version_digest
@@ -197,8 +197,13 @@ def _require_memory(path: str | Path, reason: _NotByShardsError, dtype: torch.dt
 def _open(path: str | Path, dtype: torch.dtype) -> MetaModel:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    directory = _directory(path)
-    files = _files(directory)
+    try:
+        directory = model_directory(path, _PATTERNS)
+    except ConfigError as error:
+        raise _NotByShardsError(error.message) from error
+    if not any((directory / name).is_file() for name in (INDEX, SINGLE)):
+        raise _NotByShardsError("no safetensors")
+    files = weight_files(directory)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         if getattr(config, "quantization_config", None) is not None:
@@ -227,28 +232,6 @@ def _open(path: str | Path, dtype: torch.dtype) -> MetaModel:
         pass  # some checkpoints have none: keep the model's defaults
     causal_lm.config.name_or_path = str(path)
     return MetaModel(causal_lm=causal_lm.eval(), files={name: files[name] for name in shapes}, buffers=buffers)
-
-
-def _directory(path: str | Path) -> Path:
-    """The directory of the files. A hub name is downloaded, or found in the cache, once for all processes of a host."""
-    if Path(path).is_dir():
-        return Path(path)
-    if isinstance(path, Path) or path.startswith(("/", ".", "~")):
-        raise _NotByShardsError("no such directory")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=_PATTERNS))
-    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise _NotByShardsError(f"it cannot be fetched: {error}") from error
-
-
-def _files(directory: Path) -> dict[str, Path]:
-    """The file of every stored tensor. Raises ``ConfigError`` for damaged files."""
-    if not any((directory / name).is_file() for name in (INDEX, SINGLE)):
-        raise _NotByShardsError("no safetensors")
-    return weight_files(directory)
 
 
 def _computed_buffers(causal_lm: Any) -> dict[str, torch.Tensor]:

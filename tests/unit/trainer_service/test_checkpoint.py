@@ -105,15 +105,3 @@ def test_lost_bytes_are_noticed_before_an_older_checkpoint_is_removed(
     other = make_step(seed=3)
     assert open_in(tmp_path).restore(other.model, other.optimizer) == 1
     assert_same(weights(step), weights(other))
-
-
-def test_weights_that_were_never_updated_come_back_with_fresh_moments(tmp_path: Path) -> None:
-    """With and without moments that an earlier life of the optimizer has left."""
-    fresh, used = make_step(), make_step()
-    open_in(tmp_path).save(1, fresh.model, fresh.optimizer)
-    used.run(batch_of(5))
-    open_in(tmp_path).load(1, used.model, used.optimizer)
-    for number in (1, 2):
-        fresh.run(batch_of(number))
-        used.run(batch_of(number))
-    assert_same(weights(fresh), weights(used))

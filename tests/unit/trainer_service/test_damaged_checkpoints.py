@@ -182,7 +182,8 @@ def test_without_a_whole_one_the_initial_model_is_left_as_it_was(copied: Path) -
     begun, step, damaged = restored(copied)
     assert begun == 0 and len(damaged) == 2
     assert_same(weights(step), weights(make_step(seed=7)))
-    assert step.optimizer.num_updates == 0 and not step.optimizer.adamw.state
+    assert step.optimizer.num_updates == 0
+    assert not any(state["step"] for state in step.optimizer.adamw.state.values())
 
 
 def test_a_file_that_may_not_be_read_is_no_damage(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
