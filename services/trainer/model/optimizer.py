@@ -7,7 +7,7 @@ number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -83,13 +83,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 log = structlog.get_logger(__name__)
 
-# Remaining share of the decay at ``progress`` in [0, 1]: 1 at the start, 0 at the end.
-_DECAYS: dict[str, Callable[[float], float]] = {
-    "constant": lambda progress: 1.0,
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-}
-
 
 def learning_rate(config: OptimizerConfig, update: int) -> float:
     """Learning rate of update number ``update``, from 0.
@@ -104,7 +97,7 @@ def learning_rate(config: OptimizerConfig, update: int) -> float:
         return config.lr
     assert config.total_updates is not None, "the recipe fills it in"
     progress = min((update - config.warmup_updates) / (config.total_updates - config.warmup_updates), 1.0)
-    left = _DECAYS[config.schedule](progress)
+    left = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.lr * (config.final_fraction + (1.0 - config.final_fraction) * left)
 
 

@@ -206,38 +206,6 @@ def test_a_version_that_was_left_unpublished_is_published_first(tmp_path: Path) 
     assert again.published == [5]
 
 
-def test_no_step_is_started_while_paused(tmp_path: Path) -> None:
-    looks: list[int] = []
-
-    def pause(link: FakeLink, step: int) -> None:
-        link.paused = step == 3 and not looks
-
-    class Resumed(FakeLink):
-        def set_state(self, state: str, training_step: int) -> None:
-            super().set_state(state, training_step)
-            if state == "paused":
-                looks.append(training_step)
-                self.paused = len(looks) < 3
-
-    link = Resumed(before_pull=pause)
-    assert Trainer(tmp_path, link).live() == STEPS
-    assert looks == [3, 3, 3]
-    assert link.pulls == [1, 2, 3, 3, 4, 5]
-    assert link.published == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_stop_leaves_with_a_checkpoint_of_the_last_step(tmp_path: Path) -> None:
-    def stop(link: FakeLink, step: int) -> None:
-        link.stopped = step == 4
-
-    link = FakeLink(before_pull=stop)
-    trainer = Trainer(tmp_path, link)
-    assert trainer.live() == 3
-    assert link.published == [0, 1, 2, 3]
-    assert trainer.checkpoints.newest() == 3
-    assert link.checkpoint_steps[-1] == 3
-
-
 def test_a_recorded_batch_that_is_lost_is_passed_over_while_replaying(tmp_path: Path) -> None:
     class Losing(FakeLink):
         def pull(self, training_step: int) -> RankBatch | None:
