@@ -144,10 +144,8 @@ class PolicyOptimizer:
                     groups.append({"params": chosen, "weight_decay": decay})
                     self._scales.append(1.0 if rate is None else rate / config.lr)
         self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-        self._step = self.adamw.step
-        if offload:
-            self._step = MomentsOnHost(self.adamw).step
-        else:
+        self._step = MomentsOnHost(self.adamw).step if offload else self.adamw.step
+        if not offload:
             self.adamw.state.update({p: initial_state(p, on_host=False) for p in self.parameters})
 
     def update(self) -> Update:
