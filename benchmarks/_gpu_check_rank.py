@@ -86,7 +86,7 @@ def train(path: Path, ranks: Ranks, options: argparse.Namespace, way: dict[str, 
         ranks,
         max_tokens_per_micro_batch=max(512, options.tokens // 2),
         reference=load_policy_model(path, ranks, trainable=False, offload=offload, **settings),
-        peak_flops=peak_flops(ranks.device, compute or torch.float32, options.peak_tflops),
+        peak_flops=peak_flops(ranks.device, compute or torch.float32),
     )
     vocabulary = model.causal_lm.config.vocab_size
     told = [
@@ -115,7 +115,6 @@ def main() -> int:
     parser.add_argument("--device", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--peak-tflops", type=float)
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)

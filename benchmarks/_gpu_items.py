@@ -330,7 +330,7 @@ class Training:
             self.ranks,
             max_tokens_per_micro_batch=self.policy.trainer.token_budget,
             reference=WithoutAdapter(self.model) if self.policy.algorithm.needs_reference else None,
-            peak_flops=peak_flops(self.ranks.device, torch.bfloat16, None),
+            peak_flops=peak_flops(self.ranks.device, torch.bfloat16),
         )
 
     def run(self, num_documents: int, number: int = 1) -> StepMetrics:

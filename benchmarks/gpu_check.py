@@ -161,7 +161,6 @@ def check_trainer(model: Path, options: argparse.Namespace, steps: int, tokens: 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
     command += [str(RANK_SCRIPT), str(model), str(out), "--device", options.device]
     command += ["--steps", str(steps), "--tokens", str(tokens)]
-    command += ["--peak-tflops", str(options.peak_tflops)] if options.peak_tflops else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TRAINER_TIMEOUT_S)
     if done.returncode:
@@ -199,7 +198,6 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ranks", type=int, default=1, help="trainer ranks; on cuda one per GPU")
     parser.add_argument("--quick", action="store_true", help="a small model; a minute on a CPU")
-    parser.add_argument("--peak-tflops", type=float, help="of a device that services/trainer/metrics.py does not know")
     options = parser.parse_args()
     size = "quick" if options.quick or options.device == "cpu" else "gpu"
     torch.set_num_threads(1)

@@ -33,6 +33,8 @@ from typing import Any
 
 from benchmarks._bench import report_facts
 from benchmarks._numerics_hooks import FAULT
+from services.common.config.loading import load_recipe
+from services.trainer.warm_start import make_starting_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 400.0
@@ -135,11 +137,7 @@ def _healthy(name: str, recipe: Path, directory: Path) -> tuple[int, str]:
 
 def _checkpoint(directory: Path) -> Path:
     """The starting checkpoint of all runs with a fault, made once."""
-    run_dir = directory / "start"
-    if not run_dir.is_dir():
-        code, output = run(ROOT / "recipes" / "quickstart", run_dir, (*SHORT, *WARM_START, "run.steps=1"))
-        assert code == 0, output
-    return run_dir / "warm_start" / "model0"
+    return make_starting_checkpoint(load_recipe(ROOT / "recipes" / "quickstart", WARM_START, {}), "model0", directory)
 
 
 def run(

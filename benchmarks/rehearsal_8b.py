@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,9 +38,9 @@ from benchmarks._bench import report_facts
 from services.cli.check.memory import GIB, ModelShape, trainer_rank_parts
 from services.common.config.loading import load_recipe
 from services.common.config.training import PolicyConfig
-from services.trainer.model import attention
+from services.trainer.model import attention, policy_model
 from services.trainer.model.attention import Documents
-from services.trainer.model.logprobs import CHUNK_TOKENS, Targets
+from services.trainer.model.logprobs import CHUNK_TOKENS, Targets, token_logprobs
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import AdapterSetup, PolicyModel, Scorer, WithoutAdapter, build_policy_model
 from services.trainer.ranks import Ranks
@@ -103,7 +104,7 @@ def memory_rows(quick: bool) -> dict[str, object]:
     for (name, _), (shape, policy, owners) in layouts().items():
         began = time.perf_counter()
         larger = quick and shape.num_parameters > _LARGE  # in a small model the blocks are at the peak
-        peak, estimate = measured_and_estimated(shape, policy, _QUICK_CHUNK_TOKENS if larger else None)
+        peak, estimate = measured_and_estimated(shape, policy, _QUICK_CHUNK_TOKENS if larger else CHUNK_TOKENS)
         rows.append(
             {
                 "model": name, "ranks": policy.trainer.num_ranks, "master_dtype": policy.trainer.master_dtype,
@@ -147,26 +148,27 @@ def layouts() -> dict[tuple[str, str], tuple[ModelShape, PolicyConfig, list[str]
 
 
 def measured_and_estimated(
-    shape: ModelShape, policy: PolicyConfig, chunk_tokens: int | None = None
+    shape: ModelShape, policy: PolicyConfig, chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[float, float]:
     """Peak of the storages, and the estimate without its allowance. Bytes."""
     parts = trainer_rank_parts(shape, policy)
     return peak_bytes(shape, policy, chunk_tokens), sum(parts.values()) - parts["allowance"]
 
 
-def peak_bytes(shape: ModelShape, policy: PolicyConfig, chunk_tokens: int | None = None) -> float:
+def peak_bytes(shape: ModelShape, policy: PolicyConfig, chunk_tokens: int = CHUNK_TOKENS) -> float:
     """Peak of one rank's storages in the middle of a minibatch. Needs a process without a process group."""
     trainer = policy.trainer
     assert "reference" not in trainer.offload, "FSDP2's host offload needs real copies"
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=trainer.num_ranks)
     ranks = Ranks(rank=0, world_size=trainer.num_ranks, device=torch.device("cpu"))
-    varlen = patch.object(attention, "_varlen_kernel", lambda kernel, query: attention.KERNELS["varlen"])
+    varlen = patch.object(attention, "_takes_varlen", lambda kernel, query: True)
+    head = patch.object(policy_model, "token_logprobs", partial(token_logprobs, chunk_tokens=chunk_tokens))
     storages = Storages()
     try:
-        with varlen:
-            model = _model(shape, policy, ranks, chunk_tokens, trainable=True)
+        with varlen, head:
+            model = _model(shape, policy, ranks, trainable=True)
             reference = (
-                _model(shape, policy, ranks, chunk_tokens, trainable=False)
+                _model(shape, policy, ranks, trainable=False)
                 if policy.algorithm.needs_reference and policy.adapter is None
                 else None
             )
@@ -191,9 +193,7 @@ def config_of(shape: ModelShape) -> Qwen2Config | Qwen3Config:
     return Qwen3Config(head_dim=HEAD_DIM, **sizes) if shape.head_norms else Qwen2Config(**sizes)
 
 
-def _model(
-    shape: ModelShape, policy: PolicyConfig, ranks: Ranks, chunk_tokens: int | None, *, trainable: bool
-) -> PolicyModel:
+def _model(shape: ModelShape, policy: PolicyConfig, ranks: Ranks, *, trainable: bool) -> PolicyModel:
     """On the meta device, sharded."""
     trainer = policy.trainer
     adapter = None
@@ -209,7 +209,6 @@ def _model(
         trainable=trainable,
         gradient_checkpointing=trainer.gradient_checkpointing,
         compute_dtype=None if trainer.compute_dtype == trainer.master_dtype else getattr(torch, trainer.compute_dtype),
-        logprob_chunk_tokens=chunk_tokens or CHUNK_TOKENS,
         adapter=adapter,
     )
 

@@ -41,7 +41,7 @@ from services.common.checkpoints import (
     write_safetensors,
 )
 from services.common.errors import ConfigError, CorruptDataError, in_buckets
-from services.common.safetensors_files import INDEX, Place, places, weight_files
+from services.common.safetensors_files import INDEX, Place, model_directory, places, weight_files
 from services.common.system.machine import sync_directory
 from services.common.weights.snapshot import (
     ELEMENT_TYPES,
@@ -278,7 +278,13 @@ def merged_pieces(
     """
     assert manifest.adapter is not None
     noted = _noted_base(checkpoint)
-    stored = _open_base(base if base is not None else _directory(noted["path"]))
+    try:
+        directory = base if base is not None else model_directory(noted["path"])
+    except ConfigError as error:
+        raise ConfigError(
+            f"the base of the adapter is not there ({error.message}): name its directory with --base, or export with --adapter"
+        ) from None
+    stored = _open_base(directory)
     if missing := sorted(noted["tensors"].keys() - stored.keys()):
         raise ConfigError(f"the base of the adapter has no tensor {missing[0]}: name its directory with --base")
     dtype = noted["dtype"]
@@ -357,21 +363,3 @@ def _noted_base(checkpoint: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CorruptDataError(f"{checkpoint}: {BASE_FILE} cannot be read: {error}") from None
     return noted
-
-
-def _directory(path: str) -> Path:
-    """The directory of the base; a hub name is downloaded, or found in the cache."""
-    if Path(path).is_dir():
-        return Path(path)
-    gone = f"the base of the adapter, {path}, is not there: name its directory with --base, or export with --adapter"
-    if path.startswith(("/", ".", "~")):
-        raise ConfigError(gone)
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    except ImportError:
-        raise ConfigError(f"{gone} (huggingface_hub, which would fetch it, is not installed)") from None
-    try:
-        return Path(snapshot_download(path, allow_patterns=["*.safetensors", INDEX]))
-    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise ConfigError(f"{gone} ({error})") from error

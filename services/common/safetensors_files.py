@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,29 @@ def config_of(model: str) -> Mapping[str, Any]:
         return {} if file is None else read_object(file)
     except ConfigError:
         return {}
+
+
+def model_directory(path: str | Path, patterns: Sequence[str] = ("*.safetensors", INDEX)) -> Path:
+    """The directory of a model; a hub name is downloaded, or found in the cache, once for all processes of a host.
+
+    Raises:
+        ConfigError: no such directory, or the hub does not give it.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    if isinstance(path, Path) or path.startswith(("/", ".", "~")):
+        raise ConfigError(f"{path}: no such directory")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        raise ConfigError(
+            f"{path} is no directory, and huggingface_hub, which would fetch it, is not installed"
+        ) from None
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(patterns)))
+    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise ConfigError(f"{path} cannot be fetched: {error}") from error
 
 
 def weight_files(directory: Path) -> dict[str, Path]:

@@ -19,7 +19,8 @@ from services.common import run_files
 from services.common.checkpoints import checkpoints_directory
 from services.common.config.processes import Placement
 from services.common.config.recipe import Recipe
-from services.common.errors import UnknownPolicyError
+from services.common.errors import RollmillError, UnknownPolicyError
+from services.common.export import export_checkpoint
 from services.common.lora import identity_of
 from services.common.prometheus import Metric, serve_metrics
 from services.common.rpc.run_client import PeerWatch, RunSettings, fetch_run
@@ -34,13 +35,11 @@ from services.common.text.chat import check_model_matches, check_same_vocabulary
 from services.trainer.checkpoints import (
     CheckpointIdentity,
     Checkpoints,
-    ExportFailedError,
     checkpoint_files,
-    export_last,
     require_shared,
 )
 from services.trainer.config import Settings
-from services.trainer.link import GrpcLink, LoopThread, OrchestratorClient, rank_account
+from services.trainer.link import GrpcLink, LoopThread
 from services.trainer.loop import DeviceTurns, TrainingLoop
 from services.trainer.metrics import peak_flops
 from services.trainer.model.optimizer import PolicyOptimizer
@@ -56,7 +55,7 @@ from services.trainer.model.policy_model import (
 from services.trainer.numerics import NumericsGate
 from services.trainer.publish import SnapshotPublisher, Snapshots, snapshot_directories, sweep
 from services.trainer.publisher_process import PublisherProcess
-from services.trainer.ranks import LeaveOnSignal, PeerLostError, Ranks, init_ranks, leave_ranks
+from services.trainer.ranks import PeerLostError, Ranks, init_ranks, leave_on_signal, leave_ranks
 from services.trainer.step import TrainStep
 
 METRICS = (
@@ -105,7 +104,23 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
     master: torch.dtype = getattr(torch, config.trainer.master_dtype)
     same = config.trainer.compute_dtype == config.trainer.master_dtype
     compute: torch.dtype | None = None if same else getattr(torch, config.trainer.compute_dtype)
-    model = _trained_model(recipe, policy, path, ranks, master, compute)
+    torch.manual_seed(recipe.run.seed)
+    adapter = None
+    if config.adapter is not None:
+        adapter = AdapterSetup(config=config.adapter, dtype=master, seed=recipe.run.seed)
+    model = load_policy_model(
+        path,
+        ranks,
+        dtype=master if adapter is None else compute or master,  # a frozen base needs no master copy
+        gradient_checkpointing=config.trainer.gradient_checkpointing is True,
+        compute_dtype=compute,
+        attention=config.trainer.attention,
+        value_head=config.algorithm.value_head is not None,
+        adapter=adapter,
+    )
+    if adapter is not None:
+        model.base = digest_base(model.causal_lm, ranks, recipe.digest_algorithm(), path)
+        model.adapter = identity_of(model.causal_lm, adapter.config, model.base.digest)
     if model.limit is not None:
         model.limit.check(config.model.context_length)
     check_model_matches(model.causal_lm, tokenizer=tokenizer)
@@ -147,7 +162,7 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
         temperature=recipe.sampling.temperature,
         reference=reference,
         teacher=teacher,
-        peak_flops=peak_flops(ranks.device, compute or master, config.trainer.peak_tflops),
+        peak_flops=peak_flops(ranks.device, compute or master),
     )
     return step, tokenizer
 
@@ -157,31 +172,6 @@ def numerics_gate(recipe: Recipe, policy: str, step: TrainStep, tokenizer: Any) 
     recipe = recipe.with_devices(has_gpu=step.ranks.device.type == "cuda")
     bound, types = recipe.numerics(policy)
     return NumericsGate(step, tokenizer, policy, recipe.policies[policy].trainer.max_mismatch or bound, types)
-
-
-def _trained_model(
-    recipe: Recipe, policy: str, path: str, ranks: Ranks, master: torch.dtype, compute: torch.dtype | None
-) -> PolicyModel:
-    """The model with its adapter, if it has one. A collective."""
-    config = recipe.policies[policy]
-    torch.manual_seed(recipe.run.seed)
-    adapter = None
-    if config.adapter is not None:
-        adapter = AdapterSetup(config=config.adapter, dtype=master, seed=recipe.run.seed)
-    model = load_policy_model(
-        path,
-        ranks,
-        dtype=master if adapter is None else compute or master,  # a frozen base needs no master copy
-        gradient_checkpointing=config.trainer.gradient_checkpointing is True,
-        compute_dtype=compute,
-        attention=config.trainer.attention,
-        value_head=config.algorithm.value_head is not None,
-        adapter=adapter,
-    )
-    if adapter is not None:
-        model.base = digest_base(model.causal_lm, ranks, recipe.digest_algorithm(), path)
-        model.adapter = identity_of(model.causal_lm, adapter.config, model.base.digest)
-    return model
 
 
 def open_checkpoints(
@@ -239,13 +229,13 @@ def run_trainer(settings: Settings) -> None:
     try:
         if publisher is not None:
             publisher.start()
-        client = thread.call(_connect(settings.orchestrator, run.run_id, policy, num_ranks))
-        server = thread.call(_serve(run, policy, run_dir, client)) if rank == 0 else None
+        link = GrpcLink(thread, settings.orchestrator, run.run_id, policy, rank=rank, num_ranks=num_ranks)
+        server = thread.call(_serve(run, policy, run_dir, link)) if rank == 0 else None
         try:
-            _train(run, policy, run_dir, client, thread, publisher, server)
+            _train(run, run_dir, link, publisher, server, thread)
             leave_ranks()
         finally:
-            thread.call(client.close())
+            link.close()
             if server is not None:
                 thread.call(server.stop(grace_s=STATUS_GRACE_S))
     finally:
@@ -257,43 +247,37 @@ def run_trainer(settings: Settings) -> None:
 
 def _train(
     run: RunSettings,
-    policy: str,
     run_dir: Path,
-    client: OrchestratorClient,
-    thread: LoopThread,
+    link: GrpcLink,
     publisher: PublisherProcess | None,
     server: Server | None,
+    thread: LoopThread,
 ) -> None:
-    recipe = run.recipe
+    recipe, policy = run.recipe, link.policy
     config = recipe.policies[policy]
     ranks = join_ranks(recipe, policy)
     require_shared(run_dir / "checkpoints" / policy, ranks)
     directories = snapshot_directories(config.weights, run_dir)
     if ranks.is_first:
         sweep(directories)
-    account = rank_account(policy, ranks.rank)
-    client.report.accounts = lambda: [account.state()]
     if publisher is not None:  # its state is reported beside the training's: replicas only know that they wait
         watch = PeerWatch(publisher_of(policy), lambda: publisher.address)
-        client.report.peers = lambda: [state] if (state := watch.state()) is not None else []
-        thread.loop.call_soon_threadsafe(lambda: client.start(watch.run(), "publisher watch"))
+        link.report.peers = lambda: [state] if (state := watch.state()) is not None else []
+        link.start(watch.run(), "publisher watch")
     if not ranks.is_first:
-        thread.loop.call_soon_threadsafe(client.report_as_rank, ranks.rank)
+        link.report_as_rank()
     shared = recipe.placement is Placement.SHARED
-    turn = _first_turn(client, thread, run_dir, policy, ranks) if shared else 0
+    turn = _first_turn(link, run_dir, ranks) if shared else 0
     step, tokenizer = build_step(recipe, policy, recipe.model_path(policy, run_dir), ranks)
-    step.on_progress = account.beat
+    step.on_progress = link.account.beat
     files = checkpoint_files(step.model, tokenizer, config.published_dtype) if ranks.is_first else {}
     checkpoints = open_checkpoints(recipe, policy, run_dir, ranks, files)
     checkpoint_step = checkpoints.restore(step.model, step.optimizer)
-    client.vocab_size = step.vocab_size
-    newest_version = -1
-    if ranks.is_first:
-        newest_version = thread.call(client.join(checkpoint_step, checkpoints.kept())).newest_version
-    newest_version = int(ranks.max(torch.tensor(newest_version, device=ranks.device)))
+    link.vocab_size = step.vocab_size
+    own_newest = link.join(checkpoints.kept()) if ranks.is_first else -1
+    newest_version = int(ranks.max(torch.tensor(own_newest, device=ranks.device)))
     # From here on a signal ends every wait, and the rank leaves after the current training step.
-    LeaveOnSignal(lambda: thread.loop.call_soon_threadsafe(client.leave), account).install()
-    link = GrpcLink(client, thread, ranks.rank, account)
+    leave_on_signal(link.leave)
     snapshots = Snapshots(
         step.model,
         ranks,
@@ -319,39 +303,36 @@ def _train(
     if server is not None:
         thread.loop.call_soon_threadsafe(server.set_ready)
     done = loop.run(done)
-    leaving = bool(ranks.max(torch.tensor(int(client.commands.leave), device=ranks.device)))
-    if leaving and not client.commands.leave:
+    leaving = bool(ranks.max(torch.tensor(int(link.leaving), device=ranks.device)))
+    if leaving and not link.leaving:
         raise PeerLostError("the ranks of another node got a signal to leave; a checkpoint is written")
     if config.trainer.export_final and not leaving and (device is None or device.wait_for_last()):
-        client.report.state = TrainerState.EXPORTING
-        directory, dtype = run_files.export(run_dir, policy), getattr(torch, config.published_dtype)
-        try:
-            export_last(step.model, tokenizer, directory, ranks, dtype, checkpoints.path(done))
-        except ExportFailedError as error:  # the checkpoint holds the same weights: the run succeeds
-            log.error("export.failed", path=str(directory), error=error.message)
+        link.report.state = TrainerState.EXPORTING
+        if ranks.is_first:
+            directory, checkpoint = run_files.export(run_dir, policy), checkpoints.path(done)
+            try:
+                export_checkpoint(checkpoint, directory, replace=True)
+                log.info("model.exported", path=str(directory), checkpoint=str(checkpoint))
+            except (OSError, RollmillError) as error:  # the checkpoint holds the same weights: the run succeeds
+                log.error("export.failed", path=str(directory), error=str(error))
     loop.wait_for_stop(done)
 
 
-def _first_turn(client: OrchestratorClient, thread: LoopThread, run_dir: Path, policy: str, ranks: Ranks) -> int:
+def _first_turn(link: GrpcLink, run_dir: Path, ranks: Ranks) -> int:
     """Join before the model is loaded, and wait for a turn on the device; returns its number. A collective.
 
     No deadline: the replicas may hold the device until they have freed it, and a dead one loses its lease.
     """
     number = 0
     if ranks.is_first:
-        kept = names.steps(names.checkpoints_directory(run_dir, policy))
-        thread.call(client.join(max(kept, default=0), kept))
-        number = thread.call(client.wait_for_turn())
+        link.join(names.steps(names.checkpoints_directory(run_dir, link.policy)))
+        number = link.wait_for_turn()
     number = int(ranks.max(torch.tensor(number, device=ranks.device)))
-    client.report.device_turn = number
+    link.report.device_turn = number
     return number
 
 
-async def _connect(address: str, run_id: str, policy: str, num_ranks: int) -> OrchestratorClient:
-    return OrchestratorClient(address, run_id, policy, num_ranks)  # channels belong to the running loop
-
-
-async def _serve(run: RunSettings, policy: str, run_dir: Path, client: OrchestratorClient) -> Server:
+async def _serve(run: RunSettings, policy: str, run_dir: Path, link: GrpcLink) -> Server:
     server = Server(
         service="trainer",
         instance_id=f"trainer-{policy}",
@@ -359,7 +340,7 @@ async def _serve(run: RunSettings, policy: str, run_dir: Path, client: Orchestra
         port=run.recipe.policies[policy].trainer.port,
         run_id=run.run_id,
     )
-    report = client.report
+    report = link.report
     steps = ("training_step", "checkpoint_step")
     server.set_gauges(
         lambda: {**report.gauges, **{name: getattr(report, name) for name in steps}}, lambda: {"state": report.state}

@@ -1,6 +1,6 @@
 """Writes and restores durable checkpoints: weights, optimizer state, update number, random state, training step.
 
-    save     every rank writes its files, fsync -> all read back -> manifest, fsync -> rename -> remove the oldest
+    save     every rank writes its files, fsync, reads them back -> manifest, fsync -> rename -> remove the oldest
     begin    every rank copies its rows to host memory, and a thread writes them while training goes on -> finish
     restore  newest -> manifest -> all ranks verify the files against their digests -> rows into memory
                  damaged: log, rename with the reason, take the previous one
@@ -16,9 +16,7 @@ Tensors of a checkpoint, of which a rank writes and reads its own rows; the numb
     exp_avg/NAME, exp_avg_sq/NAME, step/NAME    AdamW's state of each updated weight
     random_state/R    torch's generator on rank R
 
-At the end of a run the last checkpoint becomes a Hugging Face export, as `rollmill export` makes it. Without a checkpoint (a
-full disk), or when transformers stores weights under other names than the model uses (experts), the first rank gathers the
-weights instead.
+At the end of a run the last checkpoint becomes a Hugging Face export, as `rollmill export` makes it.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +40,6 @@ from typing import Any
 
 import structlog
 import torch
-from safetensors import SafetensorError
 
 from services.common import checkpoints as names
 from services.common.checkpoints import (
@@ -67,14 +65,13 @@ from services.common.errors import (
     ModelMismatchError,
     RollmillError,
 )
-from services.common.export import adapter_files, export_checkpoint
+from services.common.export import adapter_files
 from services.common.system.machine import available_bytes, sync_directory
 from services.common.telemetry.logs import LogEvent
-from services.common.text.chat import named_weights
 from services.common.weights.snapshot import AdapterIdentity, check_same_adapter
 from services.trainer.model.optimizer import MOMENTS, PolicyOptimizer
 from services.trainer.model.policy_model import PolicyModel
-from services.trainer.ranks import HostGroup, Ranks, full_weights, local_rows, own_part
+from services.trainer.ranks import HostGroup, Ranks, local_rows, own_part
 
 log = structlog.get_logger()
 
@@ -84,49 +81,25 @@ ROOM = 1.25  # of the bytes of a copy; training and snapshots need memory meanwh
 DISK_TIMEOUT_S = 1800.0
 
 
-class BackgroundWrite:
-    """Starts ``work`` at once; ``finish`` waits for its end and raises its ``RollmillError``.
+def in_background(work: Callable[[], None], name: str) -> Future[None]:
+    """Start ``work`` in a thread at once; its future has its error.
 
     A daemon thread: a process that ends does not wait for the thread. The thread then leaves the same files as a killed
     process, and the next save sweeps these files.
     """
+    future: Future[None] = Future()
+    context = contextvars.copy_context()  # run and policy, for the log
 
-    def __init__(self, training_step: int, work: Callable[[], None], timeout_s: float) -> None:
-        self.training_step = training_step
-        self._work = work
-        self._timeout_s = timeout_s
-        self._failure: RollmillError | None = None
-        self._is_done = False
-        context = contextvars.copy_context()  # run and policy, for the log
-        self._thread = threading.Thread(
-            target=context.run, args=(self._run,), daemon=True, name=f"checkpoint-{training_step}"
-        )
-        self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def finish(self) -> None:
-        """Wait for the end. Raises ``DeadlineError``, or the error of the work."""
-        self._thread.join(self._timeout_s)
-        if self._thread.is_alive():
-            wait = f"writing the checkpoint of step {self.training_step}"
-            raise DeadlineError(f"{wait} took longer than {self._timeout_s:g} s: is the disk still there?", wait=wait)
-        if self._failure is not None:
-            raise self._failure
-        if not self._is_done:  # a bug, which the thread has printed
-            raise RuntimeError(
-                f"the thread that wrote the checkpoint of step {self.training_step} has ended with an error"
-            )
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._work()
-        except RollmillError as failure:
-            self._failure = failure
+            context.run(work)
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+            future.set_exception(error)
         else:
-            self._is_done = True
+            future.set_result(None)
+
+    threading.Thread(target=run, daemon=True, name=name).start()
+    return future
 
 
 class CheckpointFailedError(InfrastructureError):
@@ -166,7 +139,7 @@ class Checkpoints:
         self._hosts = HostGroup(ranks, DISK_TIMEOUT_S)
         self._keep = keep
         self._model_files = model_files
-        self._writing: BackgroundWrite | None = None
+        self._writing: Future[None] | None = None
 
     def kept(self) -> list[int]:
         """The training steps of the complete checkpoints, ascending."""
@@ -234,8 +207,7 @@ class Checkpoints:
             self.write(training_step, copied)
             on_durable()
 
-        # Four exchanges of a writer.
-        self._writing = BackgroundWrite(training_step, write, 4 * DISK_TIMEOUT_S)
+        self._writing = in_background(write, f"checkpoint-{training_step}")
 
     def write(self, training_step: int, contents: Contents) -> None:
         """Write, verify and name the checkpoint of a step, then remove the oldest ones.
@@ -250,8 +222,6 @@ class Checkpoints:
             self._agree("preparing a checkpoint", lambda: self._prepare(partial, contents))
             written = self._agree("writing a checkpoint", lambda: self._write_own(partial, contents))
             files = [file for text in written for file in FILES.validate_json(text)]
-            # Read back before an older checkpoint is removed: the disk may have lost data.
-            self._agree("reading a checkpoint back", lambda: self._damage_found(partial, files))
             self._agree(
                 "completing a checkpoint", lambda: self._complete(partial, target, files, training_step, contents)
             )
@@ -275,7 +245,7 @@ class Checkpoints:
         return ""
 
     def _write_own(self, partial: Path, contents: Contents) -> str:
-        """Write this rank's files; returns their description as JSON."""
+        """Write and verify this rank's files; returns their description as JSON."""
         rank = self._ranks.rank
         of_run = {"format": "pt", "run_id": self._identity.run_id, "policy": self._identity.policy}
         files = [
@@ -291,12 +261,10 @@ class Checkpoints:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 files.append(write_bytes(path, f"{MODEL_FILES}{name}", data))
                 sync_directory(path.parent)
-        return FILES.dump_json(tuple(files)).decode()
-
-    def _damage_found(self, partial: Path, files: list[StoredFile]) -> str:
-        if damage := names.find_damage(partial, shares(files, self._ranks.world_size)[self._ranks.rank]):
+        # Read back before an older checkpoint is removed: the disk may have lost data.
+        if damage := names.find_damage(partial, files):
             raise OSError(f"the disk has not kept the written bytes: {damage}")
-        return ""
+        return FILES.dump_json(tuple(files)).decode()
 
     def _complete(
         self, partial: Path, target: Path, files: list[StoredFile], training_step: int, contents: Contents
@@ -315,9 +283,15 @@ class Checkpoints:
             files=tuple(files),
             adapter=contents.adapter,
         )
-        write_bytes(partial / MANIFEST, MANIFEST, encode(manifest))
+        encoded = encode(manifest)
+        write_bytes(partial / MANIFEST, MANIFEST, encoded)
         sync_directory(partial)
-        self._compare(partial, manifest)
+        try:
+            is_kept = names.read_whole(partial / MANIFEST) == encoded
+        except CorruptDataError:
+            is_kept = False
+        if not is_kept:
+            raise OSError(f"the disk has not kept the written bytes: {MANIFEST} differs")
         os.rename(partial, target)
         for parent in (self._directory, *list(self._directory.parents)[:2]):  # the directories that the run created
             sync_directory(parent)
@@ -327,15 +301,6 @@ class Checkpoints:
             except OSError as error:  # the new checkpoint is complete; only an old one remains
                 log.warning("checkpoint.not_removed", step=step, error=str(error))
         return ""
-
-    @staticmethod
-    def _compare(partial: Path, manifest: Manifest) -> None:
-        try:
-            found = names.read_manifest(partial)
-        except CorruptDataError as error:
-            raise OSError(f"the disk has not kept the written bytes: {error.message}") from None
-        if found != manifest:
-            raise OSError(f"the disk has not kept the written bytes: {MANIFEST} differs")
 
     def _agree(
         self, what: str, work: Callable[[], str], error: type[RollmillError] = CheckpointFailedError
@@ -349,19 +314,25 @@ class Checkpoints:
     @property
     def is_writing(self) -> bool:
         """Whether this rank's thread is at work."""
-        return self._writing is not None and self._writing.is_running
+        return self._writing is not None and not self._writing.done()
 
-    def finish(self) -> int | None:
-        """Wait for the checkpoint that is being written; returns its training step, None without one. A collective.
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one. A collective.
 
         Raises:
             CheckpointFailedError: on every rank, when one could not write: no space, or no permission.
+            DeadlineError: the disk does not answer.
         """
         writing, self._writing = self._writing, None
         if writing is None:
-            return None
-        writing.finish()
-        return writing.training_step
+            return
+        try:
+            writing.result(3 * DISK_TIMEOUT_S)  # three exchanges of a writer
+        except TimeoutError:
+            raise DeadlineError(
+                f"writing a checkpoint to {self._directory} took longer than {3 * DISK_TIMEOUT_S:g} s: is the disk still there?",
+                wait="writing a checkpoint",
+            ) from None
 
     def _exists(self, training_step: int) -> bool:
         """The first rank's answer, on every rank."""
@@ -406,17 +377,16 @@ class Checkpoints:
         """
         path = self.path(training_step)
         began = time.monotonic()
-        found: dict[str, Manifest] = {}
 
-        def read() -> str:
+        def manifest_damage() -> str:
             try:
-                found["manifest"] = names.read_manifest(path)
+                names.read_manifest(path)
             except CorruptDataError as error:
                 return error.message
             return ""
 
-        self._refuse_damaged(path, self._agree("reading a checkpoint's manifest", read, ConfigError))
-        manifest = found["manifest"]
+        self._refuse_damaged(path, self._agree("reading a checkpoint's manifest", manifest_damage, ConfigError))
+        manifest = names.read_manifest(path)
         self._agree(
             "checking whose checkpoint it is", lambda: self._check(path, manifest, model, optimizer), ModelMismatchError
         )
@@ -427,7 +397,7 @@ class Checkpoints:
         )
         verified = time.monotonic()
         with TensorReader(path, manifest) as reader:
-            restore(model, optimizer, reader, manifest.tensors)
+            restore(model, optimizer, reader)
             restore_random_state(reader, self._ranks, manifest.tensors)
         optimizer.adamw.zero_grad(set_to_none=True)
         optimizer.num_updates = manifest.num_updates
@@ -463,7 +433,7 @@ class Checkpoints:
                 )
         check_same_adapter(model.adapter, manifest.adapter, f"{path} (remove it, or use another run directory)")
         stored = manifest.tensors
-        own = expected(model, optimizer, stored)
+        own = describe({**weights_of(model), **moments_of(model, optimizer)})
         generator = next(iter(describe(random_state(self._ranks)).values()))
         own |= {
             name: generator for name in stored if name.startswith(RANDOM_STATE)
@@ -490,8 +460,6 @@ def shares(files: tuple[StoredFile, ...] | list[StoredFile], num_ranks: int) -> 
 
 LAYOUT = "adamw"
 _STATES_PER_WEIGHT = 3  # the weight and AdamW's two moments
-_STEP = "step"
-_OF_ADAMW = (*MOMENTS, _STEP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -543,31 +511,19 @@ def weights_of(model: PolicyModel) -> dict[str, torch.Tensor]:
 
 
 def moments_of(model: PolicyModel, optimizer: PolicyOptimizer) -> dict[str, torch.Tensor]:
-    """AdamW's state by its name in the checkpoint, of the updated weights; the tensors share memory with the optimizer."""
+    """AdamW's state by its name in the checkpoint; the tensors share memory with the optimizer."""
+    trained = {id(parameter) for parameter in optimizer.parameters}
     return {
         f"{kind}/{name}": optimizer.adamw.state[parameter][kind].detach()
-        for name, parameter in _trained(model, optimizer)
-        for kind in _OF_ADAMW
-        if optimizer.adamw.state.get(parameter)
+        for name, parameter in model.named_parameters()
+        for kind in (*MOMENTS, "step")
+        if id(parameter) in trained
     }
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, StoredTensor]:
     """Types and shapes of whole tensors, the same on every rank."""
     return {name: StoredTensor(dtype=_dtype(t), shape=tuple(t.shape)) for name, t in tensors.items()}
-
-
-def expected(
-    model: PolicyModel, optimizer: PolicyOptimizer, stored: Mapping[str, StoredTensor]
-) -> dict[str, StoredTensor]:
-    """The tensors that a checkpoint with the names of ``stored`` must hold for this model, without random states."""
-    tensors = describe(weights_of(model))
-    for name, parameter in _trained(model, optimizer):
-        if any(f"{kind}/{name}" in stored for kind in _OF_ADAMW):  # none: the weight was never updated
-            whole = StoredTensor(dtype=_dtype(parameter), shape=tuple(parameter.shape))
-            tensors |= {f"{kind}/{name}": whole for kind in MOMENTS}
-            tensors[f"{_STEP}/{name}"] = StoredTensor(dtype="float32", shape=())
-    return tensors
 
 
 def pieces(tensors: Mapping[str, torch.Tensor], ranks: Ranks, *, copied: bool = False) -> list[Piece]:
@@ -594,23 +550,9 @@ def random_state(ranks: Ranks) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def restore(
-    model: PolicyModel, optimizer: PolicyOptimizer, reader: TensorReader, stored: Mapping[str, StoredTensor]
-) -> None:
+def restore(model: PolicyModel, optimizer: PolicyOptimizer, reader: TensorReader) -> None:
     """Fill this rank's rows of weights and moments in place. Moments on the host stay on the host."""
-    tensors = weights_of(model)
-    state = optimizer.adamw.state
-    for name, parameter in _trained(model, optimizer):
-        if f"{_STEP}/{name}" in stored:
-            if not state[parameter]:
-                # The same tensors as AdamW creates before its first update.
-                state[parameter] = {_STEP: torch.zeros((), dtype=torch.float32, device=parameter.device)}
-                state[parameter] |= {kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}
-            tensors |= {f"{kind}/{name}": state[parameter][kind] for kind in _OF_ADAMW}
-        else:
-            for kind in state.get(parameter, ()):  # as before the first update
-                local_rows(state[parameter][kind])[0].zero_()
-    for name, tensor in tensors.items():
+    for name, tensor in {**weights_of(model), **moments_of(model, optimizer)}.items():
         rows, first_row = local_rows(tensor)
         if rows.numel():
             _fill(rows, reader, name, first_row * (rows.numel() // len(rows)) if rows.ndim else 0)
@@ -623,11 +565,6 @@ def restore_random_state(reader: TensorReader, ranks: Ranks, stored: Mapping[str
         state = torch.empty(stored[name].num_elements, dtype=torch.uint8)
         _fill(state, reader, name, 0)
         torch.set_rng_state(state)
-
-
-def _trained(model: PolicyModel, optimizer: PolicyOptimizer) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    trained = {id(parameter) for parameter in optimizer.parameters}
-    return ((name, p) for name, p in model.named_parameters() if id(p) in trained)
 
 
 def _fill(rows: torch.Tensor, reader: TensorReader, name: str, first: int) -> None:
@@ -692,57 +629,7 @@ def require_shared(directory: Path, ranks: Ranks, appear_s: float = APPEAR_S) ->
             mark.unlink(missing_ok=True)
 
 
-# -- exports --------------------------------------------------------------------------------------------------------------
-
-
-class ExportFailedError(InfrastructureError):
-    """The disk refused an export; the checkpoint holds the same weights."""
-
-
-def export_last(
-    model: PolicyModel, tokenizer: Any, directory: Path, ranks: Ranks, dtype: torch.dtype, checkpoint: Path
-) -> None:
-    """Export the model, from ``checkpoint`` if that exists. A collective. An adapter is merged into its base.
-
-    Raises:
-        ExportFailedError: on the first rank.
-    """
-    copied = ranks.is_first and checkpoint.is_dir() and _has_stored_names(model.causal_lm)
-    if not int(ranks.max(torch.tensor(int(copied), device=ranks.device))):
-        if model.adapter is not None:
-            raise ExportFailedError(
-                f"{directory}: there is no checkpoint {checkpoint}, from which an adapter is merged"
-            )
-        export(model, tokenizer, directory, ranks, dtype)
-    elif ranks.is_first:
-        try:
-            export_checkpoint(checkpoint, directory, replace=True)
-        except (OSError, RollmillError) as error:
-            raise ExportFailedError(f"{directory}: {error}") from error
-        log.info("model.exported", path=str(directory), checkpoint=str(checkpoint))
-
-
-def export(model: PolicyModel, tokenizer: Any, directory: Path, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Gather the model and write the weights in ``dtype``; the directory appears when complete. A collective.
-
-    Raises:
-        ExportFailedError: on the first rank.
-    """
-    weights = {name: weight for name, weight in full_weights(model.causal_lm, ranks, dtype) if weight is not None}
-    if not ranks.is_first:
-        return
-    partial = directory.with_name(f"{directory.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_weights(model.causal_lm, partial, weights)
-        tokenizer.save_pretrained(partial)
-        shutil.rmtree(directory, ignore_errors=True)
-        partial.rename(directory)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise ExportFailedError(f"{directory}: {error}") from error
-    log.info("model.exported", path=str(directory))
+# -- files for exports ----------------------------------------------------------------------------------------------------
 
 
 def checkpoint_files(model: PolicyModel, tokenizer: Any, publish_dtype: str) -> dict[str, bytes]:
@@ -767,30 +654,3 @@ def model_files(causal_lm: Any, tokenizer: Any, dtype: str) -> dict[str, bytes]:
         tokenizer.save_pretrained(directory)
         files = sorted(path for path in directory.rglob("*") if path.is_file())
         return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
-
-
-def _has_stored_names(causal_lm: Any) -> bool:
-    """Whether transformers stores the weights under the names of the model's parameters."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    weights = {name: torch.empty(w.shape, device="meta") for name, w in named_weights(causal_lm).items()}
-    return set(revert_weight_conversion(causal_lm, weights)) == set(weights)
-
-
-def save_weights(causal_lm: Any, directory: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
-    """Write config and safetensors of a model, without transformers' progress bar in the logs.
-
-    ``weights`` replace the model's own; the config names their type.
-    """
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    dtype = next(iter(weights.values())).dtype if weights else None
-    causal_lm.save_pretrained(directory, state_dict=weights)  # this may empty ``weights``
-    if dtype is not None:
-        # The config still names the type of the master weights.
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        config.dtype = dtype
-        config.save_pretrained(directory)

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "--num-ranks", type=int, required=True, help="ranks on this node, which share the training (FSDP2)"
     )
     parser.add_argument(
-        "--rendezvous-port", type=int, default=0, help="port at which the ranks find each other; 0 takes a free one"
+        "--rendezvous-port", type=int, default=0, help="port at which the ranks of several nodes find each other"
     )
     parser.add_argument("--num-nodes", type=int, default=1, help="nodes over which the ranks are spread")
     parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of them this is, from 0")
@@ -104,8 +104,6 @@ def _meeting(options: argparse.Namespace) -> list[str]:
             f"--master-port={options.rendezvous_port}",
             f"--rdzv-conf=timeout={MEET_S:.0f}",
         ]
-    if options.rendezvous_port:
-        return ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{options.rendezvous_port}"]
     return ["--standalone"]
 
 

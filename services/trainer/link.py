@@ -1,8 +1,8 @@
-"""The trainer's client of ``TrainingService``: a lease with commands, batches by rank, published versions.
+"""The trainer's connection to the orchestrator (``TrainingService``): a lease with commands, batches by rank, published versions.
 
-All calls are asynchronous and survive a restart of the orchestrator: joining, pulling and publishing are idempotent. An
-error that a retry cannot resolve (a refused policy, a newer trainer) is kept in ``failure`` and ends all waits. The
-training loop sees plain records.
+``GrpcLink`` has synchronous calls for the training loop, and runs coroutines in a thread of their own. All calls survive a
+restart of the orchestrator: joining, pulling and publishing are idempotent. An error that a retry cannot resolve (a
+refused policy, a newer trainer) is kept in ``failure`` and ends all waits. The training loop sees plain records.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ from services.common.errors import (
     SupersededError,
     UserError,
 )
-from services.common.pb import (
-    account_pb2,
-    training_pb2,
-    training_pb2_grpc,
-    weights_pb2,
-)
+from services.common.pb import account_pb2, training_pb2, training_pb2_grpc, weights_pb2
 from services.common.records import (
     NO_TURN,
     DeviceTurn,
@@ -53,7 +48,6 @@ from services.common.telemetry.accounts import (
     AccountState,
     Activity,
     ActivityName,
-    Component,
     PeerState,
     TimeAccount,
     TrainerState,
@@ -66,15 +60,40 @@ log = structlog.get_logger()
 REPORT_EVERY_S = 2.0
 NEXT_PART_S = 30.0  # between two parts of a batch
 FIRST_PART_MARGIN_S = 10.0  # the orchestrator answers after its own, shorter deadline
+STOP_TIMEOUT_S = 10.0
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
-    """State of the run for this policy."""
+class LoopThread:
+    """Runs coroutines for a synchronous thread."""
 
-    newest_version: int  # -1 when none is published
-    newest_digest: str
-    num_steps: int
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run the coroutine and return its result. The coroutine bounds its own waits."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def stop(self) -> None:
+        """Cancel all tasks and close the loop. The process may exit even if a task ignores the cancellation."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("loop.still_running", thread=self._thread.name, after_s=STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            left = asyncio.all_tasks(self.loop)
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        finally:
+            self.loop.close()
 
 
 @dataclass(slots=True)
@@ -92,91 +111,182 @@ class TrainerReport:
     peers: Callable[[], Sequence[PeerState]] = tuple
 
 
-@dataclass(slots=True)
-class Commands:
-    """The newest commands of the orchestrator. The loop applies them between training steps."""
+class GrpcLink:
+    """One rank's connection. Only the first rank joins and publishes; the others pull, and report their time accounts.
 
-    paused: bool = False
-    turn: DeviceTurn = NO_TURN
-    checkpoint: bool = False
-    stop: bool = False  # from the orchestrator: the run is over
-    leave: bool = False  # from this process: a signal arrived, the run continues without this process
+    The orchestrator's newest commands are kept, and the loop applies them between training steps.
+    """
 
-
-class OrchestratorClient:
-    """One rank's connection. Only the first rank joins, reports and publishes."""
-
-    def __init__(self, address: str, run_id: str, policy: str, num_ranks: int) -> None:
+    def __init__(
+        self, thread: LoopThread, address: str, run_id: str, policy: str, *, rank: int = 0, num_ranks: int = 1
+    ) -> None:
+        self._thread = thread
         self._address = address
         self._run_id = run_id
         self.policy = policy
+        self.rank = rank
         self._num_ranks = num_ranks
         self.vocab_size = 0  # rows of the model's embedding, sent on joining; 0: unknown
-        self._rank = 0
         self._incarnation = uuid.uuid4().hex
-        self._channel = channel(address, Peer.ORCHESTRATOR)
+        clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+        self.account = TimeAccount(  # of the training loop, which runs in the main thread
+            trainer_component(policy, rank),
+            rest=Activity(ActivityName.STARTING),
+            cpu_s=lambda: time.clock_gettime(clock),
+        )
+        self.report = TrainerReport(accounts=lambda: [self.account.state()])
+        self.paused = False
+        self.leaving = False  # a signal arrived in this process; the run continues without the process
+        self.device_turn = NO_TURN
+        self.failure: RollmillError | None = None
+        self._stop = False  # from the orchestrator: the run is over
+        self._checkpoint_asked = False
+        self._newest: training_pb2.PublishVersionRequest | None = None  # the newest version in the ledger
+        self._welcomed: asyncio.Future[int] | None = None
+        thread.call(self._open())
+
+    async def _open(self) -> None:
+        """Create what belongs to the running loop."""
+        self._channel = channel(self._address, Peer.ORCHESTRATOR)
         self._stub = training_pb2_grpc.TrainingServiceStub(self._channel)
         self._tasks = TaskOwner()
-        self._welcomed: asyncio.Future[Welcome] | None = None
         self._interrupt = asyncio.Event()  # set by a command or a failure: waits for batches end
         self._turned = asyncio.Event()  # set by a device turn or a failure
         self._report_due = asyncio.Event()  # set when the next report cannot wait for its time
-        self.failure: RollmillError | None = None
-        self.commands = Commands()
-        self._newest: training_pb2.PublishVersionRequest | None = None  # the newest version in the ledger
-        self.report = TrainerReport()
 
-    # -- the lease ---------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        self._thread.call(self._close())
 
-    async def join(self, checkpoint_step: int, kept_checkpoint_steps: Sequence[int] = ()) -> Welcome:
-        """Join and stay joined in the background; returns the first welcome.
+    async def _close(self) -> None:
+        await self._tasks.close()
+        await self._channel.close()
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run a background task until this link is closed."""
+        self._soon(lambda: self._tasks.start(work, name))
+
+    def _soon(self, call: Callable[[], object]) -> None:
+        self._thread.loop.call_soon_threadsafe(call)
+
+    @property
+    def _peer(self) -> str:
+        return f"orchestrator {self._address}"
+
+    # -- for the training loop ---------------------------------------------------------------------------------------
+
+    def join(self, kept_checkpoint_steps: Sequence[int]) -> int:
+        """Join and stay joined in the background; returns the ledger's newest version at the first welcome, -1 for none.
 
         No deadline: a trainer without an orchestrator has no other work, and its state and log report the wait.
 
         Raises:
             UserError: the orchestrator refuses this trainer permanently.
         """
-        self.report.checkpoint_step = checkpoint_step
-        self.report.kept_checkpoint_steps = tuple(kept_checkpoint_steps)
-        if self._welcomed is not None:  # joined before its model was loaded
-            return await self._welcomed
-        self._welcomed = asyncio.get_running_loop().create_future()
-        self._tasks.start(self._stay_joined(), "trainer.join")
-        self._tasks.start(self._keep_reporting(), "trainer.report")
-        return await self._welcomed
+        self.set_checkpoint_steps(kept_checkpoint_steps)
+        return self._thread.call(self._join())
 
-    async def wait_for_turn(self) -> int:
+    def wait_for_turn(self) -> int:
         """The number of the next own turn on a shared device.
 
         Raises:
             RollmillError: the orchestrator refuses this trainer permanently.
         """
-        while not self.commands.turn.yours:
-            if self.failure is not None:
-                raise self.failure
-            self.report.device_turn = self.commands.turn.number  # this process holds nothing yet
-            self.report_soon()
-            self._turned.clear()
-            await self._turned.wait()
-        return self.commands.turn.number
+        return self._thread.call(self._wait_for_turn())
 
-    def report_as_rank(self, rank: int) -> None:
+    def report_as_rank(self) -> None:
         """Report the time account of a rank that does not join, every two seconds."""
-        self._rank = rank
-        self._tasks.start(self._keep_reporting(), "trainer.report")
+        self.start(self._keep_reporting(), "trainer.report")
 
-    def report_soon(self) -> None:
-        """Send the next report at once."""
-        self._report_due.set()
+    def pull(self, training_step: int) -> RankBatch | None:
+        """This rank's share of a step's batch; None if not ready, disconnected, or a command is pending: ask again.
 
-    def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run a background task until this client is closed."""
-        self._tasks.start(work, name)
+        Raises:
+            CorruptDataError: the stream ended before the number of sequences in its footer.
+        """
+        return self._thread.call(self._pull(training_step))
+
+    def publish(self, version: WeightVersion, metrics: Mapping[str, float], intervals: Sequence[Interval]) -> None:
+        """Announce a version until the ledger has recorded the version, or until this process must leave.
+
+        No deadline: the run cannot continue without the ledger; the state names the wait. After a leave, the next
+        process announces the version.
+
+        Raises:
+            VersionConflictError: the ledger has another digest for this number.
+            SupersededError: a newer trainer of the policy has taken over.
+        """
+        request = training_pb2.PublishVersionRequest(
+            version=write(version, weights_pb2.WeightVersion(run_id=self._run_id)),
+            incarnation=self._incarnation,
+            metrics=metrics,
+            compute_intervals=[interval_to_proto(interval) for interval in intervals],
+            checkpoint_step=self.report.checkpoint_step,
+            kept_checkpoint_steps=self.report.kept_checkpoint_steps,
+        )
+        with self.account.during(ActivityName.ANNOUNCING, on=ORCHESTRATOR):
+            self._thread.call(self._publish(request))
+
+    def set_state(self, state: TrainerState, training_step: int) -> None:
+        """Report a state. The account waits for the orchestrator where the state is a wait, other ranks for the first."""
+        self.report.state, self.report.training_step = state, training_step
+        on = NOBODY
+        if state is TrainerState.PUBLISHING:
+            on = publisher(self.policy)
+        elif state in _WAITS:
+            on = ORCHESTRATOR if self.rank == 0 else trainer_component(self.policy)
+        self.account.enter(ActivityName[state.name], on=on)
+
+    def set_gauge(self, name: str, value: float) -> None:
+        self.report.gauges = {**self.report.gauges, name: value}  # the link's thread reads this
+
+    def set_checkpoint_steps(self, kept: Sequence[int]) -> None:
+        self.report.kept_checkpoint_steps = tuple(kept)
+        self.report.checkpoint_step = max(kept, default=0)
+
+    def take_checkpoint_command(self) -> bool:
+        if not self._checkpoint_asked:
+            return False
+        self._checkpoint_asked = False  # only one that was seen: the link's thread may set another now
+        return True
+
+    def set_device_turn(self, number: int) -> None:
+        self.report.device_turn = number
+        self._soon(self._report_due.set)
+
+    def refuse(self, reason: str) -> None:
+        self.report.refusal = reason
+        self._soon(self._report_due.set)
 
     def leave(self) -> None:
-        """End all waits because of a signal. The loop leaves after the current step."""
-        self.commands.leave = True
-        self._update_interrupt()
+        """End all waits because of a signal, from any thread. The loop leaves after the current step."""
+        self.leaving = True
+        self._soon(self._update_interrupt)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether to leave. Raises the orchestrator's refusal of this trainer, if there is one."""
+        if self.failure is not None:
+            raise self.failure
+        return self._stop or self.leaving
+
+    # -- the lease ---------------------------------------------------------------------------------------------------
+
+    async def _join(self) -> int:
+        if self._welcomed is None:  # else joined before its model was loaded
+            self._welcomed = asyncio.get_running_loop().create_future()
+            self._tasks.start(self._stay_joined(), "trainer.join")
+            self._tasks.start(self._keep_reporting(), "trainer.report")
+        return await self._welcomed
+
+    async def _wait_for_turn(self) -> int:
+        while not self.device_turn.yours:
+            if self.failure is not None:
+                raise self.failure
+            self.report.device_turn = self.device_turn.number  # this process holds nothing yet
+            self._report_due.set()
+            self._turned.clear()
+            await self._turned.wait()
+        return self.device_turn.number
 
     async def _stay_joined(self) -> None:
         delays = backoff()
@@ -230,23 +340,22 @@ class OrchestratorClient:
                 case "welcome":
                     self._take_welcome(response.welcome)
                 case "pause":
-                    self.commands.paused = True
+                    self.paused = True
                 case "resume":
-                    self.commands.paused = False
+                    self.paused = False
                 case "checkpoint":
-                    self.commands.checkpoint = True
+                    self._checkpoint_asked = True
                 case "device_turn":
-                    self.commands.turn = read(DeviceTurn, response.device_turn)
+                    self.device_turn = read(DeviceTurn, response.device_turn)
                     self._turned.set()
                 case "stop":
-                    self.commands.stop = True
+                    self._stop = True
             self._update_interrupt()
 
     def _update_interrupt(self) -> None:
         """Set the event that ends waits for batches while a command or a failure is pending."""
-        commands = self.commands
-        turned = commands.turn.number != self.report.device_turn
-        ends = commands.paused or commands.checkpoint or commands.stop or commands.leave
+        turned = self.device_turn.number != self.report.device_turn
+        ends = self.paused or self._checkpoint_asked or self._stop or self.leaving
         if ends or turned or self.failure is not None:
             self._interrupt.set()
         else:
@@ -254,9 +363,9 @@ class OrchestratorClient:
 
     def _take_welcome(self, proto: training_pb2.TrainingWelcome) -> None:
         assert self._welcomed is not None
-        self.commands.paused = False  # the orchestrator repeats a pause that still holds
+        self.paused = False  # the orchestrator repeats a pause that still holds
         if not self._welcomed.done():
-            self._welcomed.set_result(read(Welcome, proto))
+            self._welcomed.set_result(proto.newest_version)
         elif self._newest is not None:
             number, newest = self._newest.version.number, proto.newest_version
             # The ledger has lost a published version: its record was damaged.
@@ -292,89 +401,76 @@ class OrchestratorClient:
         told = {**by_name(self.report), **converted}
         await self._stub.ReportTrainer(
             training_pb2.ReportTrainerRequest(
-                policy=self.policy, incarnation=self._incarnation, rank=self._rank, **told
+                policy=self.policy, incarnation=self._incarnation, rank=self.rank, **told
             ),
             timeout=DEADLINES["ReportTrainer"],
             metadata=call_metadata(self._run_id),
         )
 
-    # -- batches -----------------------------------------------------------------------------------------------------
+    # -- batches and versions ----------------------------------------------------------------------------------------
 
-    async def pull(self, training_step: int, rank: int) -> RankBatch | None:
-        """This rank's share of a step's batch; None if not ready, disconnected, or a command is pending: ask again.
-
-        Raises:
-            CorruptDataError: the stream ended before the number of sequences in its footer.
-        """
+    async def _pull(self, training_step: int) -> RankBatch | None:
         self._update_interrupt()  # the loop may have applied a command
-        pulling = asyncio.ensure_future(self._pull_or_none(training_step, rank))
+        request = training_pb2.PullBatchRequest(
+            policy=self.policy, training_step=training_step, rank=self.rank, num_ranks=self._num_ranks
+        )
+        call = self._stub.PullBatch(request, metadata=call_metadata(self._run_id))
+        pulling = asyncio.ensure_future(self._read_batch(call, training_step))
         interrupt = asyncio.ensure_future(self._interrupt.wait())
         try:
             await asyncio.wait({pulling, interrupt}, return_when=asyncio.FIRST_COMPLETED)
             return pulling.result() if pulling.done() else None
-        finally:
-            interrupt.cancel()
-            pulling.cancel()  # the next call gets the same batch
-
-    async def _pull_or_none(self, training_step: int, rank: int) -> RankBatch | None:
-        try:
-            with translated_errors(self._peer, "PullBatch"):
-                return await self._pull(training_step, rank)
         except (DeadlineError, InfrastructureError) as error:
             log.debug("batch.not_yet", step=training_step, reason=error.reason)
             if isinstance(error, InfrastructureError):
                 await asyncio.sleep(next(backoff(0.5)))
             return None
-
-    async def _pull(self, training_step: int, rank: int) -> RankBatch:
-        request = training_pb2.PullBatchRequest(
-            policy=self.policy, training_step=training_step, rank=rank, num_ranks=self._num_ranks
-        )
-        call = self._stub.PullBatch(request, metadata=call_metadata(self._run_id))
-        try:
-            return await _read_batch(call, self.policy, training_step)
         finally:
+            interrupt.cancel()
+            pulling.cancel()  # the next call gets the same batch
             call.cancel()
 
-    # -- versions ----------------------------------------------------------------------------------------------------
-
-    async def publish(
-        self,
-        version: WeightVersion,
-        metrics: Mapping[str, float],
-        compute_intervals: Sequence[Interval],
-    ) -> None:
-        """Announce a version until the ledger has recorded the version, or until this process must leave.
-
-        No deadline: the run cannot continue without the ledger; the state names the wait. After a leave, the next
-        process announces the version.
-
-        Raises:
-            VersionConflictError: the ledger has another digest for this number.
-            SupersededError: a newer trainer of the policy has taken over.
-        """
-        request = training_pb2.PublishVersionRequest(
-            version=write(version, weights_pb2.WeightVersion(run_id=self._run_id)),
-            incarnation=self._incarnation,
-            metrics=metrics,
-            compute_intervals=[interval_to_proto(interval) for interval in compute_intervals],
-            checkpoint_step=self.report.checkpoint_step,
-            kept_checkpoint_steps=self.report.kept_checkpoint_steps,
+    async def _read_batch(self, call: Any, training_step: int) -> RankBatch:
+        """Read a ``PullBatch`` call to its footer. Raises ``CorruptDataError``, and ``DeadlineError`` for a late part."""
+        header: training_pb2.BatchHeader | None = None
+        sequences: list[TrainingSequence] = []
+        limit = (DEADLINES["PullBatch"] or 60.0) + FIRST_PART_MARGIN_S
+        with translated_errors(self._peer, "PullBatch"):
+            while True:
+                async with deadline(limit, f"the next part of batch {training_step}"):
+                    response = await call.read()
+                if response is grpc.aio.EOF:
+                    raise CorruptDataError(f"batch {training_step} ended without a footer")
+                part = response.WhichOneof("part")
+                if part == "header":
+                    header, limit = response.header, NEXT_PART_S
+                elif part == "chunk":
+                    sequences += [read(TrainingSequence, proto) for proto in response.chunk.sequences]
+                elif part == "footer":
+                    break
+        if header is None or len(sequences) != header.num_sequences:
+            expected = header.num_sequences if header else "an unknown number of"
+            raise CorruptDataError(f"batch {training_step} brought {len(sequences)} of {expected} sequences")
+        return RankBatch(
+            policy=self.policy,
+            training_step=training_step,
+            minibatches=tuple(read(MinibatchTotals, totals) for totals in header.minibatches),
+            sequences=tuple(sequences),
         )
+
+    async def _publish(self, request: training_pb2.PublishVersionRequest) -> None:
         for delay in backoff(0.2):
             try:
                 await self._send_version(request)
                 self._newest = request
                 return
-            except LeaseLostError as error:
-                if self._is_superseded(error):
+            except (InfrastructureError, DeadlineError, LeaseLostError) as error:
+                if isinstance(error, LeaseLostError) and self._is_superseded(error):
                     assert self.failure is not None
                     raise self.failure from None
-                log.warning("version.not_published_yet", version=version.number, error=error.message)
-            except (InfrastructureError, DeadlineError) as error:
-                log.warning("version.not_published_yet", version=version.number, error=error.message)
-            if self.commands.leave:
-                log.warning("version.left_unpublished", version=version.number)
+                log.warning("version.not_published_yet", version=request.version.number, error=error.message)
+            if self.leaving:
+                log.warning("version.left_unpublished", version=request.version.number)
                 return
             await asyncio.sleep(delay)
 
@@ -384,163 +480,5 @@ class OrchestratorClient:
                 request, timeout=DEADLINES["PublishVersion"], metadata=call_metadata(self._run_id)
             )
 
-    async def close(self) -> None:
-        await self._tasks.close()
-        await self._channel.close()
 
-    @property
-    def _peer(self) -> str:
-        return f"orchestrator {self._address}"
-
-
-async def _read_batch(call: Any, policy: str, training_step: int) -> RankBatch:
-    """Read a ``PullBatch`` call to its footer.
-
-    Raises:
-        CorruptDataError: the stream ended before its footer, or brought another number of sequences than its header says.
-        DeadlineError: a part did not come in time.
-    """
-    first_part_s = (DEADLINES["PullBatch"] or 60.0) + FIRST_PART_MARGIN_S
-    header: training_pb2.BatchHeader | None = None
-    sequences: list[TrainingSequence] = []
-    while True:
-        limit = first_part_s if header is None else NEXT_PART_S
-        async with deadline(limit, f"the next part of batch {training_step}"):
-            response = await call.read()
-        if response is grpc.aio.EOF:
-            raise CorruptDataError(f"batch {training_step} ended without a footer")
-        part = response.WhichOneof("part")
-        if part == "header":
-            header = response.header
-        elif part == "chunk":
-            sequences += [read(TrainingSequence, proto) for proto in response.chunk.sequences]
-        elif part == "footer":
-            break
-    if header is None or len(sequences) != header.num_sequences:
-        expected = header.num_sequences if header else "an unknown number of"
-        raise CorruptDataError(f"batch {training_step} brought {len(sequences)} of {expected} sequences")
-    return RankBatch(
-        policy=policy,
-        training_step=training_step,
-        minibatches=tuple(read(MinibatchTotals, totals) for totals in header.minibatches),
-        sequences=tuple(sequences),
-    )
-
-
-# --- Implements ``OrchestratorLink`` over gRPC: synchronous calls for the training loop, coroutines in a thread of their
-# own.
-
-
-T = TypeVar("T")
-STOP_TIMEOUT_S = 10.0
 _WAITS = (TrainerState.WAITING_FOR_BATCH, TrainerState.REPLAYING, TrainerState.PAUSED, TrainerState.FINISHED)
-
-
-class LoopThread:
-    """Runs coroutines for a synchronous thread."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine and return its result. The coroutine bounds its own waits."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
-
-    def stop(self) -> None:
-        """Cancel all tasks and close the loop. The process may exit even if a task ignores the cancellation."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(STOP_TIMEOUT_S)
-        if self._thread.is_alive():
-            log.warning("loop.still_running", thread=self._thread.name, after_s=STOP_TIMEOUT_S)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-            left = asyncio.all_tasks(self.loop)
-            for task in left:
-                task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-        finally:
-            self.loop.close()
-
-
-def rank_account(policy: str, rank: int) -> TimeAccount:
-    """The time account of the training loop, which runs in the main thread."""
-    clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
-    rest = Activity(ActivityName.STARTING)
-    return TimeAccount(trainer_component(policy, rank), rest=rest, cpu_s=lambda: time.clock_gettime(clock))
-
-
-class GrpcLink:
-    """One rank's link."""
-
-    def __init__(
-        self, client: OrchestratorClient, thread: LoopThread, rank: int, account: TimeAccount | None = None
-    ) -> None:
-        self._account = account or rank_account("", rank)
-        self._client = client
-        self._thread = thread
-        self._rank = rank
-
-    def pull(self, training_step: int) -> RankBatch | None:
-        return self._thread.call(self._client.pull(training_step, self._rank))
-
-    def _waits_for(self, state: TrainerState) -> Component:
-        """The component that a trainer in this state waits for: the first rank for batches, the others for the first."""
-        if state is TrainerState.PUBLISHING:
-            return publisher(self._client.policy)
-        if state not in _WAITS:
-            return NOBODY
-        return ORCHESTRATOR if self._rank == 0 else trainer_component(self._client.policy)
-
-    def publish(self, version: WeightVersion, metrics: Mapping[str, float], intervals: Sequence[Interval]) -> None:
-        with self._account.during(ActivityName.ANNOUNCING, on=ORCHESTRATOR):
-            self._thread.call(self._client.publish(version, metrics, intervals))
-
-    def set_state(self, state: TrainerState, training_step: int) -> None:
-        self._client.report.state, self._client.report.training_step = state, training_step
-        self._account.enter(ActivityName[state.name], on=self._waits_for(state))
-
-    def set_gauge(self, name: str, value: float) -> None:
-        self._client.report.gauges = {**self._client.report.gauges, name: value}  # the client's thread reads this
-
-    def set_checkpoint_steps(self, kept: Sequence[int]) -> None:
-        self._client.report.kept_checkpoint_steps = tuple(kept)
-        self._client.report.checkpoint_step = max(kept, default=0)
-
-    def take_checkpoint_command(self) -> bool:
-        if not self._client.commands.checkpoint:
-            return False
-        self._client.commands.checkpoint = False  # only one that was seen: the client's thread may set another now
-        return True
-
-    @property
-    def device_turn(self) -> DeviceTurn:
-        return self._client.commands.turn
-
-    def set_device_turn(self, number: int) -> None:
-        self._client.report.device_turn = number
-        self._thread.loop.call_soon_threadsafe(self._client.report_soon)
-
-    def refuse(self, reason: str) -> None:
-        self._client.report.refusal = reason
-        self._thread.loop.call_soon_threadsafe(self._client.report_soon)
-
-    @property
-    def leaving(self) -> bool:
-        return self._client.commands.leave
-
-    @property
-    def paused(self) -> bool:
-        return self._client.commands.paused
-
-    @property
-    def stopped(self) -> bool:
-        """Whether to leave. Raises the orchestrator's refusal of this trainer, if there is one."""
-        if self._client.failure is not None:
-            raise self._client.failure
-        return self._client.commands.stop or self._client.commands.leave

@@ -46,24 +46,12 @@ COMMAND_POLL_S = 0.2  # between two looks at the orchestrator's commands
 LAST_TURN_S = 120.0  # for the last checkpoint and the export, after a command to stop; without it a resumed run replays
 
 
-class TurnLink(Protocol):
-    """The first rank gets commands and reports; the turn of the others stays ``NO_TURN``."""
-
-    @property
-    def device_turn(self) -> DeviceTurn: ...
-
-    def set_device_turn(self, number: int) -> None: ...
-
-    @property
-    def leaving(self) -> bool:
-        """Whether a signal has told this process to leave."""
-        ...
-
-
 class DeviceTurns:
     """The device of one rank, held at the begin. Every method is a collective."""
 
-    def __init__(self, step: TrainStep, link: TurnLink, ranks: Ranks, directory: Path, *, first: int = 0) -> None:
+    def __init__(
+        self, step: TrainStep, link: OrchestratorLink, ranks: Ranks, directory: Path, *, first: int = 0
+    ) -> None:
         """``directory`` takes the file of parked tensors of the host; ``first`` is the number of the turn that has begun."""
         self._step = step
         self._link = link
@@ -160,7 +148,19 @@ class OrchestratorLink(Protocol):
         ...
 
     @property
+    def device_turn(self) -> DeviceTurn:
+        """The newest turn on a shared device; that of other ranks stays ``NO_TURN``."""
+        ...
+
+    def set_device_turn(self, number: int) -> None: ...
+
+    @property
     def paused(self) -> bool: ...
+
+    @property
+    def leaving(self) -> bool:
+        """Whether a signal has told this process to leave."""
+        ...
 
     @property
     def stopped(self) -> bool:
@@ -275,15 +275,12 @@ class TrainingLoop:
             if done % self._checkpoint_every == 0 or done == self._num_steps:
                 self._checkpoint_due = True
             self._checkpoint_if_due(done)
-        if done != self._saved and (self._device is None or self._device.wait_for_last()):
-            self._checkpoint_due = True
-            self._checkpoint_if_due(done)
         self._link.set_state(TrainerState.CHECKPOINTING, done)
-        if not self._collect_checkpoint() and (
-            self._device is None or self._device.is_held
-        ):  # no step follows that could try again
-            self._begin_checkpoint(done)
-            self._collect_checkpoint()
+        for _ in range(2):  # no step follows that could try again
+            if done != self._saved and (self._device is None or self._device.wait_for_last()):
+                self._begin_checkpoint(done)
+            if self._collect_checkpoint():
+                break
         return done
 
     def wait_for_stop(self, done: int) -> None:

@@ -125,29 +125,28 @@ def check_shape(result: object, tokens: TokenBatch, where: str) -> None:
         LossError: the result is no ``PolicyLoss`` of one floating-point number per token that depends on the policy, or has
             a count with a reserved name.
     """
-    expected = f"a PolicyLoss whose per_token is a floating-point tensor of shape {list(tokens.logprobs.shape)}"
+    shape = list(tokens.logprobs.shape)
+    expected = f"a PolicyLoss whose per_token is a floating-point tensor of shape {shape}"
     if not isinstance(result, PolicyLoss):
         raise LossError(f"{where} returned a {type(result).__name__}; expected {expected}")
-    per_token = result.per_token
+    per_token, left_out = result.per_token, result.left_out
+    problem = ""
     if not isinstance(per_token, torch.Tensor):
-        raise LossError(f"{where} returned a per_token of type {type(per_token).__name__}; expected {expected}")
-    if per_token.shape != tokens.logprobs.shape or not per_token.is_floating_point():
-        raise LossError(
-            f"{where} returned a per_token of shape {list(per_token.shape)} and {per_token.dtype}; expected {expected}"
-        )
-    if tokens.logprobs.requires_grad and not per_token.requires_grad:
-        raise LossError(f"{where} returned a per_token that does not depend on tokens.logprobs; expected {expected}")
-    left_out = result.left_out
-    if left_out is not None and not isinstance(left_out, torch.Tensor):
-        raise LossError(
-            f"{where} returned a left_out of type {type(left_out).__name__}; expected a bool tensor of shape "
-            f"{list(tokens.logprobs.shape)}, or none"
-        )
-    if left_out is not None and (left_out.shape != tokens.logprobs.shape or left_out.dtype != torch.bool):
-        raise LossError(
-            f"{where} returned a left_out of shape {list(left_out.shape)} and {left_out.dtype}; expected a bool tensor of "
-            f"shape {list(tokens.logprobs.shape)}, or none"
-        )
+        problem = f"of type {type(per_token).__name__}"
+    elif list(per_token.shape) != shape or not per_token.is_floating_point():
+        problem = f"of shape {list(per_token.shape)} and {per_token.dtype}"
+    elif tokens.logprobs.requires_grad and not per_token.requires_grad:
+        problem = "that does not depend on tokens.logprobs"
+    if problem:
+        raise LossError(f"{where} returned a per_token {problem}; expected {expected}")
+    if isinstance(left_out, torch.Tensor):
+        problem = f"of shape {list(left_out.shape)} and {left_out.dtype}"
+        if list(left_out.shape) == shape and left_out.dtype == torch.bool:
+            problem = ""
+    elif left_out is not None:
+        problem = f"of type {type(left_out).__name__}"
+    if problem:
+        raise LossError(f"{where} returned a left_out {problem}; expected a bool tensor of shape {shape}, or none")
     for name in result.counts:
         if not name.endswith("_tokens") or name in RESERVED_COUNTS or name.startswith(RESERVED_PREFIXES):
             raise LossError(

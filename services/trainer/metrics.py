@@ -1,6 +1,6 @@
 """Sums values over micro-batches and ranks, and computes the metrics of a training step from the sums.
 
-Also counts trained tokens without a gradient by cause (``GradientAudit``), and computes the effective sample size of the
+Also counts trained tokens without a gradient by cause (``add_zero_gradients``), and computes the effective sample size of the
 importance ratios.
 
 The gradient is that of the policy loss with respect to each token's log-probability, as the backward pass computes it:
@@ -30,7 +30,6 @@ share.
 
 from __future__ import annotations
 
-import enum
 import resource
 import zlib
 from collections.abc import Mapping, Sequence
@@ -214,67 +213,37 @@ def _mean_of(total: Mapping[str, float], name: str, count: str) -> float:
     return total.get(name, 0.0) / number if number else 0.0
 
 
-class Cause(enum.StrEnum):
-    """Why a token with an advantage has no gradient."""
-
-    MASKED = "masked"
-    DROPPED = "dropped"
-    CLAMPED = "clamped"
-    CLIPPED = "clipped"
-
-
-class Sign(enum.StrEnum):
-    """Sign of a token's advantage."""
-
-    POSITIVE = "positive"
-    NEGATIVE = "negative"
-
-
-_CELLS = [(sign, cause) for sign in Sign for cause in Cause]
+SIGNS = ("positive", "negative")  # of a token's advantage
+_CAUSES = ("masked", "dropped", "clamped", "clipped")  # why a token with an advantage has no gradient
 _RATIOS, _SQUARES = "ratios/", "squared_ratios/"  # names of sums, before the minibatch
-_ZERO_ADVANTAGE = len(_CELLS)  # and behind it the tokens of each sign, then those with a gradient
 
 
-class GradientAudit:
-    """Counts over the micro-batches of one training step. The counts stay on the device."""
+def audited(logprobs: torch.Tensor) -> torch.Tensor:
+    """A view of the log-probabilities, to be given to the policy loss; it keeps its gradient. [num_targets]"""
+    seen = logprobs.view_as(logprobs)
+    seen.retain_grad()
+    return seen
 
-    def __init__(self, device: torch.device) -> None:
-        self._counts = torch.zeros(_ZERO_ADVANTAGE + 2, dtype=torch.float64, device=device)
-        self._of_sign = torch.zeros(len(Sign), dtype=torch.float64, device=device)
 
-    @staticmethod
-    def view(logprobs: torch.Tensor) -> torch.Tensor:
-        """A view of the log-probabilities, to be given to the policy loss. [num_targets]"""
-        seen = logprobs.view_as(logprobs)
-        seen.retain_grad()
-        return seen
+@torch.no_grad()
+def add_zero_gradients(sums: Sums, tokens: TokenBatch, loss: PolicyLoss) -> None:
+    """Count the tokens without gradient by cause, after their backward pass. Their log-probabilities must be ``audited``.
 
-    @torch.no_grad()
-    def count(self, tokens: TokenBatch, loss: PolicyLoss) -> None:
-        """Count these tokens after their backward pass. Their log-probabilities must come from ``view``."""
-        seen, advantages = tokens.logprobs, tokens.advantages
-        gradient = torch.zeros_like(seen) if seen.grad is None else seen.grad  # None: the loss does not use them
-        gap = (seen.detach() - tokens.behaviour).abs()
-        # From the last cause to the first, so that the first one that holds remains.
-        cell = torch.where(gap > LOG_RATIO_CLAMP, 2, 3)
-        if loss.left_out is not None:
-            cell = cell.masked_fill(loss.left_out, 1)
-        cell = cell.masked_fill(~tokens.mask, 0)
-        negative = advantages < 0
-        cell = cell + len(Cause) * negative
-        cell = cell.masked_fill(advantages == 0, _ZERO_ADVANTAGE)
-        cell = cell.masked_fill(gradient != 0, _ZERO_ADVANTAGE + 1)
-        self._counts.index_add_(0, cell, torch.ones_like(cell, dtype=torch.float64))
-        self._of_sign += torch.stack([(advantages > 0).sum(), negative.sum()])
-
-    def add_to(self, sums: Sums) -> None:
-        """Add the counts to ``sums``, once at the end of the step. Names in ``_tokens`` become shares of trained tokens."""
-        for (sign, cause), count in zip(_CELLS, self._counts, strict=False):
-            sums.add(f"zero_gradient/{sign}/{cause}_tokens", count)
-        sums.add("zero_gradient/zero_advantage_tokens", self._counts[_ZERO_ADVANTAGE])
-        sums.add("zero_gradient_tokens", self._counts[: _ZERO_ADVANTAGE + 1].sum())
-        for sign, count in zip(Sign, self._of_sign, strict=True):
-            sums.add(f"advantage_{sign}_tokens", count)
+    Names in ``_tokens`` become shares of trained tokens.
+    """
+    seen, advantages = tokens.logprobs, tokens.advantages
+    without = torch.ones_like(tokens.mask) if seen.grad is None else seen.grad == 0  # None: the loss does not use them
+    dropped = torch.zeros_like(tokens.mask) if loss.left_out is None else loss.left_out
+    clamp = (seen.detach() - tokens.behaviour).abs() > LOG_RATIO_CLAMP
+    holds = dict(zip(_CAUSES, (~tokens.mask, dropped, clamp, torch.ones_like(clamp)), strict=True))
+    for sign, of_sign in zip(SIGNS, (advantages > 0, advantages < 0), strict=True):
+        left = without & of_sign
+        sums.add(f"advantage_{sign}_tokens", of_sign.sum())
+        for cause, own in holds.items():  # the first that holds counts
+            sums.add(f"zero_gradient/{sign}/{cause}_tokens", (left & own).sum())
+            left = left & ~own
+    sums.add("zero_gradient/zero_advantage_tokens", (without & (advantages == 0)).sum())
+    sums.add("zero_gradient_tokens", without.sum())
 
 
 @torch.no_grad()
@@ -307,9 +276,9 @@ def shares(total: Mapping[str, float], minibatches: tuple[MinibatchTotals, ...])
     over the minibatches. Each is absent without such tokens.
     """
     found: dict[str, float] = {}
-    for sign in Sign:
+    for sign in SIGNS:
         if count := total.get(f"advantage_{sign}_tokens", 0.0):
-            without = sum(total[f"zero_gradient/{sign}/{cause}_tokens"] for cause in Cause)
+            without = sum(total[f"zero_gradient/{sign}/{cause}_tokens"] for cause in _CAUSES)
             found[f"zero_gradient_of_{sign}_share"] = without / count
     effective = [
         total[f"{_RATIOS}{index}"] ** 2 / (totals.num_trained_tokens * total[f"{_SQUARES}{index}"])
@@ -322,38 +291,8 @@ def shares(total: Mapping[str, float], minibatches: tuple[MinibatchTotals, ...])
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardCost:
-    """Operations of a forward pass of a dense decoder."""
-
-    per_token: float  # the matrices of the layers
-    per_target: float  # the head, which only trained tokens pass
-    per_pair: float  # attention, for each token and each that it sees, itself included
-
-    @classmethod
-    def of(cls, model: PolicyModel) -> ForwardCost | None:
-        """Count from the modules, sharded or not; None for experts, because a token uses only some of them."""
-        weights = [parameter for layer in model.layers for parameter in layer.parameters()]
-        if not weights or any(weight.ndim > 2 for weight in weights):
-            return None
-        config = model.causal_lm.config
-        heads = int(config.num_attention_heads)
-        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-        head = model.causal_lm.get_output_embeddings().weight
-        return cls(
-            per_token=2.0 * sum(weight.numel() for weight in weights if weight.ndim == 2),
-            per_target=2.0 * head.numel(),
-            per_pair=4.0 * heads * head_dim * len(model.layers),
-        )
-
-    def flops(self, num_tokens: int, num_targets: int, num_pairs: int) -> float:
-        return self.per_token * num_tokens + self.per_target * num_targets + self.per_pair * num_pairs
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype, given_tflops: float | None) -> float | None:
-    """The device's peak in operations per second: as given, else by its name; None for an unknown device."""
-    if given_tflops is not None:
-        return given_tflops * 1e12
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The device's peak in operations per second by its name; None for an unknown device."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -368,13 +307,26 @@ def peak_flops(device: torch.device, dtype: torch.dtype, given_tflops: float | N
 
 
 class Usage:
-    """Measures the use of the device in each training step."""
+    """Measures the use of the device in each training step, and counts operations of a dense decoder's forward pass.
+
+    ``per_token`` is that of the layers' matrices, ``per_target`` of the head, which only trained tokens pass, ``per_pair`` of
+    attention, for each token and each that it sees, itself included.
+    """
 
     def __init__(self, model: PolicyModel, ranks: Ranks, peak: float | None) -> None:
-        self._cost = ForwardCost.of(model)
         self._passes = _FORWARD_AND_BACKWARD if model.adapter is None else _OF_A_FROZEN_BASE
         self._ranks = ranks
         self._peak = peak
+        weights = [parameter for layer in model.layers for parameter in layer.parameters()]
+        # A token uses only some of a mixture's experts, which are one tensor of three dimensions.
+        self.is_dense = bool(weights) and all(weight.ndim <= 2 for weight in weights)
+        if self.is_dense:
+            config = model.causal_lm.config
+            heads = int(config.num_attention_heads)
+            head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+            self.per_token = 2.0 * sum(weight.numel() for weight in weights if weight.ndim == 2)
+            self.per_target = 2.0 * model.causal_lm.get_output_embeddings().weight.numel()
+            self.per_pair = 4.0 * heads * head_dim * len(model.layers)
 
     def begin(self) -> None:
         if self._ranks.device.type == "cuda":
@@ -382,29 +334,26 @@ class Usage:
 
     def add(self, batch: MicroTensors, sums: Sums) -> None:
         """Count one trained micro-batch; dummies do not count."""
-        if self._cost is not None:
-            flops = (
-                0.0
-                if batch.is_dummy
-                else self._cost.flops(batch.num_tokens, batch.targets.num_distinct, batch.documents.num_pairs)
-            )
-            sums.add(_SUM, flops)
+        if self.is_dense:
+            flops = self.flops(batch.num_tokens, batch.targets.num_distinct, batch.documents.num_pairs)
+            sums.add(_SUM, 0.0 if batch.is_dummy else flops)
+
+    def flops(self, num_tokens: int, num_targets: int, num_pairs: int) -> float:
+        return self.per_token * num_tokens + self.per_target * num_targets + self.per_pair * num_pairs
 
     def metrics(self, total: Mapping[str, float], seconds: float) -> dict[str, float | None]:
         """``tflops`` and ``mfu`` of one rank, and the largest ``memory_peak_gib`` of all ranks. A collective."""
-        peak_bytes = torch.tensor(self._memory_bytes(), dtype=torch.int64, device=self._ranks.device)
+        # On a CPU, the peak of resident memory since the process start, which Linux counts in KiB.
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if self._ranks.device.type == "cuda":  # of tensors, during the step
+            peak_bytes = torch.cuda.max_memory_allocated(self._ranks.device)
+        most = self._ranks.max(torch.tensor(peak_bytes, dtype=torch.int64, device=self._ranks.device))
         per_second = None
-        if self._cost is not None:
+        if self.is_dense:
             flops = self._passes * total.get(_SUM, 0.0)
             per_second = flops / self._ranks.world_size / max(seconds, 1e-9)
         return {
             "tflops": None if per_second is None else per_second / 1e12,
             "mfu": None if per_second is None or self._peak is None else per_second / self._peak,
-            "memory_peak_gib": int(self._ranks.max(peak_bytes)) / _GIB,
+            "memory_peak_gib": int(most) / _GIB,
         }
-
-    def _memory_bytes(self) -> int:
-        """Peak of tensors on the GPU during the step; on a CPU, the peak of resident memory since the process start."""
-        if self._ranks.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._ranks.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

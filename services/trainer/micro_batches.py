@@ -1,7 +1,7 @@
 """Checks a rank's share of a batch, and gives its micro-batches as device tensors with the statistics that a loss needs.
 
-The orchestrator checks records when they arrive, but does not know the vocabulary of a model on another machine. The check
-here finds unknown ids before an embedding looks them up. A fault on one rank raises on every rank.
+The orchestrator checks records when they arrive, but may not know the vocabulary of a model on another machine yet. The
+check here finds unknown ids before an embedding looks them up. A fault on one rank raises on every rank.
 
 Every rank has the same number of micro-batches. The RL step and the supervised step use the tensors; a loss needs the
 statistics, over all micro-batches and ranks, before its first gradient:
@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import numpy.typing as npt
 import torch
 
 from services.common.config.algorithm import AlgorithmConfig, M2po, M2poMask, Tis
 from services.common.errors import InvalidRequestError
-from services.common.kept_tokens import check as check_kept
 from services.common.records import MinibatchTotals, RankBatch, TrainingSequence
 from services.trainer.losses import (
     Algorithm,
@@ -81,10 +80,11 @@ class MicroTensors:
 
     @classmethod
     def from_packed(cls, batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> MicroTensors:
-        def floats(numbers: npt.NDArray[Any]) -> torch.Tensor:
-            return torch.as_tensor(numbers, dtype=dtype, device=device)
-
-        drawn = _drawn(batch, device, dtype)
+        floats: Any = partial(torch.as_tensor, dtype=dtype, device=device)
+        kept = None if batch.kept is None else KeptBlocks.on(batch.kept, device)
+        temperatures = None if batch.temperatures is None else floats(batch.temperatures)
+        has_own = kept is not None or temperatures is not None
+        drawn = Drawn(kept=kept, temperatures=temperatures) if has_own else None
         return cls(
             token_ids=torch.as_tensor(batch.token_ids, device=device),
             position_ids=torch.as_tensor(batch.position_ids, device=device),
@@ -101,15 +101,6 @@ class MicroTensors:
             drawn=drawn,
             teacher=None if batch.teacher is None else floats(batch.teacher),
         )
-
-
-def _drawn(batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> Drawn | None:
-    kept = temperatures = None
-    if batch.kept is not None:
-        kept = KeptBlocks.on(batch.kept, device)
-    if batch.temperatures is not None:
-        temperatures = torch.as_tensor(batch.temperatures, dtype=dtype, device=device)
-    return None if kept is None and temperatures is None else Drawn(kept=kept, temperatures=temperatures)
 
 
 def logprob_dtype(model: PolicyModel) -> torch.dtype:
@@ -166,15 +157,6 @@ def _fault(item: TrainingSequence, batch: RankBatch, vocab_size: int) -> str:
             f"it has the token id {unknown[0]}, and the model of {batch.policy} has ids 0 to {vocab_size - 1}: a replica "
             "has another model or tokenizer"
         )
-    written = [segment for segment in item.sequence.segments if segment.num_tokens]
-    if written and written[0].is_policy:
-        return "it trains its first token, which no token precedes; it needs a prompt"
-    try:
-        for segment in written:
-            if segment.kept:
-                check_kept(segment.kept, segment.token_ids, vocab_size)
-    except ValueError as error:
-        return str(error)
     return ""
 
 

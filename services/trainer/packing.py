@@ -117,7 +117,7 @@ class Document:
             advantage=advantage,
             kept=kept,
             temperatures=temperatures,
-            teacher=_teacher_of(segments, item.sequence_id),
+            teacher=_teacher_of(segments),
         )
 
 
@@ -128,14 +128,11 @@ def _kept_of(segment: Segment, sequence_id: str) -> KeptSets:
         raise InvalidRequestError(f"sequence {sequence_id}: {error}") from None
 
 
-def _teacher_of(segments: Seq[Segment], sequence_id: str) -> Logprobs | None:
-    policy = [s for s in segments if s.is_policy]
-    if not any(len(s.teacher_logprobs) for s in policy):
+def _teacher_of(segments: Seq[Segment]) -> Logprobs | None:
+    """The teacher's log-probabilities; None where a policy segment lacks them."""
+    scored = [len(s.teacher_logprobs) > 0 for s in segments if s.is_policy]
+    if not scored or not all(scored):
         return None
-    if lacking := [s for s in policy if not len(s.teacher_logprobs)]:
-        raise InvalidRequestError(
-            f"sequence {sequence_id}: {len(lacking)} of {len(policy)} policy segments lack the teacher's log-probabilities"
-        )
     own = [s.teacher_logprobs if s.is_policy else np.zeros(s.num_tokens, dtype=np.float32) for s in segments]
     return np.concatenate(own)
 
@@ -253,8 +250,6 @@ def _micro_batch(given: Seq[Document], computed: Seq[TokenIds], placed: Seq[Fami
     kept = _joined(documents, "kept", KeptSets.whole)
     temperatures = _joined(documents, "temperatures", lambda n: np.full(n, np.nan))
     teacher = _joined(documents, "teacher", lambda n: np.zeros(n, dtype=np.float32))
-    if teacher is not None and any(d.teacher is None and d.num_trained_tokens for d in documents):
-        raise InvalidRequestError("a batch has sequences with and without a teacher's log-probabilities")
     return MicroBatch(
         token_ids=token_ids,
         position_ids=position_ids,
@@ -311,6 +306,11 @@ class Branch:
     def end(self) -> int:
         return self.start + self.length
 
+    @property
+    def rows(self) -> Ints:
+        """All rows that the last one sees, itself included. [prefix + length]"""
+        return np.concatenate([self.prefix, np.arange(self.start, self.end, dtype=np.int64)])
+
 
 def families(token_ids: Seq[npt.NDArray[np.int32]], max_tokens: int) -> list[Family]:
     """Group documents with a common beginning into families of at most ``max_tokens`` distinct tokens, or one document.
@@ -353,13 +353,10 @@ def lay_out(placed: Seq[Family]) -> tuple[list[Branch], dict[int, Ints]]:
     for family in placed:
         path = np.zeros(0, dtype=np.int64)
         for member in family:
-            prefix = path[: member.shared]
+            path = path[: member.shared]
             if member.own:
-                branches.append(Branch(end, member.own, prefix))
-                path = np.concatenate([prefix, np.arange(end, end + member.own, dtype=np.int64)])
-                end += member.own
-            else:
-                path = prefix
+                branches.append(Branch(end, member.own, path))
+                path, end = branches[-1].rows, branches[-1].end
             paths[member.index] = path
     return branches, paths
 

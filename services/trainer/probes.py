@@ -21,7 +21,7 @@ import structlog
 import torch
 from jinja2 import TemplateError
 
-from services.common.lora import LoraLinear, adapter_off
+from services.common.lora import adapter_off
 from services.common.records import RankBatch, Segment, TrainingSequence
 from services.trainer.micro_batches import MicroTensors, forward, logprob_dtype
 from services.trainer.packing import Document, dummy_micro_batch, pack
@@ -83,7 +83,6 @@ PROBES_S = 120.0
 MOST_PAIRS = 64  # of layers that are exchanged
 LIKE_ROUNDING = 8.0  # a difference within this factor of rounding's own is rounding
 ROPE_BASES = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
-ADAPTER_SCALES = (0.0625, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0, 16.0)
 TEMPERATURES = (0.25, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0)
 HALF = "half precision"
 # Causes with their remedies. Of causes that explain the difference equally well, the first counts.
@@ -92,15 +91,11 @@ REMEDIES = {
     "adapter not applied": "the engine computes the base alone: look for the adapter in the replica's log (docs/adapters.md)",
     "head of an older version": "an engine of your own has to prepare its head again after each update",
     "older weights": "the replica's weights are older than it says: `rollmill weights RUN`, weights.kept_old in its log",
-    "scale of the adapter": "engine and trainer multiply the adapter by different factors: policies.{policy}.adapter.alpha / rank",
     "temperature": "engine and trainer divide logits by different temperatures: both take sampling.temperature or the row's own",
-    "values of the next token": "the engine reports each log-probability for the token before or behind",
     ONE_TOKEN: "the engine adds or drops a token of the prompt: add_bos_token and the like beside its tokenizer",
     TEMPLATE: "the engine's chat template or tokenizer is not that of policies.{policy}.model.path",
     "rope base": "rope_theta in the config.json of engine and policies.{policy}.model.path differ",
-    "positions": "the engine does not count positions from 0 in each sequence",
     "order of layers": "the engine's layers are exchanged: compare the names that it loads with the checkpoint's",
-    "head in float32": "the engine's head is more exact than the trainer's: accept the difference",
     HALF: "the engine rounds more than its settings say: inference.<name>.dtype and "
     "policies.{policy}.weights.publish_dtype: float32",
 }  # fmt: skip
@@ -141,15 +136,11 @@ class Probes:
         self._weights(earlier, exact)
         self._search("temperature", TEMPERATURES, lambda factor: self._try(
             "temperature", f"{factor:.4g} times as high", [self._hotter(d, factor) for d in self.documents]))  # fmt: skip
-        for by in (1, -1):
-            self._try("values of the next token", f"by {by:+d}", [_shifted(d, by) for d in self.documents])
         for cause, label, change in prompt_changes(self._tokenizer):
             changed = [_document(_with_prompt(item, change)) for item, _, _ in self._rows]
             if self._most([d.token_ids.tolist() for d in changed] != [d.token_ids.tolist() for d in self.documents]):
                 self._try(cause, label, changed)
         self._rope()
-        self._try("positions", "from 1", alone=True, change=lambda b: replace(b, position_ids=b.position_ids + 1))
-        self._try("positions", "restarted behind the prompt", alone=True, change=_restarted)
         self._layers()
         reshard(self._step.model)
         return sorted(self._found.values())
@@ -166,7 +157,6 @@ class Probes:
         documents: Seq[Document],
         *,
         alone: bool = False,
-        change: Callable[[MicroTensors], MicroTensors] | None = None,
     ) -> list[torch.Tensor]:
         """Log-probabilities of each document's trained tokens."""
         groups = [(i, [d]) for i, d in enumerate(documents)] if alone else [(0, documents)]
@@ -175,7 +165,7 @@ class Probes:
         found = [torch.zeros(0) for _ in documents]
         for first, micro in packed:
             batch = MicroTensors.from_packed(micro, self._step.ranks.device, logprob_dtype(self._step.model))
-            scores, _ = forward(self._step.model, change(batch) if change else batch, self._step.temperature)
+            scores, _ = forward(self._step.model, batch, self._step.temperature)
             for place, source in enumerate(micro.sources.tolist()):
                 if not micro.is_dummy:
                     found[first + source] = scores.float().cpu()[torch.from_numpy(micro.document_index == place)]
@@ -196,13 +186,13 @@ class Probes:
     def _most(self, value: float) -> int:
         return int(self._step.ranks.max(torch.tensor(int(value), device=self._step.ranks.device)))
 
-    def _try(self, cause: str, label: str, documents: Seq[Document] | None = None, **how: Any) -> float:
+    def _try(self, cause: str, label: str, documents: Seq[Document] | None = None, *, alone: bool = False) -> float:
         """The mean difference with a change; infinite without time."""
         if self._most(time.monotonic() > self._until):
             return math.inf
         changed = self.documents if documents is None else documents
         with _skipping(cause, label):
-            return self._note(cause, label, self._mean(map(self._gaps, changed, self._score(changed, **how))))
+            return self._note(cause, label, self._mean(map(self._gaps, changed, self._score(changed, alone=alone))))
         return math.inf
 
     def _note(self, cause: str, label: str, after: float) -> float:
@@ -225,7 +215,6 @@ class Probes:
         if model.adapter is not None:
             with adapter_off(model):
                 self._try("adapter not applied", "the base alone")
-            self._search("scale of the adapter", ADAPTER_SCALES, self._scaled)
         for version, weights in reversed(earlier):
             newest = self._exchange(weights)
             self._try("older weights", f"version {version}")
@@ -233,9 +222,6 @@ class Probes:
             self._exchange(newest)
             with self._head(older):
                 self._try("head of an older version", f"version {version}")
-        if not exact:
-            with self._head(full(head).detach().float()):
-                self._try("head in float32", "the head in float32")
         for half in (torch.bfloat16, torch.float16) if exact else ():
             with _skipping(HALF, str(half)):
                 with torch.autocast(self._step.ranks.device.type, half):
@@ -247,15 +233,6 @@ class Probes:
                 if own / LIKE_ROUNDING < self.before < own * LIKE_ROUNDING:
                     after = min(after, self.before / 2.01)
                 self._note(HALF, f"products in {half}, which moves the trainer by {own:.2g}", after)
-
-    def _scaled(self, factor: float) -> float:
-        layers = [(module, module.scale) for module in self._lm.modules() if isinstance(module, LoraLinear)]
-        for layer, scale in layers:
-            layer.scale = scale * factor
-        after = self._try("scale of the adapter", f"{factor:.4g} times as large")
-        for layer, scale in layers:
-            layer.scale = scale
-        return after
 
     def _hotter(self, document: Document, factor: float) -> Document:
         own = np.full(document.num_tokens, math.nan) if document.temperatures is None else document.temperatures
@@ -325,18 +302,3 @@ def _with_prompt(item: TrainingSequence, change: Change) -> TrainingSequence:
     prompt = np.concatenate([segment.token_ids for segment in segments[:first]]).tolist()
     changed = Segment.environment(np.array(change(prompt) or prompt))
     return replace(item, sequence=replace(item.sequence, segments=(changed, *segments[first:])))
-
-
-def _shifted(document: Document, by: int) -> Document:
-    """The document with each value of the engine at the trained token behind it (``by`` 1) or before it."""
-    trained, behaviour = np.flatnonzero(document.loss_mask)[::by], document.behaviour.copy()
-    behaviour[trained[1:]] = document.behaviour[trained[:-1]]
-    versions = document.weight_versions.copy()
-    versions[trained[:1]] = -1  # has no neighbour, so is not compared
-    return replace(document, behaviour=behaviour, weight_versions=versions)
-
-
-def _restarted(batch: MicroTensors) -> MicroTensors:
-    """One document with positions from 0 again behind its prompt."""
-    at, last = batch.position_ids, batch.targets.predecessors[:1].sum()  # of the prompt
-    return replace(batch, position_ids=torch.where(at <= last, at, at - last - 1))

@@ -39,10 +39,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from services.common.errors import DeadlineError, InfrastructureError, RollmillError
-from services.common.system.child import START_AGAIN
-from services.common.telemetry.accounts import TimeAccount
-from services.common.text.chat import named_weights
 
+log = structlog.get_logger()
 TIMEOUT_S = 300.0
 _GLOO = "gloo"
 _GLOO_WORDS = ("closed by peer", "reset by peer", "broken pipe", "timed out", "connection refused", "connect timeout")
@@ -198,11 +196,6 @@ def own_part(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, int]:
     if not isinstance(tensor, DTensor) and not ranks.is_first:
         flat = flat[:0]
     return flat, first * math.prod(tensor.shape[1:])
-
-
-def full_weights(model: torch.nn.Module, ranks: Ranks, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """``whole_tensors`` of a model. Tied weights appear once, under their first name."""
-    return whole_tensors(named_weights(model), ranks, dtype)
 
 
 def whole_tensors(
@@ -382,61 +375,24 @@ def _key(node: int, what: str) -> str:
 # --- Makes a rank leave on a signal, also while its main thread is inside a collective.
 
 
-log = structlog.get_logger()
-STUCK_S = 600.0  # without progress; a healthy rank ends micro-batches within seconds, and a checkpoint within minutes
-_LOOK_S = 1.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class LeaveOnSignal:
-    """From ``install`` on, SIGTERM and SIGINT call ``leave``, from a thread. Install from the main thread."""
+def leave_on_signal(leave: Callable[[], object]) -> None:
+    """From now on the first SIGTERM or SIGINT calls ``leave``, from a thread. Call from the main thread.
 
-    def __init__(
-        self,
-        leave: Callable[[], object],
-        account: TimeAccount,
-        *,
-        stuck_s: float = STUCK_S,
-        end: Callable[[int], object] = os._exit,
-    ) -> None:
-        self._leave = leave
-        self._account = account
-        self._stuck_s = stuck_s
-        self._end = end
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)  # set_wakeup_fd requires it
-        self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
+    A rank that waits in a collective for a lost one does not end by itself; its launcher kills the rank after its grace.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)  # set_wakeup_fd requires it
 
-    def install(self) -> None:
-        self._thread.start()
-        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in SIGNALS:
-            signal.signal(number, lambda *_: None)  # the default would end the process
-
-    def _run(self) -> None:
-        known = {int(number) for number in SIGNALS}
-        while (number := os.read(self._reader, 1)[0]) not in known:
+    def wait() -> None:
+        while (number := os.read(reader, 1)[0]) not in SIGNALS:
             pass
-        name = signal.Signals(number).name
-        log.info("trainer.leaving", signal=name)
-        self._leave()
-        self._watch(name)
+        log.info("trainer.leaving", signal=signal.Signals(number).name)
+        leave()
 
-    def _watch(self, name: str) -> None:
-        """End the process when its account makes no progress. A process that leaves ends this thread."""
-        last, since = self._doing(), time.monotonic()
-        while time.monotonic() - since < self._stuck_s:
-            time.sleep(min(_LOOK_S, self._stuck_s / 4))
-            if (now := self._doing()) != last:
-                last, since = now, time.monotonic()
-        sys.stderr.write(
-            f"trainer: {name} arrived, and this rank has made no progress for {self._stuck_s:g} s ({last[1]}): it may wait "
-            "in a collective for a rank that is gone. It ends without a checkpoint; started again, all ranks resume together\n"
-        )
-        sys.stderr.flush()
-        self._end(START_AGAIN)
-
-    def _doing(self) -> tuple[int, str]:
-        """Pieces of work done, and the activities of now."""
-        state = self._account.state()
-        return state.progress, ", ".join(str(activity.name) for activity in state.activities if activity.num_now)
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)  # the default would end the process

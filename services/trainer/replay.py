@@ -1,26 +1,21 @@
 """Trains recorded batches again, offline, from the checkpoint before a step, and reports the digest of the result.
 
-    python -m services.trainer.replay --run-dir DIR --policy P --step K --orchestrator HOST:PORT [--digest D]
-
 On a CPU with the recipe's number of threads and one rank the digest equals the ledger's. ``replay`` accepts any source of
-batches; this command asks a running orchestrator, `rollmill replay` reads the journal.
+batches; `rollmill replay` reads the journal.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.common.config.recipe import Recipe
-from services.common.errors import ConfigError, InvalidRequestError, RollmillError, UnknownPolicyError, UserError
+from services.common.errors import ConfigError, InvalidRequestError, UnknownPolicyError
 from services.common.records import RankBatch
-from services.common.system.child import run_and_leave
 from services.trainer.config import set_defaults
 
 if TYPE_CHECKING:
@@ -73,6 +68,8 @@ def replay(recipe: Recipe, run_dir: Path, policy: str, training_step: int, batch
 
     from services.common.system.machine import keep_freed_memory
     from services.trainer.app import build_step, join_ranks, open_checkpoints
+    from services.trainer.publish import Snapshots
+    from services.trainer.ranks import leave_ranks
 
     if not cuda.is_available():  # a run of a GPU machine: on a CPU its sums have another order
         tree = recipe.model_dump(mode="json") | {"placement": "apart"}
@@ -88,90 +85,18 @@ def replay(recipe: Recipe, run_dir: Path, policy: str, training_step: int, batch
     metrics = step.run(batch_of(begin + 1))
     for later in range(begin + 2, training_step + 1):
         metrics = step.run(batch_of(later))
-    digest = _digest(recipe, policy, training_step, step.model, ranks)
-    return Replayed(training_step=training_step, from_checkpoint=begin, digest=digest, metrics=metrics)
-
-
-def _digest(recipe: Recipe, policy: str, version: int, model: object, ranks: object) -> str:
-    """The digest of the weights, by the code that publishes: a temporary snapshot."""
-    import tempfile
-
-    from services.trainer.publish import Snapshots
-
-    with tempfile.TemporaryDirectory(prefix="rollmill-replay-") as directory:
-        written = Snapshots(
-            model,  # type: ignore[arg-type]
-            ranks,  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory(prefix="rollmill-replay-") as directory:  # by the code that publishes
+        snapshots = Snapshots(
+            step.model,
+            ranks,
             run_id=str(recipe.run.id),
             policy=policy,
             dtype=recipe.policies[policy].published_dtype,
             algorithm=recipe.digest_algorithm(),
             directories=(Path(directory),),
-        ).write(version)
+        )
+        written = snapshots.write(training_step)
         assert written is not None
-        return written.manifest.digest
-
-
-def main() -> int:
-    arguments = _parser().parse_args()
-    from services.common.config.loading import load_resolved
-    from services.common.telemetry.logs import configure
-
-    configure("replay")  # to standard error: standard output has the result
-    try:
-        recipe = load_resolved(arguments.run_dir)
-        with _Orchestrator(arguments.orchestrator, str(recipe.run.id), arguments.policy) as orchestrator:
-            replayed = replay(recipe, arguments.run_dir, arguments.policy, arguments.step, orchestrator.batch)
-    except RollmillError as error:
-        sys.stderr.write(f"replay: {error.message}\n")
-        return 2 if isinstance(error, UserError) else 1
-    report = replayed.report(arguments.digest)
-    sys.stdout.write(json.dumps(report) + "\n")
-    return 1 if report["equal"] is False else 0
-
-
-class _Orchestrator:
-    """Pulls recorded batches from a running orchestrator, without changing its state."""
-
-    def __init__(self, address: str, run_id: str, policy: str) -> None:
-        from services.trainer.link import LoopThread, OrchestratorClient
-
-        async def connect() -> OrchestratorClient:
-            return OrchestratorClient(address, run_id, policy, num_ranks=1)
-
-        self._thread = LoopThread("replay-grpc")
-        self._client = self._thread.call(connect())
-        self._address = address
-
-    def __enter__(self) -> _Orchestrator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.call(self._client.close())
-        self._thread.stop()
-
-    def batch(self, training_step: int) -> RankBatch:
-        batch = self._thread.call(self._client.pull(training_step, 0))
-        if batch is None:
-            raise InvalidRequestError(
-                f"the orchestrator at {self._address} has no recorded batch of step {training_step}"
-            )
-        return batch
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m services.trainer.replay",
-        description="Train a recorded batch again, offline, and print the digest of the weights that come out (JSON). "
-        "Exit code 1 when the digest differs from --digest.",
-    )
-    parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="the run directory")
-    parser.add_argument("--policy", required=True, help="the policy, as the recipe names it")
-    parser.add_argument("--step", type=int, required=True, metavar="K", help="the training step to train again, from 1")
-    parser.add_argument("--orchestrator", required=True, metavar="HOST:PORT", help="a running orchestrator of this run")
-    parser.add_argument("--digest", help="the ledger's digest of version K, to compare with")
-    return parser
-
-
-if __name__ == "__main__":
-    run_and_leave(main)
+        digest = written.manifest.digest
+    leave_ranks()
+    return Replayed(training_step=training_step, from_checkpoint=begin, digest=digest, metrics=metrics)

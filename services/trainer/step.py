@@ -18,14 +18,14 @@ import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import structlog
 import torch
 
 from services.common.config.algorithm import AlgorithmConfig
-from services.common.errors import ConfigError
 from services.common.records import MinibatchTotals, RankBatch
 from services.trainer.advantages import (
     Moments,
@@ -50,7 +50,16 @@ from services.trainer.losses import (
     num_not_finite,
     value_loss,
 )
-from services.trainer.metrics import GradientAudit, StepMetrics, Sums, Usage, add_mismatch, add_ratios, step_metrics
+from services.trainer.metrics import (
+    StepMetrics,
+    Sums,
+    Usage,
+    add_mismatch,
+    add_ratios,
+    add_zero_gradients,
+    audited,
+    step_metrics,
+)
 from services.trainer.micro_batches import (
     Logprobs,
     MicroTensors,
@@ -68,47 +77,9 @@ from services.trainer.model.policy_model import PolicyModel, Scorer
 from services.trainer.packing import Document
 from services.trainer.ranks import Ranks
 
-# --- Computes advantages of single tokens from those of sequences, before the first update of a training step.
-
-
+log = structlog.get_logger(__name__)
 Minibatches = Seq[Seq[MicroTensors]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CreditModels:
-    """The models that contribute to credit, as far as the settings ask for them."""
-
-    policy: PolicyModel  # with a value head for GAE
-    reference: Scorer | None = None
-    teacher: PolicyModel | None = None
-
-
-@torch.no_grad()
-def with_credit(
-    minibatches: Minibatches,
-    models: CreditModels,
-    config: AlgorithmConfig,
-    ranks: Ranks,
-    sums: Sums,
-    *,
-    temperature: float,
-    on_progress: Callable[[], None],
-) -> list[list[MicroTensors]]:
-    """The micro-batches with an advantage per token. A collective when the models are sharded."""
-    result: list[list[MicroTensors]] = []
-    for minibatch in minibatches:
-        result.append([])
-        for batch in minibatch:
-            result[-1].append(_credited(batch, models, config, sums, temperature))
-            on_progress()
-    if config.batch_normalize_advantages:
-        result = _normalized(result, ranks, config)
-    for minibatch in result:
-        for batch in minibatch:
-            # Here with the behaviour policy's log-probabilities: the updates compute the policy's own.
-            taught = with_teacher(batch, batch.behaviour, config)
-            sums.add("advantage_abs", taught.advantages.abs().sum(dtype=torch.float64))
-    return result
+BeforeUpdate = Callable[[RankBatch, torch.Tensor, torch.Tensor], None]
 
 
 def with_teacher(batch: MicroTensors, logprobs: torch.Tensor, config: AlgorithmConfig) -> MicroTensors:
@@ -123,76 +94,6 @@ def with_teacher(batch: MicroTensors, logprobs: torch.Tensor, config: AlgorithmC
         task_coefficient=config.distillation.task_coefficient,
     )
     return replace(batch, advantages=advantages)
-
-
-def value_loss_share(
-    batch: MicroTensors, values: torch.Tensor, totals: MinibatchTotals, config: AlgorithmConfig, sums: Sums
-) -> torch.Tensor:
-    """This micro-batch's share of the weighted value loss of the minibatch. []
-
-    Over all trained tokens, also those that a policy loss leaves out: they have a return all the same. ``values`` come
-    from the current weights and carry the gradient.
-    """
-    head = config.value_head
-    assert head is not None and batch.old_values is not None and batch.returns is not None
-    per_token, clipped = value_loss(values, batch.old_values, batch.returns, head.clip)
-    everything = torch.ones_like(clipped)
-    loss = aggregate(per_token, everything, batch.sequence_index, batch.num_sequences, totals, config)
-    sums.add("value_loss", loss)
-    sums.add("value_clipped_tokens", clipped.sum())
-    return head.coefficient * loss
-
-
-def _credited(
-    batch: MicroTensors, models: CreditModels, config: AlgorithmConfig, sums: Sums, temperature: float
-) -> MicroTensors:
-    index, dtype = batch.sequence_index, batch.advantages.dtype
-    sums.add("credited", batch.num_targets)
-    rewards = at_last_token(batch.advantages.double(), index)
-    if config.kl_reward_coefficient > 0.0:
-        assert models.reference is not None
-        reference, _ = forward(models.reference, batch, temperature)
-        kl = kl_per_token(batch.behaviour, reference, "k1")
-        sums.add("kl_reference", kl.sum())
-        rewards = rewards - config.kl_reward_coefficient * kl.double()
-    if models.teacher is not None:
-        teacher, _ = forward(models.teacher, batch, temperature)
-        batch = replace(batch, teacher=teacher)
-    if config.distillation is not None and batch.teacher is not None:
-        sums.add("distillation_kl", (batch.behaviour - batch.teacher).sum(dtype=torch.float64))
-    if config.advantage == "gae":
-        _, _, values = forward_with_values(models.policy, batch, temperature)
-        assert values is not None
-        advantages, returns = gae(rewards, values, index, config.gamma, config.gae_lambda)
-        # From these ``explained_variance`` is computed.
-        sums.add("value", values.sum(dtype=torch.float64))
-        for name, numbers in (("return", returns), ("value_error", returns - values.double())):
-            sums.add(name, numbers.sum())
-            sums.add(f"{name}_squared", numbers.square().sum())
-        batch = replace(batch, old_values=values, returns=returns.to(values.dtype))
-    else:
-        advantages = discounted_sums(rewards, index, config.gamma)
-    return replace(batch, advantages=advantages.to(dtype))
-
-
-def _normalized(minibatches: Minibatches, ranks: Ranks, config: AlgorithmConfig) -> list[list[MicroTensors]]:
-    """Normalise to mean 0 and standard deviation 1 over the trained tokens of the global batch."""
-    own = [batch.advantages.double() for minibatch in minibatches for batch in minibatch]
-    flat = torch.cat(own) if own else torch.zeros(0, dtype=torch.float64, device=ranks.device)
-    count = torch.tensor(float(len(flat)), dtype=torch.float64, device=flat.device)
-    moments = Moments(*ranks.sum(torch.stack([count, flat.sum(), flat.square().sum()])).tolist())
-    divisor = moments.divisor(config)
-    return [
-        [
-            replace(b, advantages=((b.advantages.double() - moments.mean) / divisor).to(b.advantages.dtype))
-            for b in minibatch
-        ]
-        for minibatch in minibatches
-    ]
-
-
-log = structlog.get_logger(__name__)
-BeforeUpdate = Callable[[RankBatch, torch.Tensor, torch.Tensor], None]
 
 
 class TrainStep:
@@ -211,28 +112,17 @@ class TrainStep:
         teacher: PolicyModel | None = None,
         peak_flops: float | None = None,  # of this rank's device, for the metric mfu
     ) -> None:
-        if config.needs_reference and reference is None:
-            raise ConfigError(
-                f"algorithm.kl_coefficient is {config.kl_coefficient} and kl_reward_coefficient "
-                f"{config.kl_reward_coefficient}: a value above 0 needs a reference model"
-            )
-        if (config.distillation is not None and config.distillation.teacher_model is not None) != (teacher is not None):
-            raise ConfigError(
-                "algorithm.distillation.teacher_model and a teacher model belong together: one of them is missing"
-            )
-        if (config.value_head is None) != (model.value_head is None):
-            raise ConfigError(
-                "algorithm.value_head and a model with a value head belong together: one of them is missing"
-            )
-        if temperature <= 0.0:
-            raise ConfigError(f"temperature is {temperature}: greedy samples have no log-probabilities to train on")
+        distils = config.distillation is not None and config.distillation.teacher_model is not None
+        assert distils == (teacher is not None), "algorithm.distillation.teacher_model and a teacher belong together"
+        assert reference is not None or not config.needs_reference, "a KL term needs a reference model"
+        assert (config.value_head is None) == (model.value_head is None), "the settings and the model have a value head"
+        assert temperature > 0.0, "greedy samples have no log-probabilities to train on"
         self.model = model
         self.optimizer = optimizer
         self.config = config
         self.ranks = ranks
         self.reference = reference
         self.teacher = teacher
-        self._credit_models = CreditModels(policy=model, reference=reference, teacher=teacher)
         self._algorithm = algorithm_of(config)
         self._has_credit = config.gives_token_credit  # then advantages are normalised per token
         self.max_tokens = max_tokens_per_micro_batch
@@ -241,7 +131,6 @@ class TrainStep:
         self._dtype = logprob_dtype(model)
         self.vocab_size: int = model.causal_lm.get_input_embeddings().num_embeddings
         self._usage = Usage(model, ranks, peak_flops)
-        self._audit = GradientAudit(ranks.device)
 
     def run(self, batch: RankBatch, check: BeforeUpdate | None = None) -> StepMetrics:
         """Train on one batch. A collective: every rank passes its own share of the same batch.
@@ -251,7 +140,6 @@ class TrainStep:
         """
         started = time.perf_counter()
         self._usage.begin()
-        self._audit = GradientAudit(self.ranks.device)
         sums = Sums(self.ranks.device)
         minibatches = self._pack(batch, sums)
         proximal = self._proximal(minibatches)
@@ -275,7 +163,6 @@ class TrainStep:
             else:
                 updates.append(self.optimizer.update())
         seconds = time.perf_counter() - started
-        self._audit.add_to(sums)
         total = sums.reduce(self.ranks)
         return step_metrics(
             batch,
@@ -310,17 +197,61 @@ class TrainStep:
             check_taught(item.sequence_id, document, self.config)
             minibatches[item.minibatch].append(document)
         packed = pack_for_ranks(minibatches, self.max_tokens, self.ranks, self._dtype)
-        if not self._has_credit:
-            return packed
-        return with_credit(
-            packed,
-            self._credit_models,
-            self.config,
-            self.ranks,
-            sums,
-            temperature=self.temperature,
-            on_progress=self.on_progress,
-        )
+        return self._with_credit(packed, sums) if self._has_credit else packed
+
+    @torch.no_grad()
+    def _with_credit(self, minibatches: Minibatches, sums: Sums) -> list[list[MicroTensors]]:
+        """The micro-batches with an advantage per token, by the weights at step start. A collective."""
+        result: list[list[MicroTensors]] = []
+        for minibatch in minibatches:
+            result.append([])
+            for batch in minibatch:
+                result[-1].append(self._credited(batch, sums))
+                self.on_progress()
+        if self.config.batch_normalize_advantages:  # over the trained tokens of the global batch
+            own = [batch.advantages.double() for minibatch in result for batch in minibatch]
+            flat = torch.cat(own) if own else torch.zeros(0, dtype=torch.float64, device=self.ranks.device)
+            moments = self._everywhere(Moments(len(flat), float(flat.sum()), float(flat.square().sum())))
+            divisor = moments.divisor(self.config)
+            result = [
+                [replace(b, advantages=((b.advantages.double() - moments.mean) / divisor).to(self._dtype)) for b in m]
+                for m in result
+            ]
+        for minibatch in result:
+            for batch in minibatch:
+                # Here with the behaviour policy's log-probabilities: the updates compute the policy's own.
+                taught = with_teacher(batch, batch.behaviour, self.config)
+                sums.add("advantage_abs", taught.advantages.abs().sum(dtype=torch.float64))
+        return result
+
+    def _credited(self, batch: MicroTensors, sums: Sums) -> MicroTensors:
+        config, index = self.config, batch.sequence_index
+        sums.add("credited", batch.num_targets)
+        rewards = at_last_token(batch.advantages.double(), index)
+        if config.kl_reward_coefficient > 0.0:
+            assert self.reference is not None
+            reference, _ = forward(self.reference, batch, self.temperature)
+            kl = kl_per_token(batch.behaviour, reference, "k1")
+            sums.add("kl_reference", kl.sum())
+            rewards = rewards - config.kl_reward_coefficient * kl.double()
+        if self.teacher is not None:
+            teacher, _ = forward(self.teacher, batch, self.temperature)
+            batch = replace(batch, teacher=teacher)
+        if config.distillation is not None and batch.teacher is not None:
+            sums.add("distillation_kl", (batch.behaviour - batch.teacher).sum(dtype=torch.float64))
+        if config.advantage == "gae":
+            _, _, values = forward_with_values(self.model, batch, self.temperature)
+            assert values is not None
+            advantages, returns = gae(rewards, values, index, config.gamma, config.gae_lambda)
+            # From these ``explained_variance`` is computed.
+            sums.add("value", values.sum(dtype=torch.float64))
+            for name, numbers in (("return", returns), ("value_error", returns - values.double())):
+                sums.add(name, numbers.sum())
+                sums.add(f"{name}_squared", numbers.square().sum())
+            batch = replace(batch, old_values=values, returns=returns.to(values.dtype))
+        else:
+            advantages = discounted_sums(rewards, index, config.gamma)
+        return replace(batch, advantages=advantages.to(self._dtype))
 
     def _everywhere(self, own: Moments) -> Moments:
         """The moments over all ranks."""
@@ -368,38 +299,36 @@ class TrainStep:
             LossError: the loss returned an unusable result; ``where`` names the loss. On every rank.
         """
         context: MinibatchContext | None = None
+        context_of = partial(minibatch_context, self._algorithm, self.config, totals=totals, ranks=self.ranks)
         not_finite = torch.zeros((), dtype=torch.int64, device=self.ranks.device)
         ratios = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         if len(micro_batches) > 1:
             current: Logprobs | None = None
-            if self._algorithm.needs_trust_region:
-                at_start = number == 0 and proximal is not None  # here the proximal policy is the current one
-                current = proximal if at_start else self._logprobs(micro_batches)
             taught = micro_batches
-            if current is not None and self.config.distillation is not None:
+            if self._algorithm.needs_trust_region:
+                # At the start of a step the proximal policy is the current one.
+                current = proximal if number == 0 and proximal is not None else self._logprobs(micro_batches)
                 taught = [with_teacher(m, own, self.config) for m, own in zip(micro_batches, current, strict=True)]
-            context = self._context(taught, totals, current, proximal)
+            context = context_of(taught, current=current, proximal=proximal)
         for index, untaught in enumerate(micro_batches):
             logprobs, entropy, values = forward_with_values(self.model, untaught, self.temperature)
-            micro_batch = untaught
-            if self.config.distillation is not None:
-                micro_batch = with_teacher(untaught, logprobs.detach(), self.config)
+            micro_batch = with_teacher(untaught, logprobs.detach(), self.config)
             own_proximal = proximal[index] if proximal is not None else logprobs.detach()
             if context is None:  # the only micro-batch: its own forward pass has all inputs
-                context = self._context([micro_batch], totals, [logprobs.detach()], [own_proximal])
+                context = context_of([micro_batch], current=[logprobs.detach()], proximal=[own_proximal])
             ratios += add_ratios(sums, number, micro_batch, logprobs)
             if fresh_version is not None:
                 add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
             given = own_proximal if self._algorithm.needs_proximal else None
-            tokens = context.tokens(index, micro_batch, self._audit.view(logprobs), given)
+            tokens = context.tokens(index, micro_batch, audited(logprobs), given)
             policy_loss = self._algorithm.loss(tokens, self.config)
             check_shape(policy_loss, tokens, where)
             not_finite += num_not_finite(policy_loss.per_token, tokens)
             loss = self._loss(index, micro_batch, logprobs, tokens, policy_loss, entropy, context, sums)
             if values is not None:
-                loss = loss + value_loss_share(micro_batch, values, totals, self.config, sums)
+                loss = loss + self._value_loss(micro_batch, values, totals, sums)
             self.ranks.backward(loss)
-            self._audit.count(tokens, policy_loss)
+            add_zero_gradients(sums, tokens, policy_loss)
             self.on_progress()
         assert context is not None
         if count := int(self.ranks.sum(not_finite)):
@@ -426,17 +355,6 @@ class TrainStep:
         if mean > limit:
             log.warning("step.stopped_early", training_step=step, minibatch=minibatch, mean_ratio=mean, limit=limit)
         return mean > limit
-
-    def _context(
-        self,
-        micro_batches: Seq[MicroTensors],
-        totals: MinibatchTotals,
-        current: Logprobs | None,
-        proximal: Logprobs | None,
-    ) -> MinibatchContext:
-        return minibatch_context(
-            self._algorithm, self.config, micro_batches, totals, self.ranks, current=current, proximal=proximal
-        )
 
     def _loss(
         self,
@@ -475,3 +393,20 @@ class TrainStep:
         sums.add("computed", 0 if batch.is_dummy else batch.num_tokens)
         self._usage.add(batch, sums)
         return loss
+
+    def _value_loss(
+        self, batch: MicroTensors, values: torch.Tensor, totals: MinibatchTotals, sums: Sums
+    ) -> torch.Tensor:
+        """This micro-batch's share of the weighted value loss of the minibatch. []
+
+        Over all trained tokens, also those that a policy loss leaves out: they have a return all the same. ``values`` come
+        from the current weights and carry the gradient.
+        """
+        head = self.config.value_head
+        assert head is not None and batch.old_values is not None and batch.returns is not None
+        per_token, clipped = value_loss(values, batch.old_values, batch.returns, head.clip)
+        everything = torch.ones_like(clipped)
+        loss = aggregate(per_token, everything, batch.sequence_index, batch.num_sequences, totals, self.config)
+        sums.add("value_loss", loss)
+        sums.add("value_clipped_tokens", clipped.sum())
+        return head.coefficient * loss

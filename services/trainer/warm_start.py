@@ -12,7 +12,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -36,7 +37,10 @@ from services.common.telemetry.metrics import MetricsWriter, RowKind
 
 if TYPE_CHECKING:
     from services.common.text.chat import Chat
+    from services.trainer.model.optimizer import PolicyOptimizer, Update
+    from services.trainer.model.policy_model import PolicyModel
     from services.trainer.packing import Document
+    from services.trainer.ranks import Ranks
 
 log = structlog.get_logger()
 
@@ -81,13 +85,12 @@ def make_starting_checkpoint(recipe: Recipe, policy: str, run_dir: Path) -> Path
 
 def _train(recipe: Recipe, policy_name: str, config: WarmStartConfig, directory: Path, metrics: MetricsWriter) -> None:
     import torch
+    from transformers.utils import logging as transformers_logging
 
     from services.common.text.chat import Chat, check_model_matches, load_tokenizer
-    from services.trainer.checkpoints import save_weights
     from services.trainer.model.optimizer import PolicyOptimizer
     from services.trainer.model.policy_model import load_policy_model
     from services.trainer.ranks import Ranks
-    from services.trainer.supervised import SupervisedStep
 
     policy = recipe.policies[policy_name]
     torch.manual_seed(recipe.run.seed)
@@ -109,7 +112,6 @@ def _train(recipe: Recipe, policy_name: str, config: WarmStartConfig, directory:
             final_fraction=0.0,
         ),
     )
-    step = SupervisedStep(model, optimizer, ranks, max_tokens_per_micro_batch=policy.trainer.token_budget)
     dialogues = _dialogues(config, recipe.run.seed)
     for update in range(1, config.steps + 1):
         documents = [
@@ -118,21 +120,43 @@ def _train(recipe: Recipe, policy_name: str, config: WarmStartConfig, directory:
         ]
         if not documents:
             raise DatasetError(f"warm_start.dialogues ran dry before update {update} of {config.steps}")
-        done = step.run(documents)
+        started = time.perf_counter()
+        loss, num_trained, done = supervised_update(model, optimizer, ranks, documents, policy.trainer.token_budget)
         if update % REPORT_EVERY == 0 or update in (1, config.steps):
             metrics.write(
                 RowKind.WARM_START,
                 policy=policy_name,
                 step=update,
                 steps=config.steps,
-                loss=done.loss,
+                loss=loss,
                 grad_norm=done.grad_norm,
                 learning_rate=done.learning_rate,
-                num_trained_tokens=done.num_trained_tokens,
-                seconds=done.seconds,
+                num_trained_tokens=num_trained,
+                seconds=time.perf_counter() - started,
             )
-            log.info("warm_start.update", step=update, steps=config.steps, loss=round(done.loss, 4))
-    save_weights(model.causal_lm, directory)
+            log.info("warm_start.update", step=update, steps=config.steps, loss=round(loss, 4))
+    transformers_logging.disable_progress_bar()
+    model.causal_lm.save_pretrained(directory)
+
+
+def supervised_update(
+    model: PolicyModel, optimizer: PolicyOptimizer, ranks: Ranks, documents: Sequence[Document], max_tokens: int
+) -> tuple[float, int, Update]:
+    """One update by cross entropy over the trained tokens of demonstrations, by the code of the RL step.
+
+    Returns the mean loss per trained token in nats, the number of trained tokens, and the update.
+    """
+    from services.trainer.micro_batches import forward, logprob_dtype, pack_for_ranks
+
+    trained = sum(document.num_trained_tokens for document in documents)
+    total = 0.0
+    (micro_batches,) = pack_for_ranks([documents], max_tokens, ranks, logprob_dtype(model))
+    for batch in micro_batches:
+        logprobs, _ = forward(model, batch, temperature=1.0)
+        loss = -logprobs.sum() / max(trained, 1)
+        total += float(loss.detach())
+        loss.backward()
+    return total, trained, optimizer.update()
 
 
 def to_document(chat: Chat, dialogue: Mapping[str, Any], context_length: int) -> Document:

@@ -27,7 +27,7 @@ def test_a_run_with_a_trainer_over_two_nodes_survives_the_loss_of_a_rank(
     ssh.write_text('#!/usr/bin/env bash\nshift\nexec bash -c "$*"\n')
     ssh.chmod(0o755)
     spread = ["nodes=[0, 1]", "num_ranks=2", "interface=lo", f"rendezvous_port={free_port()}", "checkpoint_every=1"]
-    settings = [*SMALL, *started_from, "run.steps=4", "evaluation.at_start=false", "evaluation.at_end=false"]
+    settings = [*SMALL, *started_from, "run.steps=3", "evaluation.at_start=false", "evaluation.at_end=false"]
     settings += [f"run.dir={tmp_path}", "run.id=two", *(f"policies.model0.trainer.{setting}" for setting in spread)]
     path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, "PYTHONPATH": str(REPOSITORY)}
@@ -51,14 +51,14 @@ def test_a_run_with_a_trainer_over_two_nodes_survives_the_loss_of_a_rank(
                     ["bash", "-c", "\n".join(pasted)],
                     cwd=tmp_path, env=environment, stdout=logs["node1"], stderr=logs["node1"],
                 )  # fmt: skip
-            if not killed and (tmp_path / "two" / "checkpoints" / "model0" / "step_000002").exists():
+            if not killed and (tmp_path / "two" / "checkpoints" / "model0" / "step_000001").exists():
                 os.kill(rank_of_node_1(tmp_path), signal.SIGKILL)
                 killed = True
             time.sleep(0.2)
         assert killed, words(tmp_path)
         assert [started[node].wait(60) for node in ("node0", "node1")] == [0, 0], words(tmp_path)
         summary = json.loads((tmp_path / "two" / "summary.json").read_text())
-        assert (summary["state"], summary["steps"]) == ("finished", {"model0": 4})
+        assert (summary["state"], summary["steps"]) == ("finished", {"model0": 3})
     finally:
         for process in started.values():
             process.send_signal(signal.SIGTERM)

@@ -28,7 +28,6 @@ GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 4}  # auto: of a device that is not known yet
 ALLOWANCE = 1.05  # fragmentation and buffers of collectives
 _HEAD_BLOCK, _HEAD_TOKENS = 8192, 1024  # CHUNK_VOCAB and CHUNK_TOKENS of the trainer
-BUCKETS_IN_FLIGHT = 3  # one fetched, one updated, one on its way back
 CONTEXT_BYTES = int(1.5 * GIB)  # CUDA context, NCCL, kernels
 KEPT_BY_OTHERS, OTHERS = "kept by others", "other processes"
 _MOST_NAMED = 3  # settings that take less memory
@@ -235,7 +234,7 @@ def _moments(shape: ModelShape, policy: PolicyConfig) -> list[dict[str, float]]:
         in the last layer   (2 B + E) c   T saved + T (S + 2 intermediate c)     V H c + 4 B + hidden x intermediate c
         in the embedding    0             0                                      E (4 + c)
 
-    and in the update, with the optimizer offloaded, three buckets of moments.
+    and in the update, with the optimizer offloaded, a bucket of moments.
     saved is layers x hidden x c per token with gradient checkpointing, else layers x S. 4 is the type in which gradients
     are reduced over ranks. T is the token budget, or the context length if that is more, for one sequence is never cut, and
     at most what the sequences of a minibatch can hold. A single rank in its own precision gathers and reduces nothing. Below
@@ -271,7 +270,7 @@ def _moments(shape: ModelShape, policy: PolicyConfig) -> list[dict[str, float]]:
         "activations": 0.0,
         "backward": (ends * (4 + compute) * sharded + head * compute) * gradients,
     }
-    buckets = 2.0 * min(BUCKETS_IN_FLIGHT * OFFLOAD_BUCKET_BYTES, shape.num_parameters * master / trainer.num_ranks)
+    buckets = 2.0 * min(OFFLOAD_BUCKET_BYTES, shape.num_parameters * master / trainer.num_ranks)
     in_update = {"update": buckets if "optimizer" in trainer.offload else 0.0}
     return [in_head, in_layer, in_embedding, in_update]
 

@@ -58,7 +58,6 @@ MODULES = (
     "services.trainer.link",
     "services.trainer.loop",
     "services.trainer.publish",
-    "services.trainer.supervised",
     "services.trainer.warm_start",
     "services.inference.app",
     "services.inference.engine.torch.engine",

@@ -295,7 +295,7 @@ class TrainerConfig(OnPort, OnDevice):
     """Nodes over which the ranks are spread, as many on each; the first is 0. Several need a directory that all of them see
     for the run's checkpoints, a `rendezvous_port`, and an `interface`."""
     rendezvous_port: Port = 0
-    """Port at which several ranks find each other; 0 takes a free one, on one node."""
+    """Port at which the ranks of several nodes find each other."""
     interface: str = ""
     """Network interface between several nodes, such as `eth1` (a node may name another in GLOO_SOCKET_IFNAME and
     NCCL_SOCKET_IFNAME). Gradients cross this interface without encryption or authentication: NCCL and gloo have none.
@@ -312,12 +312,9 @@ class TrainerConfig(OnPort, OnDevice):
     """The parts kept in host memory: `optimizer`, AdamW's moments, brought over for each update; `reference`, the
     models of the KL term and of a `teacher_model`, brought over layer by layer for each forward pass. Frees GPU memory,
     costs time; the result is the same."""
-    attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
-    """Kernel for packed documents: `varlen` of torch, the package `flash_attn`, or `sdpa` document by document. `auto` takes
-    the first that is there and fits; on a CPU, or in float32, that is `sdpa`."""
-    peak_tflops: float | None = Field(default=None, gt=0)
-    """Peak of one rank's device in `compute_dtype`, in 10^12 floating-point operations per second, for the metric
-    `mfu`; left out: from a table of GPUs, and no `mfu` for other devices."""
+    attention: Literal["auto", "varlen", "sdpa"] = "auto"
+    """Kernel for packed documents: `varlen` of torch, or `sdpa` document by document. `auto` takes the first that fits; on a
+    CPU, or in float32, that is `sdpa`."""
     max_mismatch: float | None = Field(default=None, gt=0)
     """Largest mean difference, in nats, between the log-probabilities of engines and trainer on the fresh tokens of the first
     batch and of the one after two updates; above it the run pauses before it trains the batch. Left out: 1e-3 when embedded

@@ -15,20 +15,16 @@ not exist.
 * CPU: one ``is_causal`` SDPA call per run of equally long neighbours that share nothing. Attention treats batch rows
   alone, so every such document's result is bit-equal to the same document alone. One masked call per batch of blocks for
   documents that share their beginning.
-* GPU, 16-bit: torch's varlen flash attention, or the ``flash_attn`` package; else the CPU path, which also runs there.
-  The queries of a branch are the last of its keys: both kernels align the causal mask at the lower right. A kernel that
-  the recipe names is used or refused, never replaced.
+* GPU, 16-bit: torch's varlen flash attention; else the CPU path, which also runs there. The queries of a branch are the
+  last of its keys: the kernel aligns the causal mask at the lower right. ``varlen`` is used or refused, never replaced.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import itertools
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, Literal, get_args
 
@@ -42,15 +38,8 @@ from services.common.errors import ConfigError, ModelMismatchError
 from services.trainer.packing import Branch
 
 Ints = npt.NDArray[np.int64]
-Kernel = Literal["auto", "varlen", "flash_attn", "sdpa"]
+Kernel = Literal["auto", "varlen", "sdpa"]
 
-_PACKAGES = {"varlen": "torch.nn.attention.varlen", "flash_attn": "flash_attn"}
-# The function of each, and its keyword arguments that are relied on. An older version has the module and not the arguments:
-# torch 2.9 no window, flash_attn before 2.3 another alignment of the causal mask.
-_FUNCTIONS = {
-    "varlen": ("varlen_attn", {"scale", "window_size"}),
-    "flash_attn": ("flash_attn_varlen_func", {"softmax_scale", "causal", "window_size"}),
-}
 _AMPERE = (8, 0)  # the least compute capability for flash attention
 
 # Arguments that change the result and that the functions here do not implement: refuse, never ignore.
@@ -59,8 +48,6 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 BLOCK_ROWS = 64
 _PADDED_ROWS = 16
 _PADDED_PAIRS = 1 << 16  # blocks with more (query, key) pairs are not padded
-
-VarlenKernel = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "Documents", float | None], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +119,7 @@ class Documents:
         """The prefix and the rows of each branch, end to end; None when they are the row itself."""
         if not any(len(b.prefix) for b in self.branches):
             return None
-        rows = np.concatenate([_keys(b.prefix, b.start, b.end) for b in self.branches])
+        rows = np.concatenate([b.rows for b in self.branches])
         return torch.from_numpy(rows).to(self._device)
 
     @cached_property
@@ -143,20 +130,30 @@ class Documents:
     @cached_property
     def blocks(self) -> Blocks | None:
         """The blocks of the row; None when the row has only runs."""
-        units = _units(self.branches[self._num_alone :])
+        units: list[Branch] = []
+        for branch in self.branches[self._num_alone :]:
+            if units and branch.end - units[-1].start <= BLOCK_ROWS:
+                units[-1] = replace(units[-1], length=branch.end - units[-1].start)
+            else:
+                units.append(branch)
         if not units:
             return None
-        groups = _alike(units)
+        groups: dict[tuple[int, int], list[Branch]] = {}  # none is padded by _PADDED_ROWS or more
+        for unit in units:
+            size = (unit.length, len(unit.rows))
+            if size[0] * size[1] <= _PADDED_PAIRS:
+                size = (-(-size[0] // _PADDED_ROWS), -(-size[1] // _PADDED_ROWS))
+            groups.setdefault(size, []).append(unit)
         ends = _ends(self.branches)
         first = units[0].start
         query_rows, key_rows, batches = [], [], []
         places = np.zeros(len(ends) - first, dtype=np.int64)
         begin = 0
-        for group in groups:
-            num_queries, num_keys = max(u.num_rows for u in group), max(len(u.keys) for u in group)
+        for group in groups.values():
+            num_queries, num_keys = max(u.length for u in group), max(len(u.rows) for u in group)
             queries = np.stack([_padded(np.arange(u.start, u.end), num_queries) for u in group])
-            keys = np.stack([_padded(u.keys, num_keys) for u in group])
-            real = np.arange(num_keys) < np.array([len(u.keys) for u in group])[:, None]
+            keys = np.stack([_padded(u.rows, num_keys) for u in group])
+            real = np.arange(num_keys) < np.array([len(u.rows) for u in group])[:, None]
             # A query sees a key if the query lies in the key's subtree, which is a range of rows.
             seen = (keys[:, None] <= queries[..., None]) & (queries[..., None] < ends[keys][:, None]) & real[:, None]
             # The mask of a long branch without prefix is causal: the kernel needs no mask and computes half of it.
@@ -164,7 +161,7 @@ class Documents:
             mask = None if is_causal else torch.from_numpy(seen[:, None]).to(self._device)
             batches.append(BlockBatch(len(group), num_queries, num_keys, mask))
             for unit in group:
-                places[unit.start - first : unit.end - first] = np.arange(begin, begin + unit.num_rows)
+                places[unit.start - first : unit.end - first] = np.arange(begin, begin + unit.length)
                 begin += num_queries
             query_rows.append(queries.ravel())
             key_rows.append(keys.ravel())
@@ -179,52 +176,13 @@ class Documents:
         return torch.as_tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32, device=self._device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """One block, with the queries start:end."""
-
-    start: int
-    end: int
-    keys: Ints
-
-    @property
-    def num_rows(self) -> int:
-        return self.end - self.start
-
-
-def _keys(prefix: Ints, start: int, end: int) -> Ints:
-    return np.concatenate([prefix, np.arange(start, end, dtype=np.int64)])
-
-
-def _units(branches: Seq[Branch]) -> list[_Unit]:
-    """The blocks: consecutive branches of up to ``BLOCK_ROWS`` rows together, a longer branch alone."""
-    cuts: list[tuple[Branch, int]] = []  # the first branch of a unit, and where the unit ends
-    for branch in branches:
-        if cuts and branch.end - cuts[-1][0].start <= BLOCK_ROWS:
-            cuts[-1] = (cuts[-1][0], branch.end)
-        else:
-            cuts.append((branch, branch.end))
-    return [_Unit(first.start, end, _keys(first.prefix, first.start, end)) for first, end in cuts]
-
-
-def _alike(units: Seq[_Unit]) -> list[list[_Unit]]:
-    """Groups of units such that none is padded by ``_PADDED_ROWS`` or more."""
-    groups: dict[tuple[int, int], list[_Unit]] = {}
-    for unit in units:
-        size = (unit.num_rows, len(unit.keys))
-        if size[0] * size[1] <= _PADDED_PAIRS:
-            size = (-(-size[0] // _PADDED_ROWS), -(-size[1] // _PADDED_ROWS))
-        groups.setdefault(size, []).append(unit)
-    return list(groups.values())
-
-
 def _ends(branches: Seq[Branch]) -> Ints:
     """The end of the range of rows that see each row. [num_rows]"""
     ends = np.empty(branches[-1].end, dtype=np.int64)
     path = np.zeros(0, dtype=np.int64)
     for branch in branches:
         ends[path[len(branch.prefix) :]] = branch.start
-        path = _keys(branch.prefix, branch.start, branch.end)
+        path = branch.rows
     ends[path] = branches[-1].end
     return ends
 
@@ -238,8 +196,8 @@ def register_attention(kernel: Kernel = "auto") -> str:
 
     Raises ``ConfigError`` when the kernel is not installed.
     """
-    if kernel in _PACKAGES and (reason := why_unusable(kernel)):
-        raise ConfigError(f"trainer.attention: {kernel} {reason}, or write auto")
+    if kernel == "varlen" and not has_varlen():
+        raise ConfigError("trainer.attention: varlen needs torch 2.10 or newer: install it, or write auto")
     name = f"rollmill_documents_{get_args(Kernel).index(kernel)}"  # transformers refuses models by "sdpa" in a name
     AttentionInterface.register(name, partial(documents_attention, kernel=kernel))
     return name
@@ -269,11 +227,10 @@ def documents_attention(
         raise ModelMismatchError(
             f"{name} has a sliding window of {sliding_window}; a document of {documents.max_length} tokens exceeds it"
         )
-    varlen = _varlen_kernel(kernel, query)
-    if varlen is None:
+    if not _takes_varlen(kernel, query):
         return attend_by_calls(query, key, value, documents, scaling), None
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [num_tokens, heads, head_dim]
-    return varlen(q, k, v, documents, scaling).unsqueeze(0), None
+    return attend_varlen(q, k, v, documents, scaling).unsqueeze(0), None
 
 
 def attend_by_calls(
@@ -335,60 +292,45 @@ def _attend_by_blocks(
     return torch.cat(outputs).index_select(0, blocks.places)
 
 
-def _varlen_kernel(kernel: Kernel, query: torch.Tensor) -> VarlenKernel | None:
-    """The kernel for variable lengths; None means SDPA."""
+def _takes_varlen(kernel: Kernel, query: torch.Tensor) -> bool:
+    """Whether torch's varlen kernel computes these queries. Raises ``ConfigError`` where it is named and cannot."""
     if kernel == "sdpa":
-        return None
+        return False
     fits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     if kernel == "auto":
-        return _best_kernel(query.device) if fits else None
+        return fits and has_varlen() and torch.cuda.get_device_capability(query.device) >= _AMPERE
     if not fits:
         raise ConfigError(
             f"trainer.attention: {kernel} runs on a GPU in 16 bits, not on {query.device.type} in {query.dtype}: "
             "write auto, or trainer.compute_dtype: bfloat16"
         )
-    return KERNELS[kernel]
+    return True
 
 
 @cache
-def _best_kernel(device: torch.device) -> VarlenKernel | None:
-    """The first installed kernel; None when none is installed or the GPU is too old."""
-    if torch.cuda.get_device_capability(device) < _AMPERE:
-        return None
-    return next((function for name, function in KERNELS.items() if not why_unusable(name)), None)
-
-
-def why_unusable(kernel: str) -> str:
-    """What the installed version of a kernel lacks, told by the signature of its function; empty when it can be used."""
-    package, (function, needed) = _PACKAGES[kernel], _FUNCTIONS[kernel]
-    if importlib.util.find_spec(package) is None:
-        return f"needs the package {package}, which is not installed here; install it"
+def has_varlen() -> bool:
+    """Whether torch has varlen attention with a window, by which the mask is causal; torch 2.9 has none."""
     try:
-        missing = needed - _arguments(package, function)
-    except (ImportError, AttributeError) as error:
-        return f"needs {package}.{function}, which cannot be imported here ({error}); install it again"
-    if missing:
-        return f"needs {package}.{function} with the argument {min(missing)}; install a newer version"
-    return ""
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "window_size" in inspect.signature(varlen_attn).parameters
 
 
-@cache
-def _arguments(package: str, function: str) -> frozenset[str]:
-    return frozenset(inspect.signature(getattr(importlib.import_module(package), function)).parameters)
-
-
-def _torch_varlen(
+def attend_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scaling: float | None
 ) -> torch.Tensor:
+    """Flash attention over branches of any length. [num_tokens, heads, head_dim] each -> the same shape as q."""
     from torch.nn.attention.varlen import varlen_attn
 
     grouped: dict[str, Any] = {}
     if k.shape[1] != q.shape[1]:
-        if "enable_gqa" in _arguments(_PACKAGES["varlen"], "varlen_attn"):
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             grouped = {"enable_gqa": True}
         else:
             k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    k, v = _keys_of_branches(documents, k, v)
+    if (rows := documents.key_rows) is not None:  # the prefix and the rows of each branch, end to end
+        k, v = (_Repeated.apply(t, rows) for t in (k, v))
     output = varlen_attn(
         q.contiguous(), k.contiguous(), v.contiguous(),
         documents.offsets, documents.key_offsets, documents.max_branch, documents.max_length,
@@ -396,26 +338,6 @@ def _torch_varlen(
     )  # fmt: skip
     assert isinstance(output, torch.Tensor)  # a pair only where the log-sum-exp is asked for
     return output
-
-
-def _flash_attn_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scaling: float | None
-) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
-
-    k, v = _keys_of_branches(documents, k, v)
-    output: torch.Tensor = flash_attn_varlen_func(
-        q, k, v,
-        documents.offsets, documents.key_offsets, documents.max_branch, documents.max_length,
-        softmax_scale=scaling, causal=True,
-    )  # fmt: skip
-    return output
-
-
-def _keys_of_branches(documents: Documents, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The prefix and the rows of each branch, end to end. [num_tokens, ...] -> [key_offsets[-1], ...]"""
-    rows = documents.key_rows
-    return tensors if rows is None else tuple(_Repeated.apply(t, rows) for t in tensors)
 
 
 class _Repeated(torch.autograd.Function):
@@ -433,6 +355,3 @@ class _Repeated(torch.autograd.Function):
         dtype = torch.promote_types(grad.dtype, torch.float32)
         total = torch.zeros((ctx.num_rows, *grad.shape[1:]), dtype=dtype, device=grad.device)
         return total.index_add_(0, rows, grad.to(dtype)).to(grad.dtype), None
-
-
-KERNELS: dict[str, VarlenKernel] = {"varlen": _torch_varlen, "flash_attn": _flash_attn_varlen}  # best first

@@ -163,13 +163,13 @@ def token_logprobs(
     """
     if temperature <= 0.0:
         raise ValueError(f"temperature must be above 0 for log-probabilities, got {temperature}")
-    temperatures: float | torch.Tensor = temperature
-    kept = None
-    if drawn is not None:
-        kept = drawn.kept
-        if drawn.temperatures is not None:
-            own = drawn.temperatures
-            temperatures = torch.where(own.isnan(), torch.full_like(own, temperature), own)
+    kept = None if drawn is None else drawn.kept
+    temperatures = None  # [n, 1]; None: 1
+    if temperature != 1.0 or (drawn is not None and drawn.temperatures is not None):
+        temperatures = hidden.new_full((len(targets), 1), temperature, dtype=_compute_dtype(hidden.dtype))
+        if drawn is not None and drawn.temperatures is not None:
+            own = drawn.temperatures[:, None].to(temperatures.dtype)
+            temperatures = torch.where(own.isnan(), temperatures, own)
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, temperatures, kept, chunk_tokens, chunk_vocab)
     return logprobs, entropy
 
@@ -180,16 +180,6 @@ def _blocks(size: int, chunk: int) -> Iterator[slice]:
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _at(temperatures: float | torch.Tensor, rows: slice) -> float | torch.Tensor:
-    """The temperatures of some tokens: one for all, or [tokens, 1]."""
-    return temperatures[rows, None] if isinstance(temperatures, torch.Tensor) else temperatures
-
-
-def _divided(logits: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
-    """In place."""
-    return logits if isinstance(temperature, float) and temperature == 1.0 else logits.div_(temperature)
 
 
 def _on_tensor_cores(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -216,7 +206,7 @@ def _scaled_logits(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     block: slice,
-    temperature: float | torch.Tensor,
+    temperatures: torch.Tensor | None,
     kept: KeptBlocks | None,
 ) -> torch.Tensor:
     """Logits over the temperature, in the compute dtype. [tokens, hidden], [block, hidden] -> [tokens, block]"""
@@ -225,7 +215,8 @@ def _scaled_logits(
         logits = torch.mm(hidden, weight.T, out_dtype=dtype)
     else:
         logits = hidden.to(dtype) @ weight.to(dtype).T
-    logits = _divided(logits, temperature)
+    if temperatures is not None:
+        logits.div_(temperatures)
     lowest = max(_HIDDEN, torch.finfo(logits.dtype).min)  # under autocast logits have 16 bits
     return logits if kept is None else logits.masked_fill_(kept.hidden(block), lowest)
 
@@ -234,7 +225,7 @@ def _forward_block(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    temperature: float | torch.Tensor,
+    temperatures: torch.Tensor | None,
     kept: KeptBlocks | None,
     chunk_vocab: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -244,7 +235,7 @@ def _forward_block(
     maximum = torch.full_like(total, float("-inf"))
     # total: sum of exp(z - maximum); weighted: sum of exp(z - maximum) * (z - maximum)
     for block in _blocks(vocab, chunk_vocab):
-        z = _scaled_logits(hidden, weight[block], block, temperature, kept)
+        z = _scaled_logits(hidden, weight[block], block, temperatures, kept)
         inside = (targets >= block.start) & (targets < block.stop)
         local = (targets - block.start).clamp(0, block.stop - block.start - 1)
         target_logit = torch.where(inside, z.gather(1, local[:, None])[:, 0], target_logit)
@@ -270,7 +261,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
-        temperatures: float | torch.Tensor,
+        temperatures: torch.Tensor | None,
         kept: KeptBlocks | None,
         chunk_tokens: int,
         chunk_vocab: int,
@@ -282,7 +273,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 hidden[rows] if fast else hidden[rows].to(dtype),
                 weight,
                 targets[rows],
-                _at(temperatures, rows),
+                None if temperatures is None else temperatures[rows],
                 None if kept is None else kept.tokens(rows),
                 chunk_vocab,
             )
@@ -309,11 +300,12 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in _blocks(len(targets), chunk_tokens):
             h = hidden[rows].to(dtype)  # once for all blocks
             upstream = grad_logprobs[rows, None]
-            temperature, own_kept = _at(temperatures, rows), None if kept is None else kept.tokens(rows)
+            own_temperatures = None if temperatures is None else temperatures[rows]
+            own_kept = None if kept is None else kept.tokens(rows)
             for block in _blocks(weight.shape[0], chunk_vocab):
                 w = weight[block].to(dtype)
                 operands = (hidden[rows], weight[block]) if fast else (h, w)
-                log_q = _scaled_logits(*operands, block, temperature, own_kept).sub_(logsumexp[rows, None])
+                log_q = _scaled_logits(*operands, block, own_temperatures, own_kept).sub_(logsumexp[rows, None])
                 q = log_q.exp()
                 if grad_entropy is None:
                     grad_z = q.mul_(-upstream)
@@ -324,7 +316,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_z.scatter_add_(
                     1, local[:, None], torch.where(inside[:, None], upstream, torch.zeros_like(upstream))
                 )
-                _divided(grad_z, temperature)
+                if own_temperatures is not None:
+                    grad_z.div_(own_temperatures)
                 with _tf32(fast):
                     grad_hidden[rows].addmm_(grad_z, w)
                     if grad_weight is not None:

@@ -7,7 +7,7 @@ number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +25,6 @@ from services.trainer.ranks import full
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Parameter = torch.nn.Parameter
-Moments = dict[str, torch.Tensor]  # by name, one parameter's
 
 
 class MomentsOnHost:
@@ -33,17 +32,10 @@ class MomentsOnHost:
 
     def __init__(self, adamw: torch.optim.AdamW, bucket_bytes: int = OFFLOAD_BUCKET_BYTES) -> None:
         self._adamw = adamw
-        self._parameters = [p for group in adamw.param_groups for p in group["params"]]
-        self._buckets = list(in_buckets(self._parameters, _local_bytes, bucket_bytes))
-        device = self._parameters[0].device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._host: dict[Parameter, Moments] = {}
+        self._parameters: list[Parameter] = [p for group in adamw.param_groups for p in group["params"]]
+        self._buckets = list(in_buckets(self._parameters, lambda p: _local(p.detach()).nbytes, bucket_bytes))
         for parameter in self._parameters:
-            self._host[parameter] = {name: _host_zeros(parameter) for name in MOMENTS}
-            # Created here: otherwise the optimizer creates them on the device at its first step.
-            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            adamw.state[parameter] = {"step": step, **self._host[parameter]}
-        adamw.register_load_state_dict_post_hook(lambda _: self._settle())
+            adamw.state[parameter] = initial_state(parameter, on_host=True)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -51,65 +43,38 @@ class MomentsOnHost:
         gradients = {p: p.grad for p in self._parameters}
         for parameter in self._parameters:
             parameter.grad = None  # the optimizer skips parameters without a gradient
-        ahead = self._fetch(self._buckets[0])
-        for index, bucket in enumerate(self._buckets):
-            fetched = ahead
-            if self._stream is not None:
-                torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-            ahead = self._fetch(self._buckets[index + 1]) if index + 1 < len(self._buckets) else {}
+        for bucket in self._buckets:
+            host: dict[Parameter, dict[str, torch.Tensor]] = {}
             for parameter in bucket:
                 parameter.grad = gradients.pop(parameter)
-                self._adamw.state[parameter].update(fetched[parameter])
+                state = self._adamw.state[parameter]
+                host[parameter] = {name: state[name] for name in MOMENTS}
+                state.update(
+                    {name: _copied(moment, torch.empty_like(parameter)) for name, moment in host[parameter].items()}
+                )
             self._adamw.step()
             for parameter in bucket:
                 parameter.grad = None
-            self._return(fetched)
-        if self._stream is not None:
-            self._stream.synchronize()  # a checkpoint may read them next
-
-    def _fetch(self, bucket: list[Parameter]) -> Mapping[Parameter, Moments]:
-        if self._stream is None:
-            return {p: self._host[p] for p in bucket}
-        fetched = {p: {name: torch.empty_like(p) for name in MOMENTS} for p in bucket}
-        # Until then the memory of the new allocations may be in use.
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            for parameter, moments in fetched.items():
-                for name, moment in moments.items():
-                    _local(moment).copy_(_local(self._host[parameter][name]), non_blocking=True)
-        return fetched
-
-    def _return(self, fetched: Mapping[Parameter, Moments]) -> None:
-        if self._stream is None:
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            for parameter, moments in fetched.items():
-                for name, moment in moments.items():
-                    _local(self._host[parameter][name]).copy_(_local(moment), non_blocking=True)
-                    _local(moment).record_stream(self._stream)
-                self._adamw.state[parameter].update(self._host[parameter])
-
-    @torch.no_grad()
-    def _settle(self) -> None:
-        """Move moments that a checkpoint restored on the device to the host."""
-        for parameter, host in self._host.items():
-            state = self._adamw.state[parameter]
-            for name, moment in host.items():
-                if state[name] is not moment:
-                    _local(moment).copy_(_local(state[name]))
-                    state[name] = moment
+                state = self._adamw.state[parameter]
+                state.update({name: _copied(state[name], moment) for name, moment in host[parameter].items()})
+        if self._parameters[0].is_cuda:
+            torch.cuda.synchronize()  # a checkpoint may read them next
 
 
-def _local_bytes(parameter: Parameter) -> int:
-    local = _local(parameter.detach())
-    return local.numel() * local.element_size()
+def initial_state(parameter: Parameter, *, on_host: bool) -> dict[str, torch.Tensor]:
+    """AdamW's state before its first update, so that a checkpoint always has a place for it.
+
+    Moments on the host are pinned for a GPU, so that copies run asynchronously.
+    """
+    where: dict[str, Any] = {"device": "cpu", "pin_memory": parameter.is_cuda} if on_host else {}
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step} | {n: torch.empty_like(parameter, requires_grad=False, **where).zero_() for n in MOMENTS}
 
 
-def _host_zeros(parameter: Parameter) -> torch.Tensor:
-    """Zeros on the host; pinned for a GPU, so that copies run asynchronously."""
-    made = torch.empty_like(parameter, device="cpu", pin_memory=parameter.device.type == "cuda", requires_grad=False)
-    return made.zero_()
+def _copied(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """``target`` with the values of ``source``, copied in the order of the device's stream."""
+    _local(target).copy_(_local(source), non_blocking=True)
+    return target
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,13 +82,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 log = structlog.get_logger(__name__)
-
-# Remaining share of the decay at ``progress`` in [0, 1]: 1 at the start, 0 at the end.
-_DECAYS: dict[str, Callable[[float], float]] = {
-    "constant": lambda progress: 1.0,
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-}
 
 
 def learning_rate(config: OptimizerConfig, update: int) -> float:
@@ -139,7 +97,7 @@ def learning_rate(config: OptimizerConfig, update: int) -> float:
         return config.lr
     assert config.total_updates is not None, "the recipe fills it in"
     progress = min((update - config.warmup_updates) / (config.total_updates - config.warmup_updates), 1.0)
-    left = _DECAYS[config.schedule](progress)
+    left = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.lr * (config.final_fraction + (1.0 - config.final_fraction) * left)
 
 
@@ -187,6 +145,8 @@ class PolicyOptimizer:
                     self._scales.append(1.0 if rate is None else rate / config.lr)
         self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self._step = MomentsOnHost(self.adamw).step if offload else self.adamw.step
+        if not offload:
+            self.adamw.state.update({p: initial_state(p, on_host=False) for p in self.parameters})
 
     def update(self) -> Update:
         """Clip, step, clear the gradients. A gradient that is not finite changes only the update number."""
@@ -212,10 +172,3 @@ class PolicyOptimizer:
         """Count a minibatch without an update, and clear its gradients."""
         self.adamw.zero_grad(set_to_none=True)
         self.num_updates += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"adamw": self.adamw.state_dict(), "num_updates": self.num_updates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.adamw.load_state_dict(state["adamw"])
-        self.num_updates = int(state["num_updates"])

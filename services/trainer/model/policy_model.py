@@ -3,10 +3,6 @@
 Independent of losses, optimizers and batches. Attention runs over packed documents (``attention``), the head in blocks
 (``logprobs``). The model is always in evaluation mode, so that dropout, jitter and all other noise are off: the ratio of the
 policy to itself must be 1. ``self_test`` compares each model with its own forward pass at load.
-
-On the CPU, plain RMSNorms get a hand-written backward pass. transformers' RMSNorm is half a dozen elementwise operations
-forwards and twice as many backwards, each with one pass over memory: a seventh of a training step of a small model. The
-version here gives the same bits forwards and saves half of the passes backwards.
 """
 
 from __future__ import annotations
@@ -14,11 +10,10 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any, Self
 
 import structlog
@@ -31,12 +26,12 @@ from services.common.config.algorithm import ValueHeadConfig
 from services.common.config.training import AdapterConfig
 from services.common.errors import ConfigError, ModelMismatchError
 from services.common.lora import adapter_off, adapter_weights, attach, base_weights, initial_tensor, tensor_entry
-from services.common.safetensors_files import INDEX, SINGLE, places, weight_files
+from services.common.safetensors_files import INDEX, SINGLE, model_directory, places, weight_files
 from services.common.system.machine import available_bytes
 from services.common.text.chat import load_model, named_weights
 from services.common.weights.snapshot import AdapterIdentity, DigestAlgorithm, TensorEntry, version_digest
 from services.trainer.model.attention import Documents, Kernel, register_attention
-from services.trainer.model.logprobs import CHUNK_TOKENS, Drawn, Targets, token_logprobs
+from services.trainer.model.logprobs import Drawn, Targets, token_logprobs
 from services.trainer.model.self_test import Limit, check_architecture, check_loaded
 from services.trainer.model.tiny_copy import NoTinyCopyError
 from services.trainer.ranks import HostGroup, Ranks, full, local_rows, shard
@@ -142,52 +137,6 @@ def own_rates(config: ValueHeadConfig | None) -> dict[str, float]:
 log = structlog.get_logger()
 _GIB = 1 << 30
 _PATTERNS = ["*.safetensors", INDEX, "config.json", "generation_config.json"]
-Sources = tuple[str, ...]  # stored matrices of one expert, in the order of their rows
-
-# By name, in order: stack the experts; stack them, then put matrices below each other within each expert.
-_SUPPORTED: tuple[tuple[tuple[str, int], ...], ...] = (
-    (("MergeModulelist", 0),),
-    (("MergeModulelist", 0), ("Concatenate", 1)),
-)
-
-
-def merged_experts(
-    model_type: str, shapes: Mapping[str, Sequence[int]], stored: Collection[str]
-) -> dict[str, list[Sources]]:
-    """The stored matrices of every expert, by the weight that merges them; weights that are stored as they are left out.
-
-    ``shapes`` are those of the model's weights by name, ``stored`` the names in the checkpoint.
-    """
-    found: dict[str, list[Sources]] = {}
-    for patterns, target in _mergers(model_type):
-        for name in shapes:
-            if name in stored or not name.endswith(target):
-                continue
-            prefix = name.removesuffix(target)
-            experts = [
-                tuple(prefix + pattern.replace("*", str(expert)) for pattern in patterns)
-                for expert in range(shapes[name][0])
-            ]
-            if all(source in stored for sources in experts for source in sources):
-                found[name] = experts
-    return found
-
-
-def _mergers(model_type: str) -> list[tuple[list[str], str]]:
-    """(patterns of stored names, ending of the merged name) of the supported conversions of a kind of model."""
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    found = []
-    for conversion in get_checkpoint_conversion_mapping(model_type) or ():
-        operations: Any = getattr(conversion, "operations", None) or ()
-        kinds = tuple(
-            (type(operation).__name__, operation.dim) for operation in operations if hasattr(operation, "dim")
-        )
-        patterns, targets = conversion.source_patterns, conversion.target_patterns
-        plain = all(pattern.count("*") == 1 for pattern in patterns) and len(targets) == 1
-        if plain and len(kinds) == len(operations) and kinds in _SUPPORTED:
-            found.append((list(patterns), str(targets[0])))
-    return found
 
 
 class _NotByShardsError(Exception):
@@ -204,7 +153,6 @@ class MetaModel:
 
     causal_lm: Any
     files: Mapping[str, Path]  # by name of the stored tensor
-    experts: Mapping[str, list[Sources]]  # by name of a merged weight: the stored matrices of each expert
     buffers: Mapping[str, torch.Tensor]  # computed, not stored: rotary frequencies
 
     def materialize(self, root: torch.nn.Module, device: torch.device, offload: bool = False) -> int:
@@ -217,7 +165,7 @@ class MetaModel:
         for name, value in self.buffers.items():
             owner, _, own_name = name.rpartition(".")
             setattr(self.causal_lm.get_submodule(owner), own_name, value.to(device))
-        return _read_rows(self.causal_lm, self.files, self.experts)
+        return _read_rows(self.causal_lm, self.files)
 
 
 def open_by_shards(path: str | Path, dtype: torch.dtype) -> MetaModel | None:
@@ -249,8 +197,13 @@ def _require_memory(path: str | Path, reason: _NotByShardsError, dtype: torch.dt
 def _open(path: str | Path, dtype: torch.dtype) -> MetaModel:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    directory = _directory(path)
-    files = _files(directory)
+    try:
+        directory = model_directory(path, _PATTERNS)
+    except ConfigError as error:
+        raise _NotByShardsError(error.message) from error
+    if not any((directory / name).is_file() for name in (INDEX, SINGLE)):
+        raise _NotByShardsError("no safetensors")
+    files = weight_files(directory)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         if getattr(config, "quantization_config", None) is not None:
@@ -263,18 +216,14 @@ def _open(path: str | Path, dtype: torch.dtype) -> MetaModel:
         raise _NotByShardsError(f"no model can be made from its config: {error}") from error
     shapes = {name: list(weight.shape) for name, weight in named_weights(causal_lm).items()}
     tied = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)} - shapes.keys()
-    stored = files.keys() - tied
-    experts = merged_experts(config.model_type, shapes, stored)
-    expected = (shapes.keys() - experts.keys()) | {name for each in experts.values() for own in each for name in own}
-    if stored != expected:
-        first = min(stored ^ expected)
+    if differing := (files.keys() - tied) ^ shapes.keys():
         raise _NotByShardsError(
-            f"{len(stored ^ expected)} names differ from the model's, such as {first}",
+            f"{len(differing)} names differ from the model's, such as {min(differing)}",
             sum(math.prod(shape) for shape in shapes.values()),
         )
     for file in sorted(set(files.values())):  # before memory of these sizes is taken
         for name, place in places(file).items():
-            if name not in experts and list(place.shape) != shapes.get(name, list(place.shape)):
+            if list(place.shape) != shapes.get(name, list(place.shape)):
                 _refuse_shape(file, name, place.shape, shapes[name])
     buffers = _computed_buffers(causal_lm)
     try:
@@ -282,31 +231,7 @@ def _open(path: str | Path, dtype: torch.dtype) -> MetaModel:
     except OSError:
         pass  # some checkpoints have none: keep the model's defaults
     causal_lm.config.name_or_path = str(path)
-    return MetaModel(
-        causal_lm=causal_lm.eval(), files={name: files[name] for name in expected}, experts=experts, buffers=buffers
-    )
-
-
-def _directory(path: str | Path) -> Path:
-    """The directory of the files. A hub name is downloaded, or found in the cache, once for all processes of a host."""
-    if Path(path).is_dir():
-        return Path(path)
-    if isinstance(path, Path) or path.startswith(("/", ".", "~")):
-        raise _NotByShardsError("no such directory")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=_PATTERNS))
-    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise _NotByShardsError(f"it cannot be fetched: {error}") from error
-
-
-def _files(directory: Path) -> dict[str, Path]:
-    """The file of every stored tensor. Raises ``ConfigError`` for damaged files."""
-    if not any((directory / name).is_file() for name in (INDEX, SINGLE)):
-        raise _NotByShardsError("no safetensors")
-    return weight_files(directory)
+    return MetaModel(causal_lm=causal_lm.eval(), files={name: files[name] for name in shapes}, buffers=buffers)
 
 
 def _computed_buffers(causal_lm: Any) -> dict[str, torch.Tensor]:
@@ -334,33 +259,24 @@ def _refuse_shape(file: Path, name: str, stored: Sequence[int], shape: list[int]
     )
 
 
-def _read_rows(causal_lm: Any, files: Mapping[str, Path], experts: Mapping[str, list[Sources]]) -> int:
+def _read_rows(causal_lm: Any, files: Mapping[str, Path]) -> int:
     """Fill this rank's rows of every weight but an adapter's, file by file; returns the number of bytes read.
 
     Raises ``ModelMismatchError`` for a tensor of another shape, ``ConfigError`` for an unreadable file.
     """
     from safetensors import SafetensorError, safe_open
 
-    targets: dict[str, torch.Tensor] = {}  # by name of the stored tensor: the memory of the rows that this rank reads
-    firsts: dict[str, int] = {}  # and where they begin in the stored tensor
-    shapes: dict[str, list[int]] = {}  # of the whole stored tensor
-    for name, weight in base_weights(causal_lm).items():
-        rows, first = local_rows(weight)
-        if name not in experts:
-            targets[name], firsts[name], shapes[name] = rows, first, list(weight.shape)
-            continue
-        for expert, matrix in enumerate(rows, start=first):
-            sources = experts[name][expert]
-            for source, part in zip(sources, matrix.chunk(len(sources)), strict=True):
-                targets[source], firsts[source], shapes[source] = part, 0, list(part.shape)
+    weights = base_weights(causal_lm)
     num_bytes = 0
-    for file in sorted({files[name] for name in targets}):
+    for file in sorted({files[name] for name in weights}):
         try:
             with safe_open(file, framework="pt") as opened:
-                for name in (name for name in targets if files[name] == file):
-                    stored, rows, first = opened.get_slice(name), targets[name], firsts[name]
-                    if list(stored.get_shape()) != shapes[name]:
-                        _refuse_shape(file, name, stored.get_shape(), shapes[name])
+                for name, weight in weights.items():
+                    if files[name] != file:
+                        continue
+                    stored, (rows, first) = opened.get_slice(name), local_rows(weight)
+                    if list(stored.get_shape()) != list(weight.shape):
+                        _refuse_shape(file, name, stored.get_shape(), list(weight.shape))
                     if len(rows):
                         values = stored[first : first + len(rows)]
                         num_bytes += values.numel() * values.element_size()
@@ -373,82 +289,16 @@ def _read_rows(causal_lm: Any, files: Mapping[str, Path], experts: Mapping[str, 
 Scorer = Callable[..., tuple[torch.Tensor, ...]]  # a policy model, or another with its arguments and results
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        normalized = x * rstd
-        ctx.save_for_backward(normalized, rstd, weight)
-        return weight * normalized
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """With n = x * rstd and g = grad * weight: dx = rstd * (g - n * mean(g * n))."""
-        (grad,) = grads
-        normalized, rstd, weight = ctx.saved_tensors
-        grad_n = grad * normalized
-        width = weight.shape[0]
-        # mean(g * n) = (grad * n) @ weight / width: this needs no copy of g.
-        along = (grad_n @ weight)[..., None].div_(-width)
-        grad_x = (grad * weight).addcmul_(normalized, along).mul_(rstd)
-        return grad_x, grad_n.reshape(-1, width).sum(0), None
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """weight * x * rsqrt(mean(x^2) + eps) over the last axis. [..., width], [width] -> [..., width]"""
-    output: torch.Tensor = _RmsNorm.apply(x, weight, eps)
-    return output
-
-
-def _forward(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    if hidden.dtype != torch.float32:  # mixed precision: the original computes in float32 and rounds back
-        original: torch.Tensor = type(module).forward(module, hidden)
-        return original
-    return rms_norm(hidden, module.weight, module.variance_epsilon)
-
-
-def speed_up_norms(model: torch.nn.Module, device: torch.device) -> int:
-    """Replace the passes of every plain float32 RMSNorm of a model on the CPU; returns the number of norms.
-
-    A norm with another formula (Gemma's 1 + weight) gives other numbers in a test and stays as is. The weights may still
-    be on the meta device.
-    """
-    if device.type != "cpu":
-        return 0
-    count = 0
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and _is_plain(module):
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
-            count += 1
-    return count
-
-
-@torch.no_grad()
-def _is_plain(module: Any) -> bool:
-    weight = getattr(module, "weight", None)
-    if weight is None or not hasattr(module, "variance_epsilon") or weight.ndim != 1:
-        return False
-    if weight.dtype != torch.float32:  # transformers' norm rounds any other type to float32 and back
-        return False
-    width = min(weight.shape[0], 64)  # the formula depends on no width
-    trial = torch.linspace(0.5, 1.5, width)
-    probe = torch.linspace(-1.0, 2.0, 3 * width).view(3, width)
-    theirs = torch.func.functional_call(module, {"weight": trial}, (probe,))
-    return torch.allclose(theirs, rms_norm(probe, trial, module.variance_epsilon), rtol=1e-6, atol=1e-6)
-
-
 class PolicyModel(torch.nn.Module):
     """Wraps a causal LM. The root of sharding, so that embedding, final norm and head are gathered during ``forward``."""
 
     def __init__(
         self,
         causal_lm: Any,
-        logprob_chunk_tokens: int = CHUNK_TOKENS,
         attention: Kernel = "auto",
         value_head: ValueHead | None = None,
     ) -> None:
         super().__init__()
-        self._logprob_chunk_tokens = logprob_chunk_tokens
         self._own_attention = causal_lm.config._attn_implementation
         self._attention = register_attention(attention)
         if getattr(causal_lm.get_output_embeddings(), "weight", None) is None:
@@ -501,7 +351,6 @@ class PolicyModel(torch.nn.Module):
             self.causal_lm.get_output_embeddings().weight,
             targets.token_ids,
             temperature,
-            self._logprob_chunk_tokens,
             drawn=drawn,
         )
         scores = (logprobs, entropy) if self.value_head is None else (logprobs, entropy, self.value_head(predicting))
@@ -539,7 +388,6 @@ def build_policy_model(
     compute_dtype: torch.dtype | None = None,
     offload: bool = False,
     attention: Kernel = "auto",
-    logprob_chunk_tokens: int = CHUNK_TOKENS,
     value_head: bool = False,
     adapter: AdapterSetup | None = None,
 ) -> PolicyModel:
@@ -554,7 +402,7 @@ def build_policy_model(
     if adapter is not None:
         attach(causal_lm, adapter.config, adapter.dtype)
     head = value_head_for(causal_lm) if value_head else None
-    model = PolicyModel(causal_lm, logprob_chunk_tokens, attention, head)
+    model = PolicyModel(causal_lm, attention, head)
     if trainable and gradient_checkpointing:
         for layer in model.layers:  # not transformers' own, which asks for training mode
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)  # type: ignore[method-assign]
@@ -564,8 +412,6 @@ def build_policy_model(
         model.to(ranks.device)
         if adapter is not None:
             reset_adapter(causal_lm, adapter)
-    if trainable:
-        speed_up_norms(model, ranks.device)
     shard(model, model.layers, ranks, compute_dtype, offload, exact=[] if head is None else [head])
     register_fsdp_forward_method(model, "plain")
     return model
@@ -576,16 +422,13 @@ def load_policy_model(
     ranks: Ranks,
     *,
     dtype: torch.dtype = torch.float32,
-    trainable: bool = True,
-    gradient_checkpointing: bool = False,
-    compute_dtype: torch.dtype | None = None,
     offload: bool = False,
-    attention: Kernel = "auto",
-    logprob_chunk_tokens: int = CHUNK_TOKENS,
-    value_head: bool = False,
     adapter: AdapterSetup | None = None,
+    **settings: Any,
 ) -> PolicyModel:
     """Load from a directory or hub name, with master weights in ``dtype``; each rank reads only its own rows.
+
+    ``settings`` are further arguments of ``build_policy_model``.
 
     Raises the errors of ``services.common.text.chat.load_model``.
     """
@@ -596,18 +439,7 @@ def load_policy_model(
     except NoTinyCopyError as reason:
         limit = None
         log.warning("model.no_tiny_copy", path=str(path), reason=str(reason))
-    model = build_policy_model(
-        causal_lm,
-        ranks,
-        trainable=trainable,
-        gradient_checkpointing=gradient_checkpointing,
-        compute_dtype=compute_dtype,
-        offload=offload,
-        attention=attention,
-        logprob_chunk_tokens=logprob_chunk_tokens,
-        value_head=value_head,
-        adapter=adapter,
-    )
+    model = build_policy_model(causal_lm, ranks, offload=offload, adapter=adapter, **settings)
     if by_shards is not None:
         began = time.monotonic()
         read = by_shards.materialize(model, ranks.device, offload)

@@ -71,7 +71,7 @@ def check_loaded(model: Any, device: torch.device) -> None:
     Raises ``ModelMismatchError`` for a difference.
     """
     size = model.causal_lm.get_input_embeddings().weight.shape[0]
-    _check(model, _documents(_LOADED, size, device), lambda: "a layer")
+    _check(model, _documents(_LOADED, size, device))
 
 
 def check_architecture(config: Any, make: Make) -> Limit | None:
@@ -87,8 +87,7 @@ def check_architecture(config: Any, make: Make) -> Limit | None:
 
 def _limit(config: Any, make: Make) -> Limit | None:
     model, tree = _smallest(config, make)
-    documents = _documents(_SHORT)
-    _check(model, documents, lambda: _mixing(model, documents))
+    _check(model, _documents(_SHORT))
     original = dict(numbers(config.to_dict()))
     limits = [
         Limit(model=type(model.causal_lm).__name__, field=".".join(at), tokens=original[at])
@@ -100,8 +99,8 @@ def _limit(config: Any, make: Make) -> Limit | None:
     return min(limits, key=lambda limit: limit.tokens, default=None)
 
 
-def _check(model: Any, documents: Rows, layer: Callable[[], str]) -> None:
-    """Refuse a difference. ``layer`` names the cause."""
+def _check(model: Any, documents: Rows) -> None:
+    """Refuse a difference."""
     name = type(model.causal_lm).__name__
     with _refusing(name):
         difference, bound = _compare(model, documents)
@@ -113,7 +112,7 @@ def _check(model: Any, documents: Rows, layer: Callable[[], str]) -> None:
         )
     if not difference <= bound:
         raise ModelMismatchError(
-            f"{name} computes other log-probabilities packed than alone: {layer()} makes {difference:.2g} nats "
+            f"{name} computes other log-probabilities packed than alone: they differ by {difference:.2g} nats "
             f"{'in the largest' if bound == BOUND else 'in the mean'}, and {bound:g} is allowed: {_REMEDY}"
         )
 
@@ -152,10 +151,10 @@ def _is_limit(config: Any, tree: dict[str, Any], make: Make) -> bool:
 
 
 @torch.no_grad()
-def _compare(model: Any, documents: Rows, shared: bool = True) -> tuple[float, float]:
-    """The difference of the documents, and of a third one which begins as the longest if ``shared``, and its bound, in nats.
+def _compare(model: Any, documents: Rows) -> tuple[float, float]:
+    """The difference of the documents, and of a third one which begins as the longest, and its bound, in nats.
     Also sets the factor of the head."""
-    given = [*documents, torch.cat([documents[1][:2], documents[0][:3]])] if shared else documents
+    given = [*documents, torch.cat([documents[1][:2], documents[0][:3]])]
     passes = [model.plain(tokens) for tokens in given]
     plain = [logits.float() for logits, _ in passes]
     is_exact = passes[0][1].dtype in (torch.float32, torch.float64)
@@ -203,50 +202,3 @@ def _refusing(name: str) -> Iterator[None]:
         raise ModelMismatchError(
             f"{name} cannot be computed on packed documents ({type(error).__name__}: {' '.join(str(error).split())[:200]}): {_REMEDY}"
         ) from error
-
-
-@torch.no_grad()
-def _mixing(model: Any, documents: Rows) -> str:
-    """The innermost module with another output for the second document packed than alone, by its class and name."""
-    packed, (_, order) = _outputs(model, lambda: _packed(model, documents))
-    first, second = (documents[source][:-1] for source in order)  # the row lacks the last tokens, which predict none
-    alone, _ = _outputs(model, lambda: model.plain(second))
-    begin, length = len(first), len(second)
-    for name, output in packed.items():
-        other = alone.get(name)
-        if other is None or output.ndim != other.ndim:
-            continue
-        for axis in range(output.ndim):
-            if output.shape[axis] - other.shape[axis] == begin:
-                own, theirs = output.narrow(axis, begin, length), other.narrow(axis, 0, length)
-                if own.shape == theirs.shape and not torch.allclose(own, theirs, rtol=1e-3, atol=1e-3):
-                    while type(model.get_submodule(name)).__module__.startswith("torch."):
-                        name = name.rpartition(".")[0]
-                    return f"{type(model.get_submodule(name)).__name__} ({name.removeprefix('causal_lm.')})"
-    difference, bound = _compare(model, documents, shared=False)
-    if difference <= bound:
-        return "attention of its own, which does not know beginnings that documents share,"
-    logits, ours = model.plain(second)
-    if torch.allclose(logits, model.logit_scale * ours, rtol=1e-5, atol=1e-4):
-        return "a part that could not be located"
-    return f"its head ({type(model.causal_lm.get_output_embeddings()).__name__}, more than a matrix and a factor)"
-
-
-def _outputs(model: Any, forward: Callable[[], Any]) -> tuple[dict[str, torch.Tensor], Any]:
-    """The output of each module by name, in the order in which they end, and the result of the forward pass."""
-    found: dict[str, torch.Tensor] = {}
-
-    def keep(name: str, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(first, torch.Tensor) and first.is_floating_point():
-            found.setdefault(name, first)
-
-    hooks = [
-        module.register_forward_hook(lambda _, args, output, name=name: keep(name, output))
-        for name, module in model.named_modules()
-        if name
-    ]
-    result = forward()
-    for hook in hooks:
-        hook.remove()
-    return found, result

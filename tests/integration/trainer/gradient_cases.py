@@ -25,11 +25,12 @@ from services.common.errors import ConfigError
 from services.common.lora import base_weights
 from services.common.records import TrainingSequence
 from services.common.system.child import run_and_leave
+from services.common.text.chat import named_weights
 from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.losses import PolicyLoss, TokenBatch
 from services.trainer.model.optimizer import Update
 from services.trainer.model.policy_model import NAME, AdapterSetup
-from services.trainer.ranks import Ranks, full, full_weights, init_ranks, leave_ranks
+from services.trainer.ranks import Ranks, full, init_ranks, leave_ranks, whole_tensors
 from services.trainer.step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
@@ -63,35 +64,16 @@ CASES: dict[str, Case] = {
     "gspo": Case(config=algorithm(name="gspo", eps_clip=0.2, eps_clip_higher=0.2)),  # type: ignore[arg-type]
     "m2po": Case(config=algorithm(name="m2po", m2po_threshold=0.2)),
     "m2po_mask": Case(config=algorithm(name="m2po_mask", m2po_threshold=0.5)),
-    "m2po_authors": Case(config=algorithm(name="m2po", m2po_rule="authors", m2po_threshold=0.2)),
     "tis_normalized": Case(
         config=algorithm(name="tis", importance_level="sequence_mean", importance_cap=1.5, importance_normalize=True)),
-    "rejection": Case(config=algorithm(
-        name="m2po", m2po_threshold=0.2, loss_aggregation="sequence_mean", rejection_denominator="kept",
-        rejection=[{"lower": 0.2, "upper": 3.0}, {"level": "sequence", "lower": 0.3, "upper": 1.5}])),
-    "tis": Case(config=algorithm(name="tis", importance_cap=2.0)),
     "cispo": Case(config=algorithm(name="cispo", importance_cap=2.0)),
     "decoupled_ppo": Case(config=algorithm(name="decoupled_ppo", importance_cap=2.0)),
-    "dual_clip": Case(config=algorithm(name="ppo_clip", eps_clip_higher=0.28, c_clip=3.0)),
-    "sequence_mean": Case(config=algorithm(name="gspo", eps_clip=0.2, eps_clip_higher=0.2, loss_aggregation="sequence_mean")),
     "constant": Case(config=algorithm(
         name="ppo_clip", advantage="dr_grpo", loss_aggregation="constant", constant_denominator=16)),
-    "normalized": Case(config=algorithm(name="ppo_clip", advantage="reinforce", batch_normalize_advantages=True)),
-    "kl_and_entropy": Case(
-        config=algorithm(name="ppo_clip", kl_coefficient=0.3, entropy_coefficient=0.1), reference=True),
-    "kl_in_reward": Case(
-        config=algorithm(name="m2po", m2po_threshold=0.2, kl_reward_coefficient=0.2, kl_coefficient=0.1),
-        reference=True),
     "reinforce_plus_plus": Case(
         config=algorithm(name="ppo_clip", advantage="reinforce", batch_normalize_advantages=True,
                                kl_reward_coefficient=0.2), reference=True),
     "gae": Case(config=algorithm(name="ppo_clip", advantage="gae", gamma=0.97, gae_lambda=0.9, value_head={})),
-    "gae_whitened": Case(
-        config=algorithm(name="m2po_mask", m2po_threshold=0.5, advantage="gae", gae_lambda=0.9, value_head={"clip": None},
-                         batch_normalize_advantages=True, kl_reward_coefficient=0.2, loss_aggregation="sequence_mean"),
-        reference=True),
-    "gae_idle_rank": Case(
-        config=algorithm(name="ppo_clip", advantage="gae", gae_lambda=0.9, value_head={}), all_on_first_rank=True),
     "discounted": Case(
         config=algorithm(name="ppo_clip", advantage="reinforce", gamma=0.9, batch_normalize_advantages=True,
                          normalize_deviation="sample")),
@@ -102,11 +84,6 @@ CASES: dict[str, Case] = {
     "distilled_behaviour": Case(
         config=algorithm(name="reinforce", distillation={"teacher_model": "t", "student": "behaviour"}), teacher=True),
     "untied_hot": Case(config=algorithm(name="m2po", m2po_threshold=0.2), tied=False, temperature=0.7),
-    "truncated": Case(
-        config=algorithm("m2po", m2po_threshold=0.2, kl_coefficient=0.3, entropy_coefficient=0.1),
-        reference=True, truncated=True, temperature=0.9),
-    "truncated_float32": Case(
-        config=algorithm("decoupled_ppo"), dtype=torch.float32, truncated=True),
     "everything": Case(
         config=algorithm("m2po", m2po_threshold=0.2, rejection_denominator="kept", loss_aggregation="sequence_mean",
                          **EVERYTHING),
@@ -114,7 +91,6 @@ CASES: dict[str, Case] = {
     "everything_idle_rank": Case(
         config=algorithm("tis", importance_level="sequence", importance_cap=2.0, importance_normalize=True, **EVERYTHING),
         reference=True, teacher=True, truncated=True, temperature=0.8, all_on_first_rank=True),
-    "idle_rank": Case(config=algorithm(name="m2po", m2po_threshold=0.2), all_on_first_rank=True),
     "float32": Case(config=algorithm(name="m2po", m2po_threshold=0.2), dtype=torch.float32),
 }  # fmt: skip
 
@@ -135,11 +111,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "with_reference": {"reference": lambda: tiny_causal_lm(torch.float64, seed=1)},
     "stopped_early": {"early_stop_ratio": 0.8},  # mean ratios: 0.58 and 0.81 in the first step
     "value_head": {"credit": GAE},
-    "value_head_bfloat16_compute": {"dtype": torch.float32, "compute_dtype": torch.bfloat16, "credit": GAE},
-    "value_head_bfloat16_master": {"dtype": torch.bfloat16, "credit": GAE},
     "value_head_offloaded": {"credit": GAE, "offload": True},
     "adapter": {"adapter": lora(torch.float64)},
-    "adapter_on_bfloat16": {"dtype": torch.bfloat16, "compute_dtype": torch.bfloat16, "adapter": lora(torch.float32)},
     "offloaded": {"reference": lambda: tiny_causal_lm(torch.float64, seed=1), "offload": True},
 }
 
@@ -246,9 +219,11 @@ def refusal(ranks: Ranks) -> str:
 
 def whole_weights(step: TrainStep, ranks: Ranks) -> Gradients:
     """Every weight, those of the value head too; on the first rank."""
-    weights = dict(full_weights(step.model.causal_lm, ranks, torch.float64))
+    weights = dict(whole_tensors(named_weights(step.model.causal_lm), ranks, torch.float64))
     if step.model.value_head is not None:
-        weights |= {f"{NAME}{n}": w for n, w in full_weights(step.model.value_head, ranks, torch.float64)}
+        weights |= {
+            f"{NAME}{n}": w for n, w in whole_tensors(named_weights(step.model.value_head), ranks, torch.float64)
+        }
     return {n: w.numpy() for n, w in weights.items() if w is not None}
 
 

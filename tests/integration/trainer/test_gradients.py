@@ -24,7 +24,6 @@ from tests.integration.trainer.gradient_cases import (
     Gradients,
     checkpoints_in,
     gradients,
-    lora,
     trained_weights,
     whole_weights,
 )
@@ -120,7 +119,7 @@ def test_packed_equals_padded(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-@pytest.mark.parametrize("max_tokens", [1, 23, 60])
+@pytest.mark.parametrize("max_tokens", [1, 23])
 def test_any_micro_batch_size_gives_the_same_gradient(name: str, max_tokens: int) -> None:
     case = CASES[name]
     assert_same(gradients(case, Ranks.single(), max_tokens), in_one_pass(name), TOLERANCE[case.dtype])
@@ -191,16 +190,6 @@ def test_an_adapter_on_two_ranks_is_trained_as_on_one(two_ranks: Callable[[str],
 
 
 @pytest.mark.slow
-def test_an_adapter_stays_in_float32_on_a_bfloat16_base(two_ranks: Callable[[str], Gradients]) -> None:
-    exact, _ = trained_weights(Ranks.single(), dtype=torch.float32, adapter=lora(torch.float32))
-    for name, found in two_ranks("precision_adapter_on_bfloat16").items():
-        if "lora_B" in name:
-            assert np.abs(found - exact[name]).max() < np.abs(exact[name]).max(), "four updates of 1e-2 each"
-            rounded = torch.tensor(found).to(torch.bfloat16).double().numpy()
-            assert not np.array_equal(found, rounded), "its updates are smaller than what bfloat16 can hold"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["value_head", "value_head_offloaded"])
 def test_a_value_head_on_two_ranks_is_trained_as_on_one(kind: str, two_ranks: Callable[[str], Gradients]) -> None:
     expected, _ = trained_weights(Ranks.single(), **PRECISIONS["value_head"])
@@ -223,18 +212,6 @@ def test_a_value_head_that_two_ranks_wrote_is_read_by_one(
         assert np.array_equal(found[name], value), name
     moments = step.optimizer.adamw.state[step.model.value_head.weight]  # type: ignore[union-attr]
     assert moments["exp_avg"].abs().max() > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bfloat16_compute", "bfloat16_master"])
-def test_a_value_head_stays_in_float32_where_the_model_does_not(
-    kind: str, two_ranks: Callable[[str], Gradients]
-) -> None:
-    found = two_ranks(f"precision_value_head_{kind}")["value_head.weight"]
-    exact, _ = trained_weights(Ranks.single(), dtype=torch.float32, credit=GAE)
-    assert np.abs(found - exact["value_head.weight"]).max() < 0.25 * np.abs(exact["value_head.weight"]).max()
-    rounded = torch.tensor(found).to(torch.bfloat16).double().numpy()
-    assert not np.array_equal(found, rounded), "its updates are smaller than what bfloat16 can hold"
 
 
 @pytest.mark.slow

@@ -89,7 +89,11 @@ class FakeOrchestrator(run_pb2_grpc.RunServiceServicer, training_pb2_grpc.Traini
         await self._notify()
 
     async def release(self) -> None:
-        self.held_step = None
+        await self.hold(None)
+
+    async def hold(self, step: int | None) -> None:
+        """Release the step that is held, and hold another."""
+        self.held_step = step
         await self._notify()
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from services.cli.run.processes import ForkServer
 from services.common.system.child import START_AGAIN
-from tests.forked_ranks import ranks_of
 from tests.integration.trainer_service.conftest import MakeOrchestrator, TrainerProcess
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
 from tests.ports import free_port
@@ -55,22 +54,6 @@ async def codes(nodes: Nodes) -> list[int]:
 
 def errors(nodes: Nodes) -> str:
     return "\n".join(f"--- {node.name}\n{node.errors}" for node in nodes)
-
-
-async def test_the_other_node_reports_a_killed_rank_and_asks_for_a_restart(
-    make_orchestrator: MakeOrchestrator, nodes: Callable[..., Nodes]
-) -> None:
-    """The other node waits for a batch meanwhile, outside of all collectives."""
-    orchestrator = await make_orchestrator(run={"steps": 4})
-    orchestrator.held_step = 2
-    both = nodes(orchestrator, [orchestrator.run_dir] * 2)
-    start(both)
-    await orchestrator.until(lambda: 2 in orchestrator.pulls, "step 2 was never asked for")
-    [rank] = ranks_of(both[1].pid)
-    os.kill(rank, signal.SIGKILL)
-    assert await codes(both) == [START_AGAIN, -signal.SIGKILL], errors(both)
-    assert "trainer: the ranks of node 1 have died; ending the ranks of this node" in both[0].errors
-    assert orchestrator.joins[-1].num_ranks == 2
 
 
 async def test_a_node_that_gets_a_signal_ends_the_others_with_a_checkpoint(

@@ -14,7 +14,7 @@ import torch
 from services.common.errors import SupersededError, UnknownPolicyError
 from services.common.records import RankBatch
 from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
-from services.trainer.link import GrpcLink, LoopThread, OrchestratorClient
+from services.trainer.link import GrpcLink, LoopThread
 from services.trainer.loop import TrainingLoop
 from services.trainer.model.attention import Documents
 from services.trainer.model.logprobs import Targets
@@ -37,11 +37,10 @@ class LocalTrainer:
     def __init__(self, orchestrator: FakeOrchestrator, directory: Path) -> None:
         self.step: TrainStep = train_step(algorithm())
         self._thread = LoopThread("trainer-grpc")
-        self.client = self._thread.call(self._connect(orchestrator))
-        link = GrpcLink(self.client, self._thread, rank=0)
+        self.link = GrpcLink(self._thread, orchestrator.address, orchestrator.run_id, POLICY)
         self._loop = TrainingLoop(
             step=self.step,
-            link=link,
+            link=self.link,
             publisher=DigestPublisher(self.step),
             checkpoints=Checkpoints(directory, CheckpointIdentity(run_id="r", policy=POLICY), 2, Ranks.single()),
             ranks=Ranks.single(),
@@ -52,23 +51,18 @@ class LocalTrainer:
         self.life: asyncio.Task[int] = asyncio.ensure_future(asyncio.to_thread(self._live))
 
     def leave(self) -> None:
-        self._thread.loop.call_soon_threadsafe(self.client.leave)
+        self.link.leave()
 
     async def close(self) -> None:
         self.leave()
         await asyncio.wait([self.life], timeout=60.0)
-        await asyncio.to_thread(self._thread.call, self.client.close())
+        await asyncio.to_thread(self.link.close)
         self._thread.stop()
 
     def _live(self) -> int:
-        welcome = self._thread.call(self.client.join(0))
-        done = self._loop.run(self._loop.recover(0, welcome.newest_version))
+        done = self._loop.run(self._loop.recover(0, self.link.join(())))
         self._loop.wait_for_stop(done)
         return done
-
-    @staticmethod
-    async def _connect(orchestrator: FakeOrchestrator) -> OrchestratorClient:
-        return OrchestratorClient(orchestrator.address, orchestrator.run_id, POLICY, num_ranks=1)
 
 
 @pytest.fixture
@@ -144,74 +138,39 @@ async def test_exactly_the_sampled_ids_are_trained(
     assert sorted(forwarded) == sorted(sampled)
 
 
-async def test_versions_come_with_metrics_and_intervals_of_computing(
-    make_orchestrator: MakeOrchestrator, start: Start
-) -> None:
-    orchestrator = await make_orchestrator()
-    await start(orchestrator).life
-    assert sorted(orchestrator.ledger) == list(range(STEPS + 1))
-    assert orchestrator.intervals[0] == []
-    for number in range(1, STEPS + 1):
-        assert {"loss", "mismatch_abs", "mismatch_kl", "grad_norm"} <= orchestrator.metrics[number].keys()
-        (interval,) = orchestrator.intervals[number]
-        assert interval.start.ToNanoseconds() < interval.end.ToNanoseconds()
-
-
-async def test_a_pause_reaches_a_trainer_that_waits_for_a_batch(
+async def test_commands_reach_a_trainer_that_waits_for_a_batch_and_it_reports_the_wait(
     make_orchestrator: MakeOrchestrator, start: Start
 ) -> None:
     orchestrator = await make_orchestrator()
     orchestrator.held_step = 3
     trainer = start(orchestrator)
     await orchestrator.until(lambda: 3 in orchestrator.pulls, "step 3 was never asked for")
-    await orchestrator.tell("pause")
-    await until(lambda: trainer.client.report.state == "paused")
-    await orchestrator.release()
-    await asyncio.sleep(0.5)
-    assert orchestrator.newest == 2
-    await orchestrator.tell("resume")
-    assert await trainer.life == STEPS
-
-
-async def test_a_trainer_that_waits_for_a_batch_saves_on_a_command_and_waits_on(
-    make_orchestrator: MakeOrchestrator, start: Start
-) -> None:
-    orchestrator = await make_orchestrator()
-    orchestrator.held_step = 3
-    trainer = start(orchestrator)
-    await orchestrator.until(lambda: 3 in orchestrator.pulls, "step 3 was never asked for")
-    await orchestrator.tell("checkpoint")
-    await until(lambda: trainer.client.report.checkpoint_step == 2)
-    asked = len(orchestrator.pulls)
-    await asyncio.sleep(0.5)
-    assert len(orchestrator.pulls) <= asked + 1, "it does not poll"
-    await orchestrator.release()
-    assert await trainer.life == STEPS
-
-
-async def test_a_stop_reaches_a_trainer_that_waits_for_a_batch(
-    make_orchestrator: MakeOrchestrator, start: Start
-) -> None:
-    orchestrator = await make_orchestrator()
-    orchestrator.held_step = 3
-    trainer = start(orchestrator)
-    await orchestrator.until(lambda: 3 in orchestrator.pulls, "step 3 was never asked for")
-    await orchestrator.tell("stop")
-    assert await asyncio.wait_for(trainer.life, 30.0) == 2
-    assert trainer.client.report.checkpoint_step == 2
-
-
-async def test_the_trainer_reports_its_waits(make_orchestrator: MakeOrchestrator, start: Start) -> None:
-    orchestrator = await make_orchestrator()
-    orchestrator.held_step = 3
-    start(orchestrator)
     await orchestrator.until(
         lambda: bool(orchestrator.reports) and orchestrator.reports[-1].training_step == 3, "no report"
     )
-    report = orchestrator.reports[-1]
-    assert report.state == "waiting_for_batch"
-    assert {"waited_s", "step_seconds"} <= set(report.gauges)
-    await orchestrator.release()
+    assert orchestrator.reports[-1].state == "waiting_for_batch"
+    assert {"waited_s", "step_seconds"} <= set(orchestrator.reports[-1].gauges)
+    assert {"loss", "mismatch_abs", "mismatch_kl", "grad_norm"} <= orchestrator.metrics[2].keys()
+    (interval,) = orchestrator.intervals[2]
+    assert interval.start.ToNanoseconds() < interval.end.ToNanoseconds()
+
+    await orchestrator.tell("checkpoint")
+    await until(lambda: trainer.link.report.checkpoint_step == 2)
+    asked = len(orchestrator.pulls)
+    await asyncio.sleep(0.5)
+    assert len(orchestrator.pulls) <= asked + 1, "it does not poll"
+
+    await orchestrator.tell("pause")
+    await until(lambda: trainer.link.report.state == "paused")
+    await orchestrator.hold(4)
+    await asyncio.sleep(0.5)
+    assert orchestrator.newest == 2
+    await orchestrator.tell("resume")
+    await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
+
+    await orchestrator.tell("stop")
+    assert await asyncio.wait_for(trainer.life, 30.0) == 3
+    assert trainer.link.report.checkpoint_step == 3
 
 
 async def test_an_orchestrator_that_goes_away_and_comes_back_is_waited_for(
@@ -268,7 +227,7 @@ async def test_an_orchestrator_that_is_away_when_a_version_is_published_gets_it_
     await asyncio.wait_for(computing.wait(), 60.0)
     await orchestrator.stop_serving()
     go_on.set()
-    await until(lambda: trainer.client.report.state == "publishing")
+    await until(lambda: trainer.link.report.state == "publishing")
     await orchestrator.serve()
     assert await trainer.life == STEPS
 

@@ -16,7 +16,7 @@ from services.common.config.training import AdapterConfig, BatchConfig, ModelCon
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 
-LAYERS, HIDDEN, WIDE, KV, VOCABULARY = 4, 1024, 3072, 256, 32_768
+LAYERS, HIDDEN, WIDE, KV, VOCABULARY = 2, 1024, 3072, 256, 32_768
 
 
 def shape(*, tied: bool = False, head_norms: bool = True, vocabulary: int = VOCABULARY) -> ModelShape:
@@ -42,16 +42,13 @@ def policy(*, kl: float = 0.0, tokens: int = 8192, **trainer: Any) -> PolicyConf
 @pytest.mark.parametrize(
     ("of", "section"),
     [
-        (shape(), policy()),
         (shape(), policy(num_ranks=4, kl=0.1)),
-        (shape(), policy(offload=["optimizer"], tokens=32_768)),
-        (shape(head_norms=False), policy(master_dtype="bfloat16")),
-        (shape(tied=True), policy(num_ranks=3)),
+        (shape(head_norms=False), policy(master_dtype="bfloat16", offload=["optimizer"])),
         (shape(), policy(gradient_checkpointing=False, tokens=4096)),
         (shape(), policy(tokens=256)),  # the peak is in the embedding
         (shape(tied=True, vocabulary=131_072), policy(tokens=2048, gradient_checkpointing=False)),  # in the head
     ],
-    ids=["two", "four and reference", "offload", "bfloat16 without norms", "tied", "kept", "short", "wide head"],
+    ids=["four and reference", "offload and bfloat16 without norms", "kept", "short", "wide head"],
 )
 def test_the_estimate_is_within_three_percent_of_the_storages_of_a_step(of: ModelShape, section: PolicyConfig) -> None:
     peak, estimate = measured_and_estimated(of, section)
@@ -62,12 +59,10 @@ def test_the_estimate_is_within_three_percent_of_the_storages_of_a_step(of: Mode
 @pytest.mark.parametrize(
     ("of", "section"),
     [
-        (shape(), policy()),
         (shape(), policy(num_ranks=4, kl=0.1)),
-        (shape(head_norms=False), policy()),
         (shape(), policy(gradient_checkpointing=False, tokens=4096)),
     ],
-    ids=["two", "four and reference", "without norms", "kept"],
+    ids=["four and reference", "kept"],
 )
 def test_the_estimate_below_an_adapter_is_within_three_percent(of: ModelShape, section: PolicyConfig) -> None:
     adapted = section.model_copy(update={"adapter": AdapterConfig(rank=16, alpha=32)})

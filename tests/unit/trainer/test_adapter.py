@@ -16,12 +16,8 @@ from services.common.lora import (
     adapter_off,
     adapter_weights,
     base_weights,
-    identity_of,
-    initial_adapter,
-    tensor_entry,
 )
-from services.common.text.chat import named_weights
-from services.common.weights.snapshot import PEFT_PREFIX, Snapshot, version_digest
+from services.common.weights.snapshot import PEFT_PREFIX, Snapshot
 from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.model.policy_model import AdapterSetup
 from services.trainer.publish import Snapshots
@@ -91,38 +87,6 @@ def test_version_0_is_the_base_and_the_reference_stays_the_base() -> None:
         assert torch.equal(logits(step.model.causal_lm, ids), base)
 
 
-def test_the_kl_to_the_base_is_0_at_first_and_then_grows() -> None:
-    step = adapted()
-    found = [step.run(batch()).as_dict()["kl_reference"] for _ in range(3)]
-    assert found[0] == pytest.approx(0.0, abs=1e-6)
-    assert found[-1] > 1e-4
-
-
-def test_weight_decay_shrinks_both_factors_of_the_adapter() -> None:
-    """Without a gradient the decay alone moves weights: by 1 - lr * decay."""
-    step = adapted(weight_decay=0.5)
-    for weight in adapter_weights(step.model.causal_lm).values():
-        weight.fill_(1.0)
-    for parameter in step.optimizer.parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    step.optimizer.update()
-    for weight in adapter_weights(step.model.causal_lm).values():
-        assert torch.allclose(weight, torch.full_like(weight, 1.0 - 1e-2 * 0.5))
-
-
-def test_initial_values_depend_on_seed_and_name_only() -> None:
-    config = setup().config
-    made = initial_adapter(tiny_causal_lm(seed=0), config, 3)
-    again = initial_adapter(tiny_causal_lm(seed=1), config, 3)
-    assert all(torch.equal(tensor, again[name]) for name, tensor in made.items())
-    attached = adapter_weights(adapted().model.causal_lm)
-    assert made.keys() == attached.keys()
-    assert all(torch.equal(tensor, attached[name]) for name, tensor in made.items())
-    lows = [tensor for name, tensor in made.items() if "lora_A" in name]
-    assert not torch.equal(lows[0], lows[1]), "each module has values of its own"
-    assert all(float(tensor.abs().max()) == 0.0 for name, tensor in made.items() if "lora_B" in name)
-
-
 @pytest.mark.parametrize(
     ("targets", "says"),
     [
@@ -155,14 +119,6 @@ def test_a_version_is_the_adapter_and_its_digest_covers_the_base(tmp_path: Path)
     assert other.manifest.digest != snapshot.manifest.digest, "the same tensors on another base are another version"
     other.retire()
     snapshot.retire()
-
-
-@pytest.mark.parametrize("targets", ["all-linear", ATTENTION])
-def test_the_identity_is_the_same_with_and_without_the_adapter_attached(targets: Any) -> None:
-    """A replica takes it from the plain model, and refuses versions of another."""
-    plain, config = tiny_causal_lm(), setup(targets).config
-    entries = [tensor_entry(name, weight, "xxh3-128") for name, weight in named_weights(plain).items()]
-    assert adapted(adapter=setup(targets)).model.adapter == identity_of(plain, config, version_digest(entries))
 
 
 def checkpoints(directory: Path) -> Checkpoints:
@@ -202,15 +158,6 @@ def test_a_checkpoint_of_another_adapter_is_refused(tmp_path: Path, other: Any, 
     wrong = other()
     with pytest.raises(ModelMismatchError, match=says):
         checkpoints(tmp_path).restore(wrong.model, wrong.optimizer)
-
-
-def test_gradient_checkpointing_gives_the_same_adapter() -> None:
-    found = []
-    for recompute in (False, True):
-        step = train_step(algorithm("reinforce", kl_coefficient=0.1), adapter=setup(), gradient_checkpointing=recompute)
-        step.run(batch())
-        found.append(adapter_weights(step.model.causal_lm))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 @pytest.mark.needs("peft")

@@ -1,17 +1,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3ForCausalLM
 
 from services.common.errors import ConfigError, ModelMismatchError
-from services.trainer.model.attention import Documents, Kernel, documents_attention
+from services.trainer.model.attention import (
+    Documents,
+    attend_varlen,
+    documents_attention,
+    has_varlen,
+    register_attention,
+)
 from services.trainer.model.logprobs import Targets
-from services.trainer.model.policy_model import PolicyModel
+from services.trainer.packing import Branch
 from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step
 
 LENGTHS = [9, 5, 5, 5, 1, 1, 7]
@@ -38,12 +48,6 @@ def test_packed_documents_are_bit_equal_to_single_ones_forward_and_backward(dtyp
         grads = torch.autograd.grad((expected * weight[:, start:end]).sum(), single)
         for packed_grad, grad in zip(packed_grads, grads, strict=True):
             assert torch.equal(packed_grad[:, :, start:end], grad)
-
-
-def test_runs_group_neighbours_of_equal_length() -> None:
-    _, documents, _ = packed_inputs(torch.float32)
-    assert documents.runs == ((1, 9), (3, 5), (2, 1), (1, 7))
-    assert documents.max_length == 9
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -78,39 +82,82 @@ def test_arguments_that_packed_attention_lacks_are_refused(extra: dict[str, obje
         documents_attention(torch.nn.Identity(), *inputs, documents=documents, **extra)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kernel", ["auto", "sdpa"])
-def test_a_model_may_choose_its_kernel_and_computes_the_same(kernel: Kernel) -> None:
-    logprobs = []
-    for model in (PolicyModel(tiny_causal_lm()), PolicyModel(tiny_causal_lm(), attention=kernel)):
-        documents = Documents.from_offsets(np.array([0, 5, 9], dtype=np.int64))
-        ids, positions = torch.arange(9), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3])
-        logprobs.append(model(ids, positions, documents, Targets.at(torch.tensor([3, 7]), ids), 1.0)[0])
-    assert torch.equal(*logprobs)
-
-
 def test_a_kernel_that_was_asked_for_is_taken_or_refused_never_replaced() -> None:
     inputs, documents, _ = packed_inputs(torch.float32)
     with pytest.raises(ConfigError, match=r"trainer.attention: varlen runs on a GPU in 16 bits, not on cpu"):
         documents_attention(torch.nn.Identity(), *inputs, documents=documents, kernel="varlen")
 
 
-@pytest.mark.needs("no flash_attn")
-def test_a_kernel_that_is_not_installed_is_refused_with_a_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"trainer.attention: flash_attn needs the package flash_attn"):
-        PolicyModel(tiny_causal_lm(), attention="flash_attn")
+# -- Calls of the GPU's attention kernels on a CPU: names, arguments, shapes and types, checked by signatures and f
 
 
-def test_the_kernel_equals_transformers_own_packed_attention() -> None:
-    """Built-in sdpa and eager tell documents apart by positions that begin again; ours by their offsets."""
-    offsets = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int64)
-    ids, positions = torch.arange(int(offsets[-1])) % 31, torch.cat([torch.arange(n) for n in LENGTHS])
-    targets = torch.cat([torch.arange(s + 1, e) for s, e in itertools.pairwise(offsets)])
-    with torch.no_grad():
-        found = PolicyModel(tiny_causal_lm())(
-            ids, positions, Documents.from_offsets(offsets), Targets.at(targets, ids), 1.0
-        )[0]
-        for name in ("sdpa", "eager"):
-            plain = tiny_causal_lm()
-            plain.set_attn_implementation(name)
-            logits = plain(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0].log_softmax(-1)
-            torch.testing.assert_close(found, logits[targets - 1, ids[targets]], rtol=0, atol=1e-5)
+@pytest.fixture(autouse=True)
+def signatures_are_read_again() -> Iterator[None]:
+    has_varlen.cache_clear()
+    yield
+    has_varlen.cache_clear()
+
+
+def shared_prefix() -> Documents:
+    """Two documents of 7 and 9 tokens that begin with the same four."""
+    return Documents(
+        [Branch(0, 4, np.zeros(0, dtype=np.int64)), Branch(4, 3, np.arange(4)), Branch(7, 5, np.arange(4))]
+    )
+
+
+def alone() -> Documents:
+    return Documents.from_offsets(np.array([0, 5, 12]))
+
+
+def heads(num_query: int = 4, num_kv: int = 2) -> list[torch.Tensor]:
+    return [torch.zeros(12, n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (num_query, num_kv, num_kv)]
+
+
+class _Calls(TorchDispatchMode):
+    """Notes the shapes of the first three arguments of each call of the varlen kernel, and the names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[list[tuple[int, ...]]] = []
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.add(func.__name__)
+        if func.__name__.startswith("_varlen_attn."):
+            self.shapes.append([tuple(tensor.shape) for tensor in args[:3]])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("documents", "num_keys"), [(alone, 12), (shared_prefix, 4 + 7 + 9)])
+def test_torch_varlen_takes_grouped_heads_as_they_are(documents: Any, num_keys: int) -> None:
+    """The operator refuses a wrong argument, type or number of heads; copies of key-value heads cost their memory."""
+    packed = documents()
+    offsets = packed.offsets, packed.key_offsets, packed.key_rows  # real: from numpy
+    with FakeTensorMode(allow_non_fake_inputs=True), _Calls() as calls:
+        inputs = heads()
+        output = attend_varlen(*inputs, packed, 0.25)
+        assert output.shape == (12, 4, 16) and output.dtype == torch.bfloat16
+        gradients = torch.autograd.grad(output.float().sum(), inputs)
+    assert [g.shape for g in gradients] == [t.shape for t in inputs]
+    assert calls.shapes == [[(12, 4, 16), (num_keys, 2, 16), (num_keys, 2, 16)]]
+    assert not any("repeat" in name for name in calls.names)
+    assert offsets[0].dtype == offsets[1].dtype == torch.int32
+
+
+def test_a_torch_without_grouped_heads_gets_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):  # type: ignore[no-untyped-def]
+        seen.update(heads=(q.shape[1], k.shape[1], v.shape[1]), window=window_size, scale=scale)
+        return q
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    assert has_varlen()
+    attend_varlen(*heads(), alone(), 0.25)
+    assert seen == {"heads": (4, 4, 4), "window": (-1, 0), "scale": 0.25}
+
+
+def test_a_torch_without_a_window_is_refused_by_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value, is_causal=False: query)
+    with pytest.raises(ConfigError, match=r"trainer\.attention: varlen needs torch 2\.10 or newer"):
+        register_attention("varlen")

@@ -20,6 +20,7 @@ from services.common.config.algorithm import (
     KlEstimator,
     LossAggregation,
     M2poRule,
+    RejectionConfig,
     RejectionCriterion,
     RejectionDenominator,
     RejectionLevel,
@@ -135,3 +136,31 @@ def test_the_table_of_clipped_shares_is_what_the_losses_clip() -> None:
         config = algorithm(**section)  # type: ignore[arg-type]
         found = algorithm_of(config).loss(tokens, config).counts["clipped_tokens"].item() / count
         assert 100 * found == pytest.approx(float(share), rel=0.04), row
+
+
+# -- Statements of docs/conventions.md about Rollmill hold, and its settings exist.
+
+
+CONVENTIONS = (Path(__file__).parents[3] / "docs" / "conventions.md").read_text()
+ROWS = [line.strip("|").split("|") for line in CONVENTIONS.splitlines() if line.startswith("| ") and "|---" not in line]
+
+
+def test_every_row_has_a_cell_for_each_system() -> None:
+    assert ROWS[0][1:] == [" Rollmill ", " verl ", " AReaL ", " TRL ", " prime-rl "]
+    assert len(ROWS) > 25 and {len(row) for row in ROWS} == {6}
+
+
+def test_the_settings_of_our_column_exist() -> None:
+    named = set(re.findall(r"`([a-z_0-9]+)(?:: [a-z]+)?`", " ".join(row[1] for row in ROWS)))
+    fields = {name for section in LOSS_CLASSES.values() for name in section.model_fields}
+    metrics = {"ended_share"}
+    values = {"kept", "suffix", "authors", "k3", "k3_reverse", "k3_straight_through", "sequence", "sequence_mean", "factor",
+              "constant", "sum", "token_mean"}  # fmt: skip
+    known = (
+        fields
+        | set(RejectionConfig.model_fields)
+        | set(DistillationConfig.model_fields)
+        | set(LOSS_CLASSES)
+        | set(get_args(AdvantageName))
+    )
+    assert named - known - metrics - values == set()

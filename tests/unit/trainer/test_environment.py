@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
+from torch.distributed import DistNetworkError
 
-from services.trainer.config import ALLOCATOR, EARLIER_ALLOCATOR, INTERFACES, set_defaults
+from services.common.system.child import START_AGAIN
+from services.trainer.config import INTERFACES, set_defaults
+from services.trainer.launch_ranks import _cause
+from services.trainer.ranks import SIGNALS, PeerLostError, leave_on_signal, peer_loss
 
 
 def test_segments_expand_unless_the_environment_says_something_else() -> None:
@@ -42,13 +53,83 @@ def test_an_interface_that_this_machine_does_not_have_is_not_waited_for(given: s
     assert [name in environment for name in INTERFACES] == [kept, kept]
 
 
-def test_torch_knows_the_variable_and_the_key() -> None:
-    with pytest.raises(ValueError, match="Expected 'True' or 'False'"):  # so the value is parsed, and not skipped
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:Maybe")
-    paths = (Path(torch.__file__).parent / "lib").glob("lib*.so")
-    small = [path.read_bytes() for path in paths if path.stat().st_size < 1 << 22]
-    environment: dict[str, str] = {}
-    set_defaults(environment)
-    assert ALLOCATOR in environment
-    for word in (ALLOCATOR, EARLIER_ALLOCATOR, "expandable_segments"):
-        assert any(word.encode() in library for library in small), word
+# -- Which of several failures explains the others.
+
+
+def failed(*exit_codes: int) -> Any:
+    failures = {rank: SimpleNamespace(exitcode=code, timestamp=rank) for rank, code in enumerate(exit_codes)}
+    return SimpleNamespace(failures=failures)
+
+
+@pytest.mark.parametrize(
+    ("exit_codes", "cause"),
+    [
+        ((START_AGAIN, -signal.SIGKILL), -signal.SIGKILL),  # rank 0 only heard of it
+        ((-signal.SIGTERM, START_AGAIN, 2), 2),  # torchrun ended rank 0, rank 2 refused its recipe
+        ((-signal.SIGTERM, START_AGAIN), START_AGAIN),
+        ((1, 2), 1),  # the first
+    ],
+)
+def test_the_rank_that_failed_by_itself_explains_the_others(exit_codes: tuple[int, ...], cause: int) -> None:
+    assert _cause(failed(*exit_codes)) == cause
+
+
+def test_the_loss_of_a_peer_is_distinguished_from_other_errors() -> None:
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"
+    lost = peer_loss(RuntimeError(gloo))
+    assert lost is not None and "Connection closed by peer" in lost.message
+    assert peer_loss(DistNetworkError("The client socket has timed out")) is not None
+    kept = PeerLostError("the ranks of another node were told to leave")
+    assert peer_loss(kept) is kept
+    assert peer_loss(RuntimeError("CUDA out of memory")) is None
+    assert peer_loss(RuntimeError("gloo: unsupported dtype")) is None
+
+
+# -- A rank leaves on a signal, also while its main thread is inside a call that runs no Python.
+
+
+ROOT = Path(__file__).parents[3]
+TIMEOUT_S = 120.0
+
+# A mutex that is locked twice: the main thread waits in C and no signal interrupts it, as in a collective.
+IN_C = """
+import ctypes
+from services.trainer.ranks import leave_on_signal
+leave_on_signal(lambda: print("leave", flush=True))
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+libc.pthread_mutex_lock(mutex)
+print("waiting", flush=True)
+libc.pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_rank_whose_main_thread_runs_no_python_is_told_to_leave() -> None:
+    process = subprocess.Popen([sys.executable, "-c", IN_C], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGTERM)
+        assert "leave\n" in process.stdout, "at once, while the main thread is in C"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_other_signals_are_no_reason_to_leave(handlers: None) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    left = threading.Event()
+    leave_on_signal(left.set)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert not left.is_set()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert left.wait(TIMEOUT_S)
+    signal.signal(signal.SIGUSR1, before)

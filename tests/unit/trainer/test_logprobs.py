@@ -1,20 +1,16 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.common.kept_tokens import KeptSets
-from services.trainer.model import logprobs as logprobs_module
-from services.trainer.model.logprobs import Drawn, KeptBlocks, _on_tensor_cores, _TokenLogprobs, token_logprobs
+from services.trainer.model.logprobs import Drawn, KeptBlocks, token_logprobs
 
 
 def naive(
@@ -111,11 +107,6 @@ def test_gradcheck_of_both_outputs() -> None:
     assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, targets, 0.7, 2, 2), (hidden, weight))
 
 
-def test_gradcheck_of_the_log_probability_alone() -> None:
-    hidden, weight, targets = inputs(torch.float64, tokens=3, vocab=5)
-    assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, targets, 1.0, 2, 2)[0], (hidden, weight))
-
-
 def test_extreme_logits_stay_finite() -> None:
     hidden, weight, targets = inputs(torch.float32)
     logprobs, entropy = token_logprobs(hidden * 1e4, weight, targets, 1.0, 4, 7)
@@ -135,21 +126,6 @@ def test_bfloat16_inputs_are_summed_in_float32() -> None:
     logprobs.sum().backward()
     assert hidden.grad is not None
     assert hidden.grad.dtype == torch.bfloat16
-
-
-def test_no_target_gives_no_log_probability_and_zero_gradients() -> None:
-    hidden, weight, _ = inputs(torch.float32)
-    logprobs, _ = token_logprobs(hidden[:0], weight, torch.zeros(0, dtype=torch.int64))
-    logprobs.sum().backward()
-    assert logprobs.shape == (0,)
-    assert weight.grad is not None
-    assert not weight.grad.any()
-
-
-def test_greedy_temperature_is_refused() -> None:
-    hidden, weight, targets = inputs(torch.float32)
-    with pytest.raises(ValueError, match="temperature must be above 0"):
-        token_logprobs(hidden, weight, targets, 0.0)
 
 
 class _LargestTensor(TorchDispatchMode):
@@ -176,78 +152,3 @@ def test_no_tensor_is_larger_than_a_block_or_an_input() -> None:
     with _LargestTensor() as largest:
         naive(hidden, weight, targets, 1.0)
     assert largest.num_elements == 512 * 4096
-
-
-class _Products(TorchDispatchMode):
-    """Notes every matrix product: its operation, the types of operands and result, and the setting of float32 products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, tuple[torch.dtype, ...], torch.dtype, str]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        if "mm" in func.__name__:
-            operands = tuple(a.dtype for a in args if isinstance(a, torch.Tensor))
-            setting = torch.backends.cuda.matmul.fp32_precision
-            self.found.append((func.__name__, operands, result.dtype, setting))
-        return result
-
-
-def products(dtype: torch.dtype) -> set[Any]:
-    """The products of one forward and one backward pass over fake tensors, which check types, shapes and arguments."""
-    seen = _Products()
-    with FakeTensorMode(), seen, torch.no_grad():
-        hidden, weight = torch.empty(5, 16, dtype=dtype), torch.empty(31, 16, dtype=dtype)
-        ctx = SimpleNamespace(needs_input_grad=(True, True), set_materialize_grads=lambda on: None)
-        ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
-        scores = _TokenLogprobs.forward(ctx, hidden, weight, torch.zeros(5, dtype=torch.int64), 0.7, None, 4, 16)
-        gradients = _TokenLogprobs.backward(ctx, *(torch.empty_like(score) for score in scores))
-    assert [score.dtype for score in scores] == [torch.float32] * 2
-    assert [g.dtype for g in gradients if g is not None] == [dtype] * 2
-    assert len(seen.found) == 2 * 2 * (2 + 2), "two blocks of tokens and of the vocabulary"
-    return set(seen.found)
-
-
-def test_on_tensor_cores_logits_are_summed_in_float32_and_gradients_pass_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU has none of these operations: fake tensors check their arguments."""
-    monkeypatch.setattr(logprobs_module, "_on_tensor_cores", lambda hidden, weight: True)
-    before = torch.backends.cuda.matmul.fp32_precision
-    single, half = torch.float32, torch.bfloat16
-    assert products(half) == {
-        ("mm.dtype", (half, half), single, before),
-        ("addmm_.default", (single, single, single), single, "tf32"),
-    }
-    assert torch.backends.cuda.matmul.fp32_precision == before
-
-
-def test_elsewhere_products_are_plain_float32() -> None:
-    single, before = torch.float32, torch.backends.cuda.matmul.fp32_precision
-    for dtype in (torch.float32, torch.bfloat16):
-        assert products(dtype) == {
-            ("mm.default", (single, single), single, before),
-            ("addmm_.default", (single, single, single), single, before),
-        }
-
-
-def test_tensor_cores_take_bfloat16_on_a_gpu_and_nothing_else() -> None:
-    """TF32 would round operands of float32 to 10 bits."""
-    types = (torch.bfloat16, torch.float32)
-    with FakeTensorMode():
-        found = {
-            (device, one, other)
-            for device in ("cpu", "cuda")
-            for one in types
-            for other in types
-            if _on_tensor_cores(
-                torch.empty(2, 2, dtype=one, device=device), torch.empty(2, 2, dtype=other, device=device)
-            )
-        }
-    assert found == {("cuda", torch.bfloat16, torch.bfloat16)}
-
-
-def test_bfloat16_inputs_have_the_values_of_float32_products() -> None:
-    hidden, weight, targets = inputs(torch.bfloat16, tokens=40, vocab=300)
-    exact = naive(hidden.double(), weight.double(), targets, 0.8)
-    for found, expected in zip(token_logprobs(hidden, weight, targets, 0.8, 16, 64), exact, strict=True):
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)

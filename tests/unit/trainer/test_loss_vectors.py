@@ -36,21 +36,9 @@ LOSSES: dict[str, tuple[dict[str, object], Reference]] = {
         {"name": "m2po", "m2po_rule": "authors"},
         lambda b: reference.m2po_by_authors(b, 0.04, 0.3, 0.5),
     ),
-    "m2po authors, narrow": (
-        {"name": "m2po", "m2po_rule": "authors", "m2po_threshold": 0.01, "m2po_floor_low": 0.0, "m2po_floor_high": 0.0},
-        lambda b: reference.m2po_by_authors(b, 0.01, 0.0, 0.0),
-    ),
-    "m2po authors, wide": (
-        {"name": "m2po", "m2po_rule": "authors", "m2po_threshold": 0.3},
-        lambda b: reference.m2po_by_authors(b, 0.3, 0.3, 0.5),
-    ),
     "tis token, normalised": (
         {"name": "tis", "importance_cap": 1.5, "importance_normalize": True},
         lambda b: reference.tis(b, "token", 0.0, 1.5, normalize=True),
-    ),
-    "tis sequence": (
-        {"name": "tis", "importance_level": "sequence", "importance_cap": 2.0},
-        lambda b: reference.tis(b, "sequence", 0.0, 2.0),
     ),
     "tis sequence, normalised": (
         {"name": "tis", "importance_level": "sequence", "importance_cap": 2.0, "importance_normalize": True},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -50,29 +49,6 @@ def test_an_update_by_buckets_has_the_bits_of_one_in_one_go(bucket_bytes: int) -
         for name in (*MOMENTS, "step"):
             assert torch.equal(ours.state[mine][name], whole.state[theirs][name]), name
     assert {ours.state[p][name].device.type for p in parted.parameters() for name in MOMENTS} == {"cpu"}
-
-
-def test_the_moments_are_the_same_memory_from_the_first_update_to_after_a_checkpoint() -> None:
-    """Pinned once: replacements would be neither pinned nor known to the next update."""
-    model = layers()
-    optimizer = adamw(model)
-    moments = MomentsOnHost(optimizer, bucket_bytes=1)
-    places = {p: [optimizer.state[p][name].data_ptr() for name in MOMENTS] for p in model.parameters()}
-    backward(model, 0)
-    moments.step()
-    saved = copy.deepcopy(optimizer.state_dict())
-    other = layers()
-    resumed = adamw(other)
-    at = MomentsOnHost(resumed, bucket_bytes=1)
-    kept = {p: [resumed.state[p][name].data_ptr() for name in MOMENTS] for p in other.parameters()}
-    resumed.load_state_dict(saved)
-    other.load_state_dict(model.state_dict())
-    for changed, update, where, expected in ((model, moments, optimizer, places), (other, at, resumed, kept)):
-        backward(changed, 1)
-        update.step()
-        assert {p: [where.state[p][name].data_ptr() for name in MOMENTS] for p in changed.parameters()} == expected
-    for left, right in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(left, right)
 
 
 @pytest.mark.parametrize("then", [False, True])

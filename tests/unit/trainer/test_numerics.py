@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.config.training import AdapterConfig
 from services.common.kept_tokens import kept_rows, pack
-from services.common.lora import LoraLinear
 from services.common.records import RankBatch, Segment, StopReason, TrainingSequence
 from services.common.records import TokenSequence as Row
 from services.common.tiny import build
@@ -23,7 +22,6 @@ from services.trainer import micro_batches, probes
 from services.trainer.model.policy_model import AdapterSetup
 from services.trainer.numerics import MismatchError, NumericsGate
 from services.trainer.packing import Branch
-from services.trainer.probes import prompt_changes
 from tests.unit.trainer.building import algorithm, rank_batch, train_step
 
 BOUND = 1e-3
@@ -158,7 +156,6 @@ FAULTS: dict[str, tuple[Callable[[World], None], str]] = {
     "colder": (engine(temperature=1 / 1.3), "temperature"),
     "end token behind": (engine(reads=lambda prompt: [*prompt, 1]), "one token more or less"),
     "begins with a token": (engine(reads=lambda prompt: [1, *prompt]), "one token more or less"),
-    "one token late": (engine(late=1), "values of the next token"),
     "no opening": (lambda world: engine(reads=without_opening(world))(world), "template"),
     "no template": (lambda world: engine(reads=without_template(world))(world), "template"),
 }
@@ -172,23 +169,6 @@ def test_a_fault_of_the_first_batch_is_named(directory: Path, fault: str) -> Non
     message = world.refusal()
     assert named(message) == cause, message
     assert "max_mismatch=" in message and message.count(" then '") == 10, "the remedy and the ten worst tokens"
-
-
-def test_a_fault_is_named_where_the_sampler_cuts_distributions(directory: Path) -> None:
-    world = World(directory)
-    world.engine.kept, world.engine.temperature = 1000, 1.3
-    message = world.refusal()
-    assert named(message) == "temperature", message
-
-
-def test_an_error_in_a_probe_leaves_out_this_probe(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any) -> Any:
-        raise RuntimeError("value cannot be converted")
-
-    world = World(directory)
-    world.engine.temperature = 1.3
-    monkeypatch.setattr(probes, "_restarted", failing)
-    assert named(world.refusal()) == "temperature"
 
 
 def test_packed_rows_that_leak_are_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,21 +208,6 @@ def test_an_adapter_that_is_not_applied_is_named(directory: Path) -> None:
     assert named(world.refusal(3)) == "adapter not applied"
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.0 / 3.0, 2.0])
-def test_another_scale_of_the_adapter_is_named(directory: Path, factor: float) -> None:
-    setup = AdapterSetup(config=AdapterConfig(rank=4, alpha=8.0), dtype=torch.float32, seed=1)
-    world = World(directory, adapter=setup)
-    world.train(1)
-    world.engine.model = copy.deepcopy(world.step.model.causal_lm)
-    world.engine.model.set_attn_implementation("eager")
-    world.train(2)
-    for ours, theirs in zip(world.step.model.causal_lm.modules(), world.engine.model.modules(), strict=True):
-        theirs.load_state_dict(ours.state_dict())
-        if isinstance(theirs, LoraLinear):
-            theirs.scale *= factor
-    assert named(world.refusal(3)) == "scale of the adapter"
-
-
 def test_a_change_that_leaves_much_of_the_difference_is_not_the_cause(directory: Path) -> None:
     world = World(directory)
     for module in world.engine.model.modules():
@@ -266,15 +231,3 @@ def test_probes_end_at_their_deadline(directory: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(probes, "PROBES_S", -1.0)
     message = world.refusal()
     assert named(message).startswith("no probe explains")
-
-
-def test_a_template_that_refuses_system_turns_is_probed_without_them(directory: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + (
-        tokenizer.chat_template
-    )
-    prompt = tokenizer.encode("<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n")
-    changed = {label: change(prompt) for _, label, change in prompt_changes(tokenizer)}
-    assert changed["in its template, an empty system turn"] == [], "then the row's own prompt is scored"
-    assert tokenizer.decode(changed["without its template"]) == "What is 2 + 2?"
-    assert tokenizer.decode(changed["without thinking"]).endswith("<think>\n\n</think>\n\n")

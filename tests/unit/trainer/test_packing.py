@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequestError
 from services.common.records import Segment
-from services.trainer.packing import NO_VERSION, Document, dummy_micro_batch, first_fit_decreasing, pack
+from services.trainer.packing import NO_VERSION, Document, pack
 from tests.unit.trainer.building import path_of, training_sequences
 
 lengths_lists = st.lists(st.integers(0, 30), max_size=40)
@@ -58,18 +58,6 @@ def test_documents_stand_longest_first_and_ties_keep_their_order(lengths: list[i
         assert keys == sorted(keys)
 
 
-@given(lengths_lists, st.integers(1, 50))
-def test_packing_uses_at_most_twice_the_bins_that_the_tokens_need(lengths: list[int], budget: int) -> None:
-    """First fit leaves at most one bin half empty."""
-    bins = first_fit_decreasing(np.array(lengths, dtype=np.int64), budget)
-    half_empty = [b for b in bins if 2 * sum(lengths[i] for i in b) <= budget]
-    assert len(half_empty) <= 1
-
-
-def test_first_fit_decreasing_example() -> None:
-    assert first_fit_decreasing(np.array([3, 9, 4, 5, 12]), 10) == [[4], [1], [3, 2], [0]]
-
-
 def test_a_training_sequence_keeps_exactly_the_sampled_tokens() -> None:
     item = training_sequences(1)[0]
     document = Document.from_training_sequence(item, 0.5)
@@ -85,20 +73,3 @@ def test_a_sequence_without_a_prompt_is_refused_by_name() -> None:
     bare = dataclasses.replace(item.sequence, segments=(Segment.policy([1, 2], [-1.0, -1.0], 0),))
     with pytest.raises(InvalidRequestError, match="g0/0/0 trains its first token"):
         Document.from_training_sequence(dataclasses.replace(item, sequence=bare), 0.0)
-
-
-def test_a_mask_of_another_length_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="3 tokens but a loss mask of 2"):
-        Document.supervised(np.zeros(3, dtype=np.int32), np.zeros(2, dtype=np.bool_))
-
-
-def test_a_budget_below_one_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="got 0"):
-        pack(documents([3]), 0)
-
-
-def test_a_dummy_trains_nothing() -> None:
-    dummy = dummy_micro_batch()
-    assert dummy.is_dummy
-    assert dummy.num_tokens == 1
-    assert len(dummy.target_ids) == len(dummy.predecessors) == 0

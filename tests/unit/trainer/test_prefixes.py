@@ -15,12 +15,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.trainer.micro_batches import MicroTensors, forward_with_values, pack_for_ranks
+from services.trainer.micro_batches import MicroTensors, forward_with_values
 from services.trainer.model import attention as attention_module
 from services.trainer.model.attention import Documents, documents_attention
-from services.trainer.model.policy_model import PolicyModel, rms_norm, value_head_for
+from services.trainer.model.policy_model import PolicyModel, value_head_for
 from services.trainer.packing import WORTHWHILE, Document, families, num_distinct, pack
-from services.trainer.ranks import Ranks
 from tests.unit.trainer.building import (
     VOCAB,
     algorithm,
@@ -104,12 +103,6 @@ def test_families_hold_each_document_once_and_none_that_shares_too_little(made: 
             assert member.shared >= WORTHWHILE * member.length
 
 
-def test_common_beginnings_do_not_depend_on_the_order_of_the_documents() -> None:
-    made = [document(1, 2, 3, 4, n, n, trained=4) for n in (7, 8, 7, 9)] + [document(6, 6, 6, 6, trained=1)]
-    rows = {sum(batch.num_tokens for batch in pack(order, 100)) for order in (made, made[::-1], made[2:] + made[:2])}
-    assert rows == {4 + 3 + 3}
-
-
 def test_a_family_larger_than_the_budget_is_cut_and_each_part_has_the_beginning() -> None:
     prompt = list(range(10))
     made = [document(*prompt, 20 + n, 1, trained=10) for n in range(6)]
@@ -122,12 +115,17 @@ def test_a_family_larger_than_the_budget_is_cut_and_each_part_has_the_beginning(
 # -- what is computed ----------------------------------------------------------------------------------------------------
 
 
+def _exact_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    scaled: torch.Tensor = norm.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+    return scaled
+
+
 def exact_causal_lm(dtype: torch.dtype, seed: int = 0) -> Any:
     """Its norms compute in ``dtype``: transformers' round to float32, for every type of the model."""
     causal_lm = tiny_causal_lm(dtype, seed=seed)
     for module in causal_lm.modules():
         if type(module).__name__ == "Qwen3RMSNorm":
-            module.forward = MethodType(lambda norm, x: rms_norm(x, norm.weight, norm.variance_epsilon), module)
+            module.forward = MethodType(_exact_norm, module)
     return causal_lm
 
 
@@ -189,12 +187,6 @@ def test_shared_and_unshared_give_the_same_in_float64(made: list[Document], budg
     assert_the_same_as_alone(made, budget, torch.float64, 1e-10)
 
 
-@settings(max_examples=20, deadline=None)
-@given(related_documents(), st.integers(1, 80))
-def test_shared_and_unshared_give_the_same_in_float32(made: list[Document], budget: int) -> None:
-    assert_the_same_as_alone(made, budget, torch.float32, 1e-5)
-
-
 @settings(max_examples=10, deadline=None)
 @given(related_documents())
 def test_blocks_of_any_size_give_the_same(made: list[Document]) -> None:
@@ -203,14 +195,6 @@ def test_blocks_of_any_size_give_the_same(made: list[Document]) -> None:
             patch.setattr(attention_module, "BLOCK_ROWS", rows)
             patch.setattr(attention_module, "_PADDED_PAIRS", pairs)
             assert_the_same_as_alone(made, ALONE, torch.float64, 1e-10)
-
-
-def test_a_rerun_is_bit_equal() -> None:
-    made = [document(*range(9), 10 + n % 3, 20 + n, trained=9) for n in range(8)]
-    model = model_of(torch.float32)
-    first, second = (scores_and_gradient(model, *packed(made, ALONE, torch.float32)) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
-    assert all(torch.equal(a, b) for s in first[0] for a, b in zip(first[0][s], second[0][s], strict=True))
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -237,13 +221,6 @@ def test_a_step_does_not_depend_on_common_beginnings(cut: bool, monkeypatch: pyt
     )
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
-
-
-def test_gradient_checkpointing_gives_the_same_gradient() -> None:
-    items = [item for item in training_sequences(4) for _ in range(3)]
-    steps = [train_step(algorithm("ppo_clip"), gradient_checkpointing=on) for on in (False, True)]
-    norms = [step.run(rank_batch(items)).grad_norm for step in steps]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 0
 
 
 # -- how kernels are called ----------------------------------------------------------------------------------------------
@@ -278,30 +255,3 @@ def test_keys_and_offsets_for_variable_length_kernels_are_those_of_attention_at_
                 )
             )
         torch.testing.assert_close(torch.cat(found, dim=2).transpose(1, 2), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_documents_that_share_nothing_take_the_exact_calls_beside_those_that_do() -> None:
-    made = [document(1, 2, 3, 4, n, trained=4) for n in (5, 6)] + [document(8, 9, 10, trained=1)] * 1
-    made += [document(11, 12, 13, trained=1), document(1, 2, 3, 4, 5, 6, trained=4)]
-    (batch,) = pack(made, ALONE)
-    documents = Documents(batch.branches)
-    assert documents.runs == ((2, 2),)
-    assert documents.blocks is not None and len(documents.blocks.places) == batch.num_tokens - 4
-    assert documents.num_pairs == int((batch.position_ids + 1).sum())
-
-
-def test_a_long_beginning_needs_no_mask_and_gives_the_same() -> None:
-    beginning = [n % VOCAB for n in range(70)]
-    made = [document(*beginning, *(n for _ in range(9)), trained=70) for n in range(3)]
-    (batch,) = pack(made, ALONE)
-    blocks = Documents(batch.branches).blocks
-    assert blocks is not None
-    assert sorted((b.num_queries, b.mask is None) for b in blocks.batches) == [(16, False), (78, True)]
-    assert_the_same_as_alone(made, ALONE, torch.float64, 1e-10)
-
-
-def test_a_prompt_of_a_group_is_scored_by_few_calls() -> None:
-    made = [document(*range(20), *(21 + (n + k) % 9 for k in range(1 + n)), trained=20) for n in range(8)]
-    (tensors,) = pack_for_ranks([made], ALONE, Ranks.single(), torch.float32)[0]
-    assert not tensors.documents.runs
-    assert tensors.documents.blocks is not None and len(tensors.documents.blocks.batches) == 1

@@ -1,17 +1,32 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
-from services.common.text.chat import named_weights
-from services.trainer.model.policy_model import build_policy_model, load_policy_model
-from services.trainer.ranks import Ranks, full_weights, init_ranks
-from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
+from services.common.errors import ConfigError, ModelMismatchError
+from services.common.text.chat import load_model, named_weights
+from services.trainer.model import policy_model
+from services.trainer.model.policy_model import build_policy_model, load_policy_model, open_by_shards
+from services.trainer.ranks import Ranks, init_ranks, whole_tensors
+from tests.unit.trainer.building import (
+    algorithm,
+    rank_batch,
+    tiny_causal_lm,
+    tiny_experts,
+    train_step,
+    training_sequences,
+)
 
 
 def test_full_weights_have_the_names_that_engines_use_and_tied_ones_once() -> None:
     model = build_policy_model(tiny_causal_lm(tied=True), Ranks.single())
-    weights = dict(full_weights(model.causal_lm, Ranks.single(), torch.bfloat16))
+    weights = dict(whole_tensors(named_weights(model.causal_lm), Ranks.single(), torch.bfloat16))
     assert list(weights) == list(named_weights(tiny_causal_lm(tied=True)))
     assert "lm_head.weight" not in weights
     assert all(w is not None and w.dtype == torch.bfloat16 for w in weights.values())
@@ -19,24 +34,10 @@ def test_full_weights_have_the_names_that_engines_use_and_tied_ones_once() -> No
 
 def test_full_weights_are_copies() -> None:
     model = build_policy_model(tiny_causal_lm(), Ranks.single())
-    for weight in dict(full_weights(model.causal_lm, Ranks.single(), torch.float32)).values():
+    for weight in dict(whole_tensors(named_weights(model.causal_lm), Ranks.single(), torch.float32)).values():
         assert weight is not None
         weight.zero_()
     assert all(p.any() for p in model.parameters())
-
-
-def test_ranks_other_than_the_first_get_no_tensor() -> None:
-    model = build_policy_model(tiny_causal_lm(), Ranks.single())
-    other = Ranks(rank=1, world_size=1, device=torch.device("cpu"))
-    assert all(weight is None for _, weight in full_weights(model.causal_lm, other, torch.float32))
-
-
-def test_a_model_loads_from_a_directory(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    original = tiny_causal_lm()
-    original.save_pretrained(tmp_path)
-    model = load_policy_model(tmp_path, Ranks.single())
-    for name, weight in named_weights(model.causal_lm).items():
-        assert torch.equal(weight, named_weights(original)[name])
 
 
 def test_bfloat16_compute_keeps_float32_master_weights() -> None:
@@ -53,3 +54,96 @@ def test_bfloat16_compute_keeps_float32_master_weights() -> None:
         assert abs(metrics.grad_norm / exact.grad_norm - 1) < 0.1
     finally:
         dist.destroy_process_group()
+
+
+# -- Loading by shards, the fallback to loading whole, and refusals with the messages of loading whole.
+
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tiny_causal_lm().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def rewrite(model: Path, change: Any) -> None:
+    tensors = load_file(model / WEIGHTS)
+    change(tensors)
+    save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
+
+
+def test_nothing_but_names_is_read_before_the_model_is_sharded(model: Path) -> None:
+    opened = open_by_shards(model, torch.float32)
+    assert opened is not None
+    assert {weight.device.type for weight in named_weights(opened.causal_lm).values()} == {"meta"}
+
+
+def test_the_settings_for_generation_come_along(model: Path) -> None:
+    settings = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({**settings, "temperature": 0.7, "do_sample": True}))
+    loaded = load_policy_model(model, Ranks.single()).causal_lm
+    assert loaded.generation_config.temperature == load_model(model).generation_config.temperature == 0.7
+
+
+def test_a_missing_weight_is_refused(model: Path) -> None:
+    rewrite(model, lambda t: t.pop("model.norm.weight"))
+    assert open_by_shards(model, torch.float32) is None
+    with pytest.raises(ModelMismatchError, match=r"missing keys model\.norm\.weight"):
+        load_policy_model(model, Ranks.single())
+
+
+def test_a_weight_of_another_shape_is_refused(model: Path) -> None:
+    rewrite(model, lambda t: t.update({"model.norm.weight": torch.ones(15)}))
+    with pytest.raises(ModelMismatchError, match=r"model\.norm\.weight has shape \[15\], the model \[16\]"):
+        load_policy_model(model, Ranks.single())
+
+
+def test_a_file_that_the_index_names_and_that_is_missing_is_refused(tmp_path: Path) -> None:
+    tiny_causal_lm().save_pretrained(tmp_path, max_shard_size="4KB")
+    lost = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(ConfigError, match=lost.name):
+        load_policy_model(tmp_path, Ranks.single())
+
+
+def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such directory"):
+        load_policy_model(tmp_path / "nowhere", Ranks.single())
+
+
+def test_names_that_are_converted_are_loaded_whole_and_right(tmp_path: Path) -> None:
+    """A checkpoint has one matrix for each expert, and the model one tensor."""
+    original = tiny_experts()
+    original.save_pretrained(tmp_path)
+    assert open_by_shards(tmp_path, torch.float32) is None
+    for name, weight in named_weights(load_policy_model(tmp_path, Ranks.single()).causal_lm).items():
+        assert torch.equal(weight, named_weights(original)[name]), name
+
+
+def test_copies_that_do_not_fit_a_host_are_refused_with_the_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30B of experts in float32 on eight ranks: 960 GB."""
+    tiny_experts().save_pretrained(tmp_path)
+    size = sum(weight.numel() * 4 for weight in named_weights(tiny_experts()).values())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(policy_model, "available_bytes", lambda: 8 * size - 1)
+    with pytest.raises(ConfigError, match=r"names differ .*: 8 ranks on this host need 0\.0 GiB .* Use fewer ranks"):
+        open_by_shards(tmp_path, torch.float32)
+    monkeypatch.setattr(policy_model, "available_bytes", lambda: 8 * size)
+    assert open_by_shards(tmp_path, torch.float32) is None
+
+
+def test_a_hub_name_is_found_in_the_cache(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "hub" / "models--someone--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "snapshots").mkdir()
+    model.rename(repository / "snapshots" / ("0" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    opened = open_by_shards("someone/tiny", torch.float32)
+    assert opened is not None and opened.causal_lm.config.name_or_path == "someone/tiny"
+    assert open_by_shards("someone/else", torch.float32) is None

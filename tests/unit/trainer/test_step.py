@@ -1,31 +1,27 @@
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import services.trainer.step as step_module
 from services.common.config.training import OptimizerConfig
-from services.common.errors import ConfigError, InvalidRequestError
-from services.common.records import RankBatch, Segment, TrainingSequence
+from services.common.errors import InvalidRequestError
+from services.common.records import Segment, TrainingSequence
 from services.trainer.advantages import sequence_advantages
 from services.trainer.metrics import Sums
 from services.trainer.packing import Document
-from services.trainer.ranks import Ranks
 from services.trainer.step import TrainStep
-from services.trainer.supervised import SupervisedStep
+from services.trainer.warm_start import supervised_update
 from tests.metrics_catalogue import is_documented
-from tests.unit.trainer.building import VOCAB, algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
+from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 MEASURED = ("seconds", "tokens_per_second", "tflops", "memory_peak_gib")  # of the clock and the machine
 
 
-def weights(step: TrainStep | SupervisedStep) -> dict[str, torch.Tensor]:
+def weights(step: TrainStep) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in step.model.named_parameters()}
 
 
@@ -64,19 +60,6 @@ def test_replaying_a_batch_from_the_same_state_is_bit_exact(name: str) -> None:
     assert first_metrics == second_metrics
 
 
-def test_a_step_resumed_from_saved_state_is_bit_exact() -> None:
-    batches = [rank_batch(training_sequences(8, seed=s, minibatches=2)) for s in range(2)]
-    step = train_step(algorithm())
-    step.run(batches[0])
-    model_state, optimizer_state = copy.deepcopy((step.model.state_dict(), step.optimizer.state_dict()))
-    step.run(batches[1])
-    resumed = train_step(algorithm(), causal_lm=tiny_causal_lm(seed=7))
-    resumed.model.load_state_dict(model_state)
-    resumed.optimizer.load_state_dict(optimizer_state)
-    resumed.run(batches[1])
-    assert all(torch.equal(p, weights(resumed)[n]) for n, p in weights(step).items())
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_on_policy_data_shows_no_mismatch(temperature: float) -> None:
     step = train_step(algorithm(name="ppo_clip"), temperature=temperature)
@@ -94,37 +77,6 @@ def test_mismatch_is_taken_before_any_update_and_apart_for_fresh_tokens() -> Non
     first = [s for item in sequences if item.minibatch == 0 for s in item.sequence.segments if s.is_policy]
     fresh = sum(s.num_tokens for s in first if s.weight_version == 4)
     assert metrics.fresh_share == pytest.approx(fresh / sum(s.num_tokens for s in first))
-
-
-def test_decoupled_ppo_on_fresh_data_is_ppo_over_several_minibatches() -> None:
-    """Its proximal policy is that of the step's start, which here is also the behaviour policy."""
-    batch = rank_batch(on_policy(training_sequences(12, minibatches=3)))
-    steps = [train_step(algorithm(name=name)) for name in ("ppo_clip", "decoupled_ppo", "tis")]  # type: ignore[arg-type]
-    for step in steps:
-        step.run(batch)
-    expected, *others = (weights(s) for s in steps)
-    for other in others:
-        for name, value in expected.items():
-            torch.testing.assert_close(other[name], value, rtol=0, atol=2e-4)
-
-
-def test_training_makes_rewarded_sequences_likelier() -> None:
-    step = train_step(algorithm(name="ppo_clip", eps_clip=0.9, eps_clip_higher=1e6))
-    losses = []
-    for _ in range(10):
-        batch = rank_batch(training_sequences(8))
-        losses.append(step.run(batch).loss)
-    assert losses[-1] < losses[0]
-
-
-def test_a_group_of_equal_rewards_changes_nothing() -> None:
-    sequences = [dataclasses.replace(s, group_mean=s.sequence.reward, group_std=0.0) for s in training_sequences(4)]
-    step = train_step(algorithm())
-    before = weights(step)
-    metrics = step.run(rank_batch(sequences))
-    assert metrics.grad_norm == 0.0
-    assert metrics.updates_applied == 1
-    assert all(torch.equal(before[n], p) for n, p in weights(step).items())
 
 
 def far_off(item: TrainingSequence, gap: float) -> TrainingSequence:
@@ -159,39 +111,9 @@ def test_updates_stop_where_the_mean_ratio_is_above_its_limit(
             assert torch.equal(weights(step)[name], value), "as if there were no other minibatch"
 
 
-def test_a_step_whose_every_update_is_left_out_changes_nothing_and_says_so() -> None:
-    step = train_step(algorithm(early_stop_ratio=1.5))
-    before = weights(step)
-    metrics = step.run(rank_batch([far_off(s, 3.0) for s in on_policy(training_sequences(8, minibatches=2))]))
-    assert all(torch.equal(before[n], p) for n, p in weights(step).items())
-    assert (metrics.updates_applied, metrics.updates_skipped) == (0, 2)
-    assert all(math.isfinite(value) for value in metrics.as_dict().values())
-
-
-@pytest.mark.parametrize("settings", [{"early_stop_ratio": 2.0}, {"rejection": [{"upper": 4.0}]}])
-def test_a_minibatch_without_an_update_counts_in_the_means_over_minibatches(settings: dict[str, Any]) -> None:
-    """The second of two is far off: stopped, or rejected as a whole."""
-    sequences = [far_off(s, 3.0 * s.minibatch) for s in on_policy(training_sequences(8, minibatches=2))]
-    metrics = train_step(algorithm("m2po", **settings), optimizer=OptimizerConfig(lr=1e-6)).run(rank_batch(sequences))
-    assert metrics.updates_applied == 1
-    assert metrics.algorithm["m2po_eps_low"] == pytest.approx(0.95), "the bound of both, not their sum"
-    alone = train_step(algorithm("m2po")).run(rank_batch([s for s in sequences if s.minibatch == 0]))
-    if "rejection" in settings:
-        assert metrics.loss == pytest.approx(alone.loss / 2)
-
-
 def without_trained_tokens(item: TrainingSequence) -> TrainingSequence:
     segments = tuple(s for s in item.sequence.segments if not s.is_policy)
     return dataclasses.replace(item, sequence=dataclasses.replace(item.sequence, segments=segments))
-
-
-def test_a_sequence_without_trained_tokens_only_counts_as_a_sequence() -> None:
-    sequences = training_sequences(4)
-    sequences[1] = without_trained_tokens(sequences[1])
-    metrics = train_step(algorithm()).run(rank_batch(sequences))
-    assert metrics.num_sequences == 4
-    assert np.isfinite(metrics.loss)
-    assert metrics.grad_norm > 0
 
 
 def test_a_minibatch_without_trained_tokens_is_skipped_and_counted() -> None:
@@ -221,51 +143,6 @@ def test_wrong_totals_are_refused() -> None:
         train_step(algorithm()).run(dataclasses.replace(batch, minibatches=(wrong,)))
 
 
-@pytest.mark.parametrize("token", [-1, VOCAB, 2**31 - 1])
-def test_a_token_that_the_model_lacks_is_refused_with_its_sequence(token: int) -> None:
-    """Else an index out of range: on a GPU without the name of the tensor."""
-    sequences = training_sequences(4)
-    prompt = Segment.environment([3, token])
-    sequence = dataclasses.replace(sequences[1].sequence, segments=(prompt, *sequences[1].sequence.segments))
-    sequences[1] = dataclasses.replace(sequences[1], sequence=sequence)
-    with pytest.raises(
-        InvalidRequestError, match=rf"sequence g0/1/0 .* has the token id {token}, .* has ids 0 to {VOCAB - 1}"
-    ):
-        train_step(algorithm()).run(rank_batch(sequences))
-
-
-def test_a_batch_of_nothing_is_a_step_without_updates() -> None:
-    metrics = train_step(algorithm()).run(RankBatch(policy="actor", training_step=1, minibatches=(), sequences=()))
-    assert metrics.num_sequences == 0
-    assert metrics.updates_applied == 0
-
-
-def test_kl_to_a_reference_needs_one() -> None:
-    with pytest.raises(ConfigError, match="needs a reference model"):
-        train_step(algorithm(kl_coefficient=0.1))
-
-
-def test_the_kl_to_oneself_is_zero_and_to_another_is_not() -> None:
-    batch = rank_batch(training_sequences(4))
-    config = algorithm(name="ppo_clip", kl_coefficient=0.1)
-    itself = train_step(config, reference=tiny_causal_lm()).run(batch)
-    other = train_step(config, reference=tiny_causal_lm(seed=1)).run(batch)
-    assert itself.kl_reference == pytest.approx(0.0, abs=1e-6)
-    assert other.kl_reference > 0.05
-
-
-def test_a_kl_in_the_reward_moves_the_policy_toward_the_reference_and_lowers_the_kl() -> None:
-    sequences = [dataclasses.replace(s, group_mean=s.sequence.reward) for s in on_policy(training_sequences(12))]
-    config = algorithm(name="reinforce", kl_reward_coefficient=1.0)
-    step = train_step(config, reference=tiny_causal_lm(seed=1), optimizer=OptimizerConfig(lr=1e-3))
-    assert step.reference is not None
-    metrics = step.run(rank_batch(sequences))
-    assert metrics.kl_reference != 0.0 and metrics.grad_norm > 0.0, "equal rewards, and still something to learn"
-    itself = train_step(config, reference=tiny_causal_lm())
-    alone = itself.run(rank_batch(sequences))
-    assert alone.kl_reference == pytest.approx(0.0, abs=1e-5) and alone.grad_norm < 1e-3
-
-
 def test_advantages_pay_the_kl_from_a_token_to_the_end_of_its_sequence() -> None:
     """Against a plain loop over sequences; normalised, the whole batch has mean 0 and deviation 1."""
     sequences, plain_reference = training_sequences(6, minibatches=2), tiny_causal_lm(seed=1)
@@ -293,14 +170,6 @@ def test_advantages_pay_the_kl_from_a_token_to_the_end_of_its_sequence() -> None
         assert sorted(found.tolist()) == pytest.approx(sorted(expected), rel=1e-4, abs=1e-5)
 
 
-def test_the_reference_stays_as_it_was() -> None:
-    step = train_step(algorithm(name="ppo_clip", kl_coefficient=0.5), reference=tiny_causal_lm(seed=1))
-    assert step.reference is not None
-    before = [p.detach().clone() for p in step.reference.parameters()]
-    step.run(rank_batch(training_sequences(4)))
-    assert all(torch.equal(a, b) for a, b in zip(before, step.reference.parameters(), strict=True))
-
-
 def supervised_documents() -> list[Document]:
     rng = np.random.default_rng(0)
     return [Document.supervised(rng.integers(0, 31, n), np.arange(n) >= 3, f"row {n}") for n in (5, 9, 9, 14)]
@@ -308,26 +177,18 @@ def supervised_documents() -> list[Document]:
 
 def test_supervised_loss_is_cross_entropy_over_masked_tokens() -> None:
     step = train_step(algorithm())
-    supervised = SupervisedStep(step.model, step.optimizer, Ranks.single(), max_tokens_per_micro_batch=20)
     documents = supervised_documents()
     plain, total = tiny_causal_lm(), 0.0
     for document in documents:
         ids = torch.as_tensor(document.token_ids, dtype=torch.int64)
         logits = plain(input_ids=ids[None]).logits[0]
         total += torch.nn.functional.cross_entropy(logits[2:-1], ids[3:], reduction="sum").item()
-    metrics = supervised.run(documents)
-    assert metrics.loss == pytest.approx(total / sum(d.num_trained_tokens for d in documents), rel=1e-5)
+    first, num_trained, _ = supervised_update(step.model, step.optimizer, step.ranks, documents, 20)
+    assert num_trained == sum(d.num_trained_tokens for d in documents)
+    assert first == pytest.approx(total / sum(d.num_trained_tokens for d in documents), rel=1e-5)
     for _ in range(20):
-        last = supervised.run(documents)
-    assert last.loss < metrics.loss
-
-
-def test_supervised_documents_that_train_nothing_change_nothing() -> None:
-    step = train_step(algorithm())
-    supervised = SupervisedStep(step.model, step.optimizer, Ranks.single(), max_tokens_per_micro_batch=20)
-    before = weights(supervised)
-    assert supervised.run([Document.supervised(np.zeros(4), np.zeros(4, dtype=bool))]).loss == 0.0
-    assert all(torch.equal(before[n], p) for n, p in weights(supervised).items())
+        last, _, _ = supervised_update(step.model, step.optimizer, step.ranks, documents, 20)
+    assert last < first
 
 
 def test_tokens_of_a_kept_cache_are_not_fresh() -> None:
@@ -369,32 +230,6 @@ def test_a_minibatch_of_which_all_is_rejected_makes_no_update() -> None:
     assert (metrics.updates_applied, metrics.updates_skipped) == (0, 2)
     assert metrics.algorithm["left_out_share"] == 1.0
     assert all(torch.equal(weight, before[name]) for name, weight in nothing.model.named_parameters())
-
-
-@pytest.mark.parametrize(
-    ("settings", "passes"),
-    [
-        ({"name": "ppo_clip"}, 0),
-        ({"name": "m2po"}, 1),
-        ({"name": "ppo_clip", "rejection": [{"upper": 3.0}]}, 1),
-        ({"name": "m2po", "rejection": [{"upper": 3.0}]}, 1),
-    ],
-)
-def test_the_first_minibatch_costs_one_further_pass_at_most(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], passes: int
-) -> None:
-    """Of forward passes beside those of the gradient; rejection and the trust region read the same values there."""
-    seen: list[object] = []
-    plain = step_module.forward
-
-    def counted(*arguments: Any) -> Any:
-        seen.append(arguments)
-        return plain(*arguments)
-
-    monkeypatch.setattr(step_module, "forward", counted)
-    metrics = train_step(algorithm(**settings), max_tokens=40).run(rank_batch(training_sequences(8)))
-    assert metrics.num_micro_batches > 1
-    assert len(seen) == passes * metrics.num_micro_batches
 
 
 def test_rejection_is_by_the_policy_at_step_start() -> None:

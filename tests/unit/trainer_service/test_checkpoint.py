@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from pathlib import Path
@@ -59,35 +58,6 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(tmp_path: Path) -> None:
     assert rates[0] > rates[1] > 0  # the schedule goes on where it was
 
 
-def test_random_state_comes_back(tmp_path: Path) -> None:
-    step = make_step()
-    torch.manual_seed(5)
-    open_in(tmp_path).save(1, step.model, step.optimizer)
-    expected = torch.rand(4)
-    torch.manual_seed(6)
-    open_in(tmp_path).load(1, step.model, step.optimizer)
-    assert torch.equal(torch.rand(4), expected)
-
-
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    step, checkpoints = make_step(), open_in(tmp_path, keep=2)
-    for number in (2, 4, 6):
-        checkpoints.save(number, step.model, step.optimizer)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004", "step_000006"]
-    assert checkpoints.before(6) == 4
-    assert checkpoints.before(4) is None
-
-
-def test_a_half_written_checkpoint_does_not_count_and_is_swept(tmp_path: Path) -> None:
-    step, checkpoints = make_step(), open_in(tmp_path)
-    checkpoints.save(1, step.model, step.optimizer)
-    shutil.copytree(tmp_path / "step_000001", tmp_path / "step_000002.partial")
-    shutil.copytree(tmp_path / "step_000001", tmp_path / "step_000000.removed")
-    assert checkpoints.newest() == 1
-    checkpoints.save(4, step.model, step.optimizer)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000004"]
-
-
 @pytest.mark.parametrize(
     ("identity", "settings", "words"),
     [
@@ -117,24 +87,6 @@ def test_no_free_disk_is_reported_before_the_first_write(tmp_path: Path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
-def test_a_disk_that_fills_up_meanwhile_leaves_the_older_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, checkpoints = make_step(), open_in(tmp_path)
-    checkpoints.save(1, step.model, step.optimizer)
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(CheckpointFailedError, match=r"writing a checkpoint: .*No space left on device"):
-        checkpoints.save(2, step.model, step.optimizer)
-    monkeypatch.undo()
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
-    checkpoints.save(2, step.model, step.optimizer)
-    assert checkpoints.newest() == 2
-
-
 def test_lost_bytes_are_noticed_before_an_older_checkpoint_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,47 +105,3 @@ def test_lost_bytes_are_noticed_before_an_older_checkpoint_is_removed(
     other = make_step(seed=3)
     assert open_in(tmp_path).restore(other.model, other.optimizer) == 1
     assert_same(weights(step), weights(other))
-
-
-def test_weights_that_were_never_updated_come_back_with_fresh_moments(tmp_path: Path) -> None:
-    """With and without moments that an earlier life of the optimizer has left."""
-    fresh, used = make_step(), make_step()
-    open_in(tmp_path).save(1, fresh.model, fresh.optimizer)
-    used.run(batch_of(5))
-    open_in(tmp_path).load(1, used.model, used.optimizer)
-    for number in (1, 2):
-        fresh.run(batch_of(number))
-        used.run(batch_of(number))
-    assert_same(weights(fresh), weights(used))
-
-
-def test_buffers_that_a_model_stores_are_in_its_checkpoint(tmp_path: Path) -> None:
-    step, other = make_step(), make_step()
-    for each, value in ((step, 3.0), (other, 0.0)):
-        each.model.causal_lm.register_buffer("scale", torch.tensor([value], dtype=torch.bfloat16))
-    open_in(tmp_path).save(1, step.model, step.optimizer)
-    open_in(tmp_path).load(1, other.model, other.optimizer)
-    assert other.model.causal_lm.scale.item() == 3.0
-
-
-def test_weights_of_another_type_are_another_model(tmp_path: Path) -> None:
-    step, other = make_step(), make_step(dtype=torch.bfloat16)
-    open_in(tmp_path).save(1, step.model, step.optimizer)
-    with pytest.raises(ModelMismatchError, match=r"is float32 \[.*\] there and bfloat16"):
-        open_in(tmp_path).load(1, other.model, other.optimizer)
-
-
-def test_weights_that_do_not_lie_in_order_in_memory_come_back(tmp_path: Path) -> None:
-    """They go through a copy, as those of a GPU do."""
-    step, other = make_step(), make_step(seed=2)
-    for each in (step, other):
-        for parameter in each.model.parameters():
-            if parameter.ndim == 2:
-                parameter.data = parameter.data.t().contiguous().t()
-    step.run(batch_of(1))
-    open_in(tmp_path).save(1, step.model, step.optimizer)
-    open_in(tmp_path).load(1, other.model, other.optimizer)
-    assert_same(weights(step), weights(other))
-    for one, two in zip(step.model.parameters(), other.model.parameters(), strict=True):
-        for kind, moment in step.optimizer.adamw.state[one].items():
-            assert torch.equal(moment, other.optimizer.adamw.state[two][kind]), kind

@@ -17,7 +17,7 @@ from services.common.config.training import OptimizerConfig
 from services.common.errors import ConfigError, CorruptDataError
 from services.common.export import NOTE, export_checkpoint
 from services.common.text.chat import load_tokenizer
-from services.trainer.checkpoints import Checkpoints, export_last, model_files
+from services.trainer.checkpoints import Checkpoints, model_files
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import load_policy_model
 from services.trainer.ranks import Ranks
@@ -63,22 +63,6 @@ def test_from_pretrained_loads_an_export_of_a_checkpoint(
     assert (note["run_id"], note["policy"], note["training_step"], note["dtype"]) == ("r", "p", 3, dtype)
 
 
-def test_the_export_at_the_end_of_a_run_is_that_of_its_last_checkpoint(tmp_path: Path) -> None:
-    source = save_model(tmp_path / "model")
-    model, tokenizer = load_policy_model(source, RANKS), load_tokenizer(source)
-    checkpoints = Checkpoints(
-        tmp_path / "checkpoints", IDENTITY, 2, RANKS, model_files(model.causal_lm, tokenizer, "bfloat16")
-    )
-    checkpoints.save(3, model, PolicyOptimizer(model.named_parameters(), OptimizerConfig(lr=1e-2)))
-    weights = []
-    for step, name in ((3, "copied"), (4, "gathered")):  # of step 4 there is no checkpoint: the disk was full
-        export_last(model, tokenizer, tmp_path / name, RANKS, torch.bfloat16, checkpoints.path(step))
-        weights.append(dict(AutoModelForCausalLM.from_pretrained(tmp_path / name).named_parameters()))
-    assert (tmp_path / "copied" / NOTE).is_file() and not (tmp_path / "gathered" / NOTE).exists()
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
 def test_weights_are_exported_from_a_checkpoint_whose_moments_are_damaged(tmp_path: Path) -> None:
     path, own = checkpoint(tmp_path)
     (path / "optimizer_00000.safetensors").write_bytes(b"")
@@ -108,15 +92,6 @@ def test_an_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists and is no export"):
         export_checkpoint(path, other)
     assert (other / "thesis.tex").read_text() == "years of work"
-
-
-def test_a_checkpoint_without_a_config_is_refused_with_a_message(tmp_path: Path) -> None:
-    source = save_model(tmp_path / "model")
-    model = load_policy_model(source, RANKS)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", IDENTITY, 2, RANKS)
-    checkpoints.save(3, model, PolicyOptimizer(model.named_parameters(), OptimizerConfig(lr=1e-2)))
-    with pytest.raises(ConfigError, match="holds no config of its model"):
-        export_checkpoint(checkpoints.path(3), tmp_path / "export")
 
 
 def test_exporting_takes_neither_torch_nor_the_memory_of_the_model(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from services.trainer.config import Settings, parse
 from tests.waiting import PROCESS_S
 
 
-@pytest.mark.parametrize("module", ["services.trainer", "services.trainer.warm_start", "services.trainer.replay",
-                                    "services.trainer.launch_ranks"])  # fmt: skip
+@pytest.mark.parametrize("module", ["services.trainer", "services.trainer.warm_start", "services.trainer.launch_ranks"])
 def test_help_teaches_without_importing_torch(module: str) -> None:
     code = (
         f"import runpy, sys; sys.argv = [{module!r}, '--help']\n"

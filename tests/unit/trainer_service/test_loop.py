@@ -12,7 +12,7 @@ import pytest
 from services.common.errors import BatchLostError, ModelMismatchError, VersionConflictError
 from services.common.records import NO_TURN, DeviceTurn, RankBatch, WeightVersion
 from services.trainer import loop as loop_module
-from services.trainer.checkpoints import CheckpointFailedError, CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.loop import DeviceTurns, TrainingLoop
 from services.trainer.numerics import MismatchError
 from services.trainer.ranks import Ranks
@@ -206,68 +206,6 @@ def test_a_version_that_was_left_unpublished_is_published_first(tmp_path: Path) 
     assert again.published == [5]
 
 
-def test_no_step_is_started_while_paused(tmp_path: Path) -> None:
-    looks: list[int] = []
-
-    def pause(link: FakeLink, step: int) -> None:
-        link.paused = step == 3 and not looks
-
-    class Resumed(FakeLink):
-        def set_state(self, state: str, training_step: int) -> None:
-            super().set_state(state, training_step)
-            if state == "paused":
-                looks.append(training_step)
-                self.paused = len(looks) < 3
-
-    link = Resumed(before_pull=pause)
-    assert Trainer(tmp_path, link).live() == STEPS
-    assert looks == [3, 3, 3]
-    assert link.pulls == [1, 2, 3, 3, 4, 5]
-    assert link.published == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_stop_leaves_with_a_checkpoint_of_the_last_step(tmp_path: Path) -> None:
-    def stop(link: FakeLink, step: int) -> None:
-        link.stopped = step == 4
-
-    link = FakeLink(before_pull=stop)
-    trainer = Trainer(tmp_path, link)
-    assert trainer.live() == 3
-    assert link.published == [0, 1, 2, 3]
-    assert trainer.checkpoints.newest() == 3
-    assert link.checkpoint_steps[-1] == 3
-
-
-def test_a_checkpoint_is_written_when_asked_for(tmp_path: Path) -> None:
-    def ask(link: FakeLink, step: int) -> None:
-        link.checkpoint = step == 3
-
-    link = FakeLink(before_pull=ask)
-    Trainer(tmp_path, link, checkpoint_every=100).live()
-    assert link.checkpoint_steps == [0, 3, 5]
-
-
-def test_a_failed_checkpoint_is_counted_and_tried_again_after_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link = FakeLink()
-    trainer = Trainer(tmp_path, link)
-    tried: list[int] = []
-    begin = trainer.checkpoints.begin
-
-    def fails_at_first(training_step: int, *arguments: object) -> None:
-        tried.append(training_step)
-        if training_step == 2:
-            raise CheckpointFailedError("no free disk")
-        begin(training_step, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(trainer.checkpoints, "begin", fails_at_first)
-    assert trainer.live() == STEPS
-    assert tried == [2, 3, 4, 5]
-    assert link.checkpoint_steps == [0, 3, 4, 5]
-    assert link.gauges["failed_checkpoints"] == trainer.loop.failed_checkpoints == 1
-
-
 def test_a_recorded_batch_that_is_lost_is_passed_over_while_replaying(tmp_path: Path) -> None:
     class Losing(FakeLink):
         def pull(self, training_step: int) -> RankBatch | None:
@@ -328,22 +266,6 @@ def test_a_batch_that_comes_without_the_turn_is_not_trained(tmp_path: Path) -> N
     assert link.published == [0, 1, 2, 3, 4, 5]
     assert False in states, "it asks while another holds the device"
     assert len(link.pulls) > STEPS
-
-
-def test_a_checkpoint_that_is_asked_for_without_the_turn_is_written_in_the_next_one(tmp_path: Path) -> None:
-    link = FakeLink()
-
-    def before_pull(link: FakeLink, step: int) -> None:
-        match len(link.pulls):
-            case 2:
-                link.device_turn, link.checkpoint = DeviceTurn(1, False), True
-            case 4:
-                link.device_turn = DeviceTurn(2, True)
-
-    link.before_pull = before_pull
-    trainer = Trainer(tmp_path, link, checkpoint_every=100, shared=True)
-    assert trainer.live() == STEPS
-    assert link.checkpoint_steps == [0, 2, 5], "with the step of that turn"
 
 
 def test_a_signal_without_the_turn_leaves_without_a_checkpoint_and_the_next_process_replays(tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from structlog.testing import capture_logs
 
 from services.common.errors import ConfigError
-from services.trainer.app import build_step, join_ranks, open_checkpoints
+from services.trainer.app import build_step, join_ranks
 from services.trainer.model.attention import Documents, register_attention
 from services.trainer.model.logprobs import Targets
 from services.trainer.model.optimizer import MomentsOnHost
-from services.trainer.model.policy_model import PolicyModel, build_policy_model
+from services.trainer.model.policy_model import PolicyModel
 from services.trainer.ranks import Ranks
 from services.trainer.step import TrainStep
-from tests.unit.trainer.building import rank_batch, tiny_causal_lm, training_sequences
+from tests.unit.trainer.building import rank_batch, training_sequences
 from tests.unit.trainer_service.building import POLICY, recipe, save_model
 
 KL = {"name": "ppo_clip", "kl_coefficient": 0.1}
@@ -89,28 +89,16 @@ def test_a_trainer_that_names_gpus_does_not_fall_back_to_the_cpu(
 
 
 def test_precision_and_places_reach_weights_moments_and_reference(model: Path, group: None) -> None:
-    step, reference = built(model, compute_dtype="bfloat16", offload=["optimizer", "reference"], peak_tflops=2.0)
+    step, reference = built(model, compute_dtype="bfloat16", offload=["optimizer", "reference"])
     assert {p.dtype for p in step.model.parameters()} == {torch.float32}
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
     assert isinstance(step.optimizer._step.__self__, MomentsOnHost)  # type: ignore[attr-defined]
-    assert step.run(rank_batch(training_sequences(8))).mfu is not None
+    assert step.run(rank_batch(training_sequences(8))).updates_applied == 1
 
 
 def test_master_weights_in_bfloat16_make_the_reference_bfloat16(model: Path, group: None) -> None:
     step, reference = built(model, master_dtype="bfloat16")
     assert {p.dtype for p in [*step.model.parameters(), *reference.parameters()]} == {torch.bfloat16}
-
-
-def test_a_reference_in_the_compute_type_gives_the_bits_of_one_in_the_master_type(model: Path, group: None) -> None:
-    step, _ = built(model, compute_dtype="bfloat16")
-    losses = [step.run(rank_batch(training_sequences(8))).loss]
-    other, _ = built(model, compute_dtype="bfloat16")
-    other.reference = build_policy_model(
-        tiny_causal_lm(tied=False), step.ranks, trainable=False, compute_dtype=torch.bfloat16
-    )
-    assert {p.dtype for p in other.reference.parameters()} == {torch.float32}
-    losses.append(other.run(rank_batch(training_sequences(8))).loss)
-    assert losses[0] == losses[1]
 
 
 def test_a_frozen_model_is_sharded_again_after_its_forward_pass_and_a_trained_one_is_not(
@@ -123,8 +111,3 @@ def test_a_frozen_model_is_sharded_again_after_its_forward_pass_and_a_trained_on
         parameters = built_model._get_fsdp_state()._fsdp_param_group  # type: ignore[attr-defined]
         assert parameters.post_forward_mesh_info is not None if expected else parameters.post_forward_mesh_info is None
     assert not reference._get_fsdp_state()._fsdp_param_group.is_unsharded  # type: ignore[attr-defined]
-
-
-def test_checkpoints_are_kept_as_often_as_the_recipe_says(model: Path, tmp_path: Path) -> None:
-    run = recipe(model, trainer={"keep_checkpoints": 3})
-    assert open_checkpoints(run, POLICY, tmp_path, Ranks.single())._keep == 3

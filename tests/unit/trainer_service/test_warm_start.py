@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from services.common.config.recipe import Recipe
-from services.common.errors import ConfigError, DatasetError, ModelMismatchError
+from services.common.errors import ConfigError, DatasetError
 from services.common.text.chat import Chat, load_tokenizer
 from services.trainer.warm_start import make_starting_checkpoint, to_document
 from tests.unit.trainer_service.building import POLICY, recipe, save_tokenizer
@@ -75,19 +75,6 @@ def test_loss_is_on_the_assistants_tokens_and_nothing_else(tmp_path: Path) -> No
     assert context.split() == ["<|im_start|>", "user", "What", "is", "one", "plus", "two", "<|im_end|>", "<|im_start|>", "assistant", "<|im_start|>", "tool", "three", "<|im_end|>", "<|im_start|>", "assistant"]  # fmt: skip
 
 
-@pytest.mark.parametrize(("share", "first", "peak"), [(0.0, 1.0, 1), (0.4, 0.2, 5)])
-def test_the_rate_rises_over_a_share_of_the_updates_and_falls_to_nothing(
-    tmp_path: Path, share: float, first: float, peak: int
-) -> None:
-    make_starting_checkpoint(warm_recipe(warmup_share=share, steps=10), POLICY, tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "metrics" / "warm_start.jsonl").read_text().splitlines()]
-    rates = {row["step"]: row["learning_rate"] for row in rows}
-    assert rates[1] == pytest.approx(first * 1e-2)
-    assert max(rates, key=lambda step: rates[step]) == peak
-    assert rates[peak] == pytest.approx(1e-2)
-    assert rates[10] < 0.1 * 1e-2
-
-
 def test_it_is_made_once_and_left_alone(tmp_path: Path) -> None:
     made = make_starting_checkpoint(warm_recipe(), POLICY, tmp_path)
     changed = (made / "model.safetensors").stat().st_mtime_ns
@@ -138,18 +125,3 @@ def test_bad_dialogues_are_named(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(DatasetError, match=words):
         make_starting_checkpoint(warm_recipe(dialogues=str(path)), POLICY, tmp_path / "run")
     assert not (tmp_path / "run" / "warm_start" / POLICY).exists()
-
-
-def test_too_few_dialogues_are_reported(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="ran dry before update 3 of 12"):
-        make_starting_checkpoint(warm_recipe(dialogue_settings={"limit": 16}), POLICY, tmp_path)
-
-
-def test_a_missing_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no file nowhere\.jsonl, and no import path"):
-        make_starting_checkpoint(warm_recipe(dialogues="nowhere.jsonl"), POLICY, tmp_path)
-
-
-def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelMismatchError, match="vocabulary does not match: the tokenizer has 40 tokens"):
-        make_starting_checkpoint(warm_recipe(builder_settings={"vocabulary": 40}), POLICY, tmp_path)

@@ -147,7 +147,6 @@ def _policy(policy: Tree, *, old_group: int, group: int, episodes: bool) -> None
         "interface": "",
         "offload": [],
         "attention": "auto",
-        "peak_tflops": None,
         "device": "cpu",
         "threads": 1,
         "master_dtype": "float32",
