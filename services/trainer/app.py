@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 import torch
+from safetensors import SafetensorError
 
 from services.common import checkpoints as names
 from services.common import run_files
@@ -36,6 +37,8 @@ from services.trainer.checkpoints import (
     CheckpointIdentity,
     Checkpoints,
     checkpoint_files,
+    export_under_names_of_files,
+    has_other_names_in_files,
     require_shared,
 )
 from services.trainer.config import Settings
@@ -308,13 +311,21 @@ def _train(
         raise PeerLostError("the ranks of another node got a signal to leave; a checkpoint is written")
     if config.trainer.export_final and not leaving and (device is None or device.wait_for_last()):
         link.report.state = TrainerState.EXPORTING
-        if ranks.is_first:
-            directory, checkpoint = run_files.export(run_dir, policy), checkpoints.path(done)
-            try:
+        directory, checkpoint = run_files.export(run_dir, policy), checkpoints.path(done)
+        try:
+            if step.model.adapter is None and has_other_names_in_files(step.model.causal_lm):
+                dtype = getattr(torch, config.published_dtype)
+                export_under_names_of_files(step.model, tokenizer, directory, ranks, dtype)
+            elif ranks.is_first:
                 export_checkpoint(checkpoint, directory, replace=True)
-                log.info("model.exported", path=str(directory), checkpoint=str(checkpoint))
-            except (OSError, RollmillError) as error:  # the checkpoint holds the same weights: the run succeeds
-                log.error("export.failed", path=str(directory), error=str(error))
+            if ranks.is_first:
+                log.info("model.exported", path=str(directory))
+        except (
+            OSError,
+            SafetensorError,
+            RollmillError,
+        ) as error:  # the checkpoint holds the same weights: the run succeeds
+            log.error("export.failed", path=str(directory), error=str(error))
     loop.wait_for_stop(done)
 
 

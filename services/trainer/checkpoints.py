@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import json
 import os
 import shutil
 import socket
@@ -68,10 +69,11 @@ from services.common.errors import (
 from services.common.export import adapter_files
 from services.common.system.machine import available_bytes, sync_directory
 from services.common.telemetry.logs import LogEvent
+from services.common.text.chat import named_weights
 from services.common.weights.snapshot import AdapterIdentity, check_same_adapter
 from services.trainer.model.optimizer import MOMENTS, PolicyOptimizer
 from services.trainer.model.policy_model import PolicyModel
-from services.trainer.ranks import HostGroup, Ranks, local_rows, own_part
+from services.trainer.ranks import HostGroup, Ranks, local_rows, own_part, whole_tensors
 
 log = structlog.get_logger()
 
@@ -627,6 +629,47 @@ def require_shared(directory: Path, ranks: Ranks, appear_s: float = APPEAR_S) ->
     finally:
         if ranks.is_first:
             mark.unlink(missing_ok=True)
+
+
+# -- exports of models whose weights have other names in files --------------------------------------------------------------
+
+
+def has_other_names_in_files(causal_lm: Any) -> bool:
+    """Whether transformers stores weights under other names than the model uses, such as those of experts."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    weights = {name: torch.empty(w.shape, device="meta") for name, w in named_weights(causal_lm).items()}
+    return set(revert_weight_conversion(causal_lm, weights)) != set(weights)
+
+
+def export_under_names_of_files(
+    model: PolicyModel, tokenizer: Any, directory: Path, ranks: Ranks, dtype: torch.dtype
+) -> None:
+    """Gather the model and write it as transformers does; the directory appears when complete. A collective.
+
+    Raises:
+        OSError, SafetensorError: on the first rank; the disk refuses it.
+    """
+    from transformers.utils import logging
+
+    weights = {
+        name: weight
+        for name, weight in whole_tensors(named_weights(model.causal_lm), ranks, dtype)
+        if weight is not None
+    }
+    if not ranks.is_first:
+        return
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    logging.disable_progress_bar()
+    model.causal_lm.save_pretrained(partial, state_dict=weights)
+    config = json.loads((partial / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")  # else that of the master weights
+    (partial / "config.json").write_text(json.dumps(config, indent=2))
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
 
 
 # -- files for exports ----------------------------------------------------------------------------------------------------

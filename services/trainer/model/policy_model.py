@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from services.common.text.chat import load_model, named_weights
 from services.common.weights.snapshot import AdapterIdentity, DigestAlgorithm, TensorEntry, version_digest
 from services.trainer.model.attention import Documents, Kernel, register_attention
 from services.trainer.model.logprobs import Drawn, Targets, token_logprobs
+from services.trainer.model.norms import speed_up_norms
 from services.trainer.model.self_test import Limit, check_architecture, check_loaded
 from services.trainer.model.tiny_copy import NoTinyCopyError
 from services.trainer.ranks import HostGroup, Ranks, full, local_rows, shard
@@ -139,6 +140,54 @@ _GIB = 1 << 30
 _PATTERNS = ["*.safetensors", INDEX, "config.json", "generation_config.json"]
 
 
+Sources = tuple[str, ...]  # stored matrices of one expert, in the order of their rows
+
+# By name, in order: stack the experts; stack them, then put matrices below each other within each expert.
+_SUPPORTED: tuple[tuple[tuple[str, int], ...], ...] = (
+    (("MergeModulelist", 0),),
+    (("MergeModulelist", 0), ("Concatenate", 1)),
+)
+
+
+def merged_experts(
+    model_type: str, shapes: Mapping[str, Sequence[int]], stored: Collection[str]
+) -> dict[str, list[Sources]]:
+    """The stored matrices of every expert, by the weight that merges them; weights that are stored as they are left out.
+
+    ``shapes`` are those of the model's weights by name, ``stored`` the names in the checkpoint.
+    """
+    found: dict[str, list[Sources]] = {}
+    for patterns, target in _mergers(model_type):
+        for name in shapes:
+            if name in stored or not name.endswith(target):
+                continue
+            prefix = name.removesuffix(target)
+            experts = [
+                tuple(prefix + pattern.replace("*", str(expert)) for pattern in patterns)
+                for expert in range(shapes[name][0])
+            ]
+            if all(source in stored for sources in experts for source in sources):
+                found[name] = experts
+    return found
+
+
+def _mergers(model_type: str) -> list[tuple[list[str], str]]:
+    """(patterns of stored names, ending of the merged name) of the supported conversions of a kind of model."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    found = []
+    for conversion in get_checkpoint_conversion_mapping(model_type) or ():
+        operations: Any = getattr(conversion, "operations", None) or ()
+        kinds = tuple(
+            (type(operation).__name__, operation.dim) for operation in operations if hasattr(operation, "dim")
+        )
+        patterns, targets = conversion.source_patterns, conversion.target_patterns
+        plain = all(pattern.count("*") == 1 for pattern in patterns) and len(targets) == 1
+        if plain and len(kinds) == len(operations) and kinds in _SUPPORTED:
+            found.append((list(patterns), str(targets[0])))
+    return found
+
+
 class _NotByShardsError(Exception):
     """A checkpoint cannot be read by shards. Internal to this module."""
 
@@ -153,6 +202,7 @@ class MetaModel:
 
     causal_lm: Any
     files: Mapping[str, Path]  # by name of the stored tensor
+    experts: Mapping[str, list[Sources]]  # by name of a merged weight: the stored matrices of each expert
     buffers: Mapping[str, torch.Tensor]  # computed, not stored: rotary frequencies
 
     def materialize(self, root: torch.nn.Module, device: torch.device, offload: bool = False) -> int:
@@ -165,7 +215,7 @@ class MetaModel:
         for name, value in self.buffers.items():
             owner, _, own_name = name.rpartition(".")
             setattr(self.causal_lm.get_submodule(owner), own_name, value.to(device))
-        return _read_rows(self.causal_lm, self.files)
+        return _read_rows(self.causal_lm, self.files, self.experts)
 
 
 def open_by_shards(path: str | Path, dtype: torch.dtype) -> MetaModel | None:
@@ -216,14 +266,17 @@ def _open(path: str | Path, dtype: torch.dtype) -> MetaModel:
         raise _NotByShardsError(f"no model can be made from its config: {error}") from error
     shapes = {name: list(weight.shape) for name, weight in named_weights(causal_lm).items()}
     tied = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)} - shapes.keys()
-    if differing := (files.keys() - tied) ^ shapes.keys():
+    stored = files.keys() - tied
+    experts = merged_experts(config.model_type, shapes, stored)
+    expected = (shapes.keys() - experts.keys()) | {name for each in experts.values() for own in each for name in own}
+    if differing := stored ^ expected:
         raise _NotByShardsError(
             f"{len(differing)} names differ from the model's, such as {min(differing)}",
             sum(math.prod(shape) for shape in shapes.values()),
         )
     for file in sorted(set(files.values())):  # before memory of these sizes is taken
         for name, place in places(file).items():
-            if list(place.shape) != shapes.get(name, list(place.shape)):
+            if name not in experts and list(place.shape) != shapes.get(name, list(place.shape)):
                 _refuse_shape(file, name, place.shape, shapes[name])
     buffers = _computed_buffers(causal_lm)
     try:
@@ -231,7 +284,9 @@ def _open(path: str | Path, dtype: torch.dtype) -> MetaModel:
     except OSError:
         pass  # some checkpoints have none: keep the model's defaults
     causal_lm.config.name_or_path = str(path)
-    return MetaModel(causal_lm=causal_lm.eval(), files={name: files[name] for name in shapes}, buffers=buffers)
+    return MetaModel(
+        causal_lm=causal_lm.eval(), files={name: files[name] for name in expected}, experts=experts, buffers=buffers
+    )
 
 
 def _computed_buffers(causal_lm: Any) -> dict[str, torch.Tensor]:
@@ -259,24 +314,33 @@ def _refuse_shape(file: Path, name: str, stored: Sequence[int], shape: list[int]
     )
 
 
-def _read_rows(causal_lm: Any, files: Mapping[str, Path]) -> int:
+def _read_rows(causal_lm: Any, files: Mapping[str, Path], experts: Mapping[str, list[Sources]]) -> int:
     """Fill this rank's rows of every weight but an adapter's, file by file; returns the number of bytes read.
 
     Raises ``ModelMismatchError`` for a tensor of another shape, ``ConfigError`` for an unreadable file.
     """
     from safetensors import SafetensorError, safe_open
 
-    weights = base_weights(causal_lm)
+    targets: dict[str, torch.Tensor] = {}  # by name of the stored tensor: the memory of the rows that this rank reads
+    firsts: dict[str, int] = {}  # and where they begin in the stored tensor
+    shapes: dict[str, list[int]] = {}  # of the whole stored tensor
+    for name, weight in base_weights(causal_lm).items():
+        rows, first = local_rows(weight)
+        if name not in experts:
+            targets[name], firsts[name], shapes[name] = rows, first, list(weight.shape)
+            continue
+        for expert, matrix in enumerate(rows, start=first):
+            sources = experts[name][expert]
+            for source, part in zip(sources, matrix.chunk(len(sources)), strict=True):
+                targets[source], firsts[source], shapes[source] = part, 0, list(part.shape)
     num_bytes = 0
-    for file in sorted({files[name] for name in weights}):
+    for file in sorted({files[name] for name in targets}):
         try:
             with safe_open(file, framework="pt") as opened:
-                for name, weight in weights.items():
-                    if files[name] != file:
-                        continue
-                    stored, (rows, first) = opened.get_slice(name), local_rows(weight)
-                    if list(stored.get_shape()) != list(weight.shape):
-                        _refuse_shape(file, name, stored.get_shape(), list(weight.shape))
+                for name in (name for name in targets if files[name] == file):
+                    stored, rows, first = opened.get_slice(name), targets[name], firsts[name]
+                    if list(stored.get_shape()) != shapes[name]:
+                        _refuse_shape(file, name, stored.get_shape(), shapes[name])
                     if len(rows):
                         values = stored[first : first + len(rows)]
                         num_bytes += values.numel() * values.element_size()
@@ -412,6 +476,8 @@ def build_policy_model(
         model.to(ranks.device)
         if adapter is not None:
             reset_adapter(causal_lm, adapter)
+    if trainable:
+        speed_up_norms(model, ranks.device)
     shard(model, model.layers, ranks, compute_dtype, offload, exact=[] if head is None else [head])
     register_fsdp_forward_method(model, "plain")
     return model

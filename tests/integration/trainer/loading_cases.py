@@ -18,7 +18,7 @@ from services.common.system.child import run_and_leave
 from services.common.text.chat import load_model, named_weights
 from services.trainer.model.policy_model import PolicyModel, build_policy_model, load_policy_model, open_by_shards
 from services.trainer.ranks import Ranks, full, init_ranks, leave_ranks, local_rows
-from tests.unit.trainer.building import tiny_causal_lm
+from tests.unit.trainer.building import tiny_causal_lm, tiny_experts
 from tests.unit.trainer_service.building import save_model
 
 MASTERS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -26,11 +26,12 @@ MIB = 1 << 20
 
 
 def make_models(directory: Path) -> None:
-    """Tied and untied, in one type each, one in many files, and one that is large beside an interpreter's needs."""
+    """Tied and untied, in one type each, one in many files, one with experts, and one that is large beside an interpreter's needs."""
     for tied, stored in ((True, "float32"), (False, "bfloat16")):
         name = f"{'tied' if tied else 'untied'}_{stored}"
         save_model(directory / name, dtype=getattr(torch, stored), tied=tied)
     tiny_causal_lm(tied=False).save_pretrained(directory / "many_files", max_shard_size="4KB")
+    tiny_experts().to(torch.bfloat16).save_pretrained(directory / "experts_bfloat16", max_shard_size="4KB")
     large = Qwen3Config(
         vocab_size=20_000, hidden_size=512, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=8,
         num_key_value_heads=4, head_dim=64, tie_word_embeddings=False,

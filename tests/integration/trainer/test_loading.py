@@ -36,7 +36,7 @@ def loaded(
 
 def test_every_rank_has_the_bits_of_from_pretrained(loaded: list[Any]) -> None:
     cases = [name for name in loaded[0] if name != "large"]
-    assert len(cases) == 2 * 3 + 1
+    assert len(cases) == 2 * 4 + 1
     for rank, said in enumerate(loaded):
         for case in cases:
             assert said[case] == dict.fromkeys(said[case], True), f"rank {rank}, {case}"
