@@ -541,7 +541,6 @@ METRICS = (
     Metric("rollmill_engine_kv_blocks_used", "gauge", "Blocks held by running requests and by cached prefixes.", "kv_used/{policy}"),
     Metric("rollmill_engine_kv_blocks_shared", "gauge", "Blocks held by several sequences at once.", "kv_shared/{policy}"),
     Metric("rollmill_engine_kv_evicted_total", "counter", "Cached prefixes given up for their memory.", "kv_evicted/{policy}"),
-    Metric("rollmill_engine_kv_parked_total", "counter", "Running requests that gave up their KV for memory and computed it again.", "kv_parked/{policy}"),
     Metric("rollmill_slots", "gauge", "Rollouts that this replica plays at once.", "slots"),
     Metric("rollmill_free_slots", "gauge", "Slots without a rollout.", "free_slots"),
     Metric("rollmill_rollouts_running", "gauge", "Rollouts played now, or waiting for a slot.", "running_rollouts"),

@@ -132,13 +132,12 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvUse:
-    """A paged KV cache: blocks now, and two counts since start."""
+    """A paged KV cache: blocks now, and a count since start."""
 
     blocks: int  # that requests can hold
     used: int  # by running requests and by cached prefixes
     shared: int  # used by several sequences at once
     evicted: int  # cached prefixes that were given up for their memory
-    parked: int  # running requests that gave up their cache for memory, and computed it again later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from services.common.weights.codec import ChunkChange
 from services.common.weights.snapshot import Bits, element_type
 from services.inference.engine.base import SCATTERED_BYTES, WeightUpdate, check_update, run_all
 from services.inference.engine.torch.blocks import Adapter, Blocks, Sizes
-from services.inference.engine.torch.kv import Bucket, Ints, KvCache, KvShape, Reach, attend_to_trunk
+from services.inference.engine.torch.kv import Bucket, Ints, KvCache, KvShape, Reach
 from services.inference.engine.torch.slots import Drawn, sample_plain
 
 # --- Changes a model's weights in place: values are prepared beforehand, in any thread, so that the pause covers only the writing.
@@ -232,7 +232,7 @@ class Decoder:
 
     def arranged(self, slots: Ints, lengths: Ints) -> Ints:
         """The slots in the order in which ``decode`` takes the least time; any order gives the same logits."""
-        return self.cache.arranged(slots, lengths) if self._fast is None else slots
+        return slots[np.argsort(-lengths, kind="stable")] if self._fast is None else slots
 
     def decode(self, slots: Ints, tokens: Ints, positions: Ints) -> torch.Tensor:
         """Feed ``tokens`` at ``positions`` to ``slots`` (all [num_rows]); logits [num_rows, vocabulary].
@@ -242,8 +242,8 @@ class Decoder:
         if self._fast is not None:
             return self._fast.decode(slots, tokens, positions)
         places = self.cache.places(slots, positions)
-        buckets = self.cache.split(slots, bucket_bounds(positions + 1))
-        reaches = [self.cache.reach(slots[b.start : b.stop], b.width, may_share=True) for b in buckets]
+        buckets = bucket_bounds(positions + 1)
+        reaches = [self.cache.reach(slots[b.start : b.stop], b.width) for b in buckets]
         fed, at = (torch.from_numpy(numbers).to(self.device) for numbers in (tokens, positions))
         return self.step(fed, at, places, buckets, reaches)
 
@@ -263,10 +263,7 @@ class Decoder:
         heads, kv_heads, head_dim = self.heads, self.kv_heads, self.head_dim
         blocks = self.blocks
         rotation = blocks.rotation(positions)
-        masks = [
-            mask if reach.trunk is None else mask[..., reach.trunk_width :]
-            for mask, reach in zip((self._decode_mask(positions, b) for b in buckets), reaches, strict=True)
-        ]
+        masks = [self._decode_mask(positions, bucket) for bucket in buckets]
         x = F.embedding(tokens, self.embedding)  # [num_rows, hidden]
         for index in range(blocks.num_layers):
             qkv = blocks.project(index, x, rotation)
@@ -275,11 +272,8 @@ class Decoder:
             query = qkv[:, :heads].unflatten(1, (kv_heads, heads // kv_heads))
             parts = []
             for bucket, mask, reach in zip(buckets, masks, reaches, strict=True):
-                rows, own = query[bucket.start : bucket.stop], self.cache.read(index, reach)
-                if reach.trunk is not None:
-                    attended = attend_to_trunk(rows, self.cache.read_trunk(index, reach.trunk), own, mask)
-                else:
-                    attended = F.scaled_dot_product_attention(rows, *own, attn_mask=mask)
+                rows, (keys, values) = query[bucket.start : bucket.stop], self.cache.read(index, reach)
+                attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
                 parts.append(attended.reshape(bucket.stop - bucket.start, heads * head_dim))
             blocks.finish(index, x, parts[0] if len(parts) == 1 else torch.cat(parts))
         return blocks.logits(x)

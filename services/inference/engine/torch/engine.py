@@ -26,6 +26,7 @@ import structlog
 import torch
 
 from services.common.aio import deadline
+from services.common.config.processes import blocks_of
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError, RollmillError
 from services.common.kept_tokens import KeptRow, pack
 from services.common.records import Logprobs, Segment
@@ -103,8 +104,8 @@ class Core:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a place in the decoding steps: not yet joined, or parked."""
-        return len(self._waiting) + self.table.num_parked
+        """Requests that have not joined yet."""
+        return len(self._waiting)
 
     def holds_s(self) -> float:
         """Seconds that the next step waits for requests that may join; 0 when the step is due."""
@@ -167,7 +168,7 @@ class Core:
     def step(self) -> None:
         table = self.table
         began = time.monotonic()
-        if self._gathering.joins(self.num_waiting, table.num_live, table.num_free + table.num_parked):
+        if self._gathering.joins(self.num_waiting, table.num_live, table.num_free):
             self._admit()
         self.kv.grow()
         slots = np.flatnonzero(table.live)
@@ -207,10 +208,7 @@ class Core:
         table = self.table
         if self._alone:
             self.kv.forget()  # a prefix that an earlier request left was rounded in other shapes
-        revived = self.kv.revive()
-        for slot in revived:
-            self._mark(slot)
-        batch = [] if table.num_parked else self._next_batch()
+        batch = self._next_batch()
         # Continued conversations first: another request must not take their slots in the same round.
         newcomers: list[tuple[Entry, Any, int, int]] = []
         known: dict[tuple[int, ...], tuple[Any, int, int]] = {}  # equal prompts come together: a task group's
@@ -234,25 +232,21 @@ class Core:
             free = table.free_slot()
             assert free is not None
             self._place(entry, free, prompt, source, shared if worth_sharing(shared, len(prompt) - 1) else 0)
-        self.kv.compute([*revived, *(entry.slot for entry in batch)])
+        self.kv.compute([entry.slot for entry in batch])
 
     def _next_batch(self) -> list[Entry]:
-        """Waiting requests that have slots and memory, in their order."""
+        """Waiting requests that have slots, and memory for all their tokens, in their order."""
         batch: list[Entry] = []
         num_tokens = 0
         num_free, room = self.table.num_free, self.kv.room()
-        seen: set[tuple[int, ...]] = set()
         while self._waiting and len(batch) < num_free and num_tokens < ADMIT_TOKENS:
-            ids = self._waiting[0].request.prompt_ids
-            if room is not None:
-                # Of equal prompts one is held: the others need the block they write into, and the next one.
-                price = 2 if ids in seen else self.kv.price(np.asarray(ids, dtype=np.int32))
-                if price > room and (batch or self.table.num_live):
-                    break
-                room -= price + 1
-                seen.add(ids)
+            request = self._waiting[0].request
+            num_prompt = len(request.prompt_ids)
+            room -= blocks_of(min(num_prompt + request.sampling.max_new_tokens, self.table.context_length))
+            if room < 0:
+                break
             batch.append(self._waiting.popleft())
-            num_tokens += len(ids)
+            num_tokens += num_prompt
         return batch
 
     def _place(self, entry: Entry, slot: int, prompt: Any, source: int, cached: int) -> None:
