@@ -12,7 +12,7 @@ import mmap
 import os
 import stat
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -382,12 +382,10 @@ def _is_acceptable(endpoint: str, server_key: bytes, *, is_secure: bool) -> bool
     return not server_key and is_loopback(host_of(endpoint.removeprefix("tcp://")))
 
 
-# --- Passes weights on to other replicas: the incoming payload, the last deltas, and the held version.
+# --- Passes weights on to other replicas: the incoming payload, the newest delta, and the held version.
 
 
 PROGRESS_TIMEOUT_S = 20.0  # below the receiver's limit of 30 s for a silent stream
-KEPT_DELTAS = 4
-KEPT_DELTA_SHARE = 0.25  # of the mirror's bytes, in all
 
 
 class Incoming:
@@ -460,7 +458,7 @@ class Relay:
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
         self._incoming: dict[str, Incoming] = {}
-        self._deltas: OrderedDict[str, tuple[Payload, memoryview]] = OrderedDict()
+        self._delta: tuple[Payload, memoryview] | None = None  # the newest, as it came
 
     # -- calls of the receiving side ---------------------------------------------------------------------------
 
@@ -469,16 +467,10 @@ class Relay:
         self._incoming[incoming.payload.payload_id] = incoming
 
     def received(self, payload: Payload, data: memoryview) -> None:
-        """Note that a payload is verified and in the mirror: snapshots are served from the mirror, a delta is kept unchanged."""
+        """Note that a payload is verified and in the mirror: snapshots are served from the mirror, the newest delta as it came."""
         self._incoming.pop(payload.payload_id, None)
-        if payload.encoding is not Encoding.DELTA:
-            return
-        self._deltas[payload.payload_id] = (payload, data)
-        allowed = KEPT_DELTA_SHARE * sum(entry.size_bytes for entry in payload.target.tensors)
-        while len(self._deltas) > KEPT_DELTAS or (
-            len(self._deltas) > 1 and sum(len(kept) for _, kept in self._deltas.values()) > allowed
-        ):
-            self._deltas.popitem(last=False)
+        if payload.encoding is Encoding.DELTA:
+            self._delta = payload, data
 
     def lost(self, payload_id: str) -> None:
         """Note that a payload failed; readers that wait for its bytes fail."""
@@ -500,7 +492,8 @@ class Relay:
             raise VersionUnavailableError(
                 f"version {request.version} of run {request.run_id} is not held here (held: {version})"
             )
-        for payload, _ in reversed(tuple(self._deltas.values())):  # the event loop adds to them meanwhile
+        if self._delta is not None:
+            payload = self._delta[0]
             if payload.base == request.base and payload.target.digest == held.digest:
                 return payload
         full = full_layout(held)
@@ -516,8 +509,8 @@ class Relay:
         incoming = self._incoming.get(payload_id)
         if incoming is not None:
             return IncomingReader(incoming, self._mirror)
-        if payload_id in self._deltas:
-            return MemoryReader(self._deltas[payload_id][1])
+        if self._delta is not None and self._delta[0].payload_id == payload_id:
+            return MemoryReader(self._delta[1])
         held = self._mirror.manifest
         if held is None or payload_id != full_payload_id(held):
             raise NotFoundError(f"payload {payload_id!r} is not here: ask for the manifest again")

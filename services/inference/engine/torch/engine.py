@@ -210,25 +210,18 @@ class Core:
             self.kv.forget()  # a prefix that an earlier request left was rounded in other shapes
         batch = self._next_batch()
         # Continued conversations first: another request must not take their slots in the same round.
-        newcomers: list[tuple[Entry, Any, int, int]] = []
-        known: dict[tuple[int, ...], tuple[Any, int, int]] = {}  # equal prompts come together: a task group's
+        newcomers = []
         for entry in batch:
-            ids = entry.request.prompt_ids
-            if ids not in known:
-                prompt = np.asarray(ids, dtype=np.int32)
-                known[ids] = (prompt, *table.longest_prefix(prompt))
-            prompt, source, shared = known[ids]
+            prompt = np.asarray(entry.request.prompt_ids, dtype=np.int32)
+            source, shared = table.longest_prefix(prompt)
             # Taken over: a free slot whose whole cache is a prefix of the prompt.
             is_whole = not table.live[source] and table.cached[source] - shared <= TAKEOVER_LOSS
             if worth_sharing(shared, len(prompt) - 1) and is_whole:
                 self._place(entry, source, prompt, source, shared)
-                known.clear()  # slots have changed
             else:
-                newcomers.append((entry, prompt, source, shared))
-        for entry, prompt, source, shared in newcomers:
-            # In this round another request may have taken the source.
-            if worth_sharing(shared, len(prompt) - 1) and not table.holds(source, prompt[:shared]):
-                source, shared = table.longest_prefix(prompt)
+                newcomers.append((entry, prompt))
+        for entry, prompt in newcomers:
+            source, shared = table.longest_prefix(prompt)
             free = table.free_slot()
             assert free is not None
             self._place(entry, free, prompt, source, shared if worth_sharing(shared, len(prompt) - 1) else 0)

@@ -227,12 +227,6 @@ class SlotTable:
         best = (shared * (self.context_length + 1) - self.cached[candidates]).argmax()
         return int(candidates[best]), int(shared[best])
 
-    def holds(self, slot: int, prefix: npt.NDArray[np.int32]) -> bool:
-        """Whether the slot has valid KV for ``prefix``."""
-        if self.mixed[slot] or self.cached[slot] < len(prefix):
-            return False
-        return bool((self.tokens[slot, : len(prefix)] == prefix).all())
-
     def free_slot(self) -> int | None:
         """The free slot without a cache, or else with the oldest cache; of equals the lowest. None without a free slot."""
         free = (~self.live).nonzero()[0]
