@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.errors import ConfigError, InvalidRequestError, ModelMismatchError, PromptTooLongError
+from services.common.kept_tokens import KeptRow, pack
 from services.common.records import Logprobs, Sampling, Segment, TokenIds
 from services.common.text.chat import check_weights_match
 from services.common.weights.codec import ChunkChange
@@ -143,6 +144,19 @@ class EngineHealth:
     waiting: int  # requests queued
     generated_tokens: int  # since start
     kv: KvUse | None = None  # None where the cache is not paged, or is the business of another process
+
+
+Mark = tuple[int, int, bool]  # first token, weight version, and whether a cache of older weights was read
+
+
+def segments_by(marks: Sequence[Mark], tokens: Any, logprobs: Any, kept: Sequence[KeptRow] = ()) -> tuple[Segment, ...]:
+    """The policy segments of generated tokens: each mark's up to the next one. ``kept`` may lack the last rows."""
+    ends = [*(start for start, _, _ in marks[1:]), len(tokens)]
+    return tuple(
+        Segment.policy(tokens[start:end], logprobs[start:end], version, mixed, pack(kept[start:end], end - start))
+        for (start, version, mixed), end in zip(marks, ends, strict=True)
+        if end > start
+    )
 
 
 class Engine(Protocol):

@@ -28,8 +28,8 @@ import torch
 from services.common.aio import deadline
 from services.common.config.processes import blocks_of
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError, RollmillError
-from services.common.kept_tokens import KeptRow, pack
-from services.common.records import Logprobs, Segment
+from services.common.kept_tokens import KeptRow
+from services.common.records import Logprobs
 from services.common.system.parking import return_freed_memory
 from services.common.telemetry.logs import LogEvent
 from services.inference.engine.base import (
@@ -38,10 +38,12 @@ from services.inference.engine.base import (
     Generation,
     GenerationRequest,
     KvPolicy,
+    Mark,
     ScoreRequest,
     WeightUpdate,
     check_request,
     check_score_request,
+    segments_by,
 )
 from services.inference.engine.torch.blocks import Adapter
 from services.inference.engine.torch.decoder import Decoder, PreparedUpdate, Stepping
@@ -62,7 +64,7 @@ class Entry:
 
     request: GenerationRequest
     done: Callable[[Generation | RollmillError], None]
-    marks: list[tuple[int, int, bool]] = field(default_factory=list)  # (first position, version, mixed cache)
+    marks: list[Mark] = field(default_factory=list)  # by positions of the slot
     slot: int = -1
     kept: list[KeptRow] = field(default_factory=list)  # of the first generated tokens only
 
@@ -279,9 +281,16 @@ class Core:
         entry.done(InfrastructureError(f"logits are not finite under weight version {self.version}"))
 
     def _finish(self, entry: Entry, reason: FinishReason) -> None:
-        generation = Generation(segments=self._segments(entry), finish_reason=reason)
+        first = entry.marks[0][0]
+        of = entry.slot, slice(first, int(self.table.length[entry.slot]))
+        segments = segments_by(
+            [(start - first, version, mixed) for start, version, mixed in entry.marks],
+            self.table.tokens[of].copy(),
+            self.table.logprobs[of].copy(),
+            entry.kept,
+        )
         self._release(entry)
-        entry.done(generation)
+        entry.done(Generation(segments=segments, finish_reason=reason))
 
     def _release(self, entry: Entry) -> None:
         del self._by_id[entry.request.request_id]
@@ -292,22 +301,6 @@ class Core:
             self._rows[entry.slot] = None
             self.table.release(entry.slot)
             self.kv.released(entry.slot)
-
-    def _segments(self, entry: Entry) -> tuple[Segment, ...]:
-        slot, table = entry.slot, self.table
-        ends = [start for start, _, _ in entry.marks[1:]] + [int(table.length[slot])]
-        first = entry.marks[0][0]
-        return tuple(
-            Segment.policy(
-                table.tokens[slot, start:end].copy(),
-                table.logprobs[slot, start:end].copy(),
-                version,
-                mixed,
-                pack(entry.kept[start - first : end - first], end - start),
-            )
-            for (start, version, mixed), end in zip(entry.marks, ends, strict=True)
-            if end > start
-        )
 
 
 T = TypeVar("T")
