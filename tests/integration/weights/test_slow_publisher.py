@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from services.common.config.training import WeightsConfig
-from services.common.pb import weights_pb2_grpc
-from services.common.rpc.server import Server
 from services.common.transfer.servicer import WeightServicer
 from services.common.weights.snapshot import Encoding, Payload, PayloadNotReadyError, PayloadRequest
 from services.inference.weights.mirror import Mirror
@@ -27,6 +25,7 @@ from tests.integration.weights.test_transfer_faults import (
     updater,
     write_version,
 )
+from tests.integration.weights.transfer_world import serving
 from tests.waiting import WAIT_S, until
 
 
@@ -65,12 +64,7 @@ class World:
         self.directory = directory
         self.gate = gate
         self.store = CountingStore(RUN, POLICY, WeightsConfig(transfer="delta"))
-        self.server = Server(service="publisher", instance_id="p", host="127.0.0.1", port=0)
-        self.server.add(
-            weights_pb2_grpc.add_WeightServiceServicer_to_server,
-            WeightServicer({POLICY: self.store}),
-            "rollmill.v1.WeightService",
-        )
+        self.server = serving(WeightServicer({POLICY: self.store}))
         self.updater = updater(Mirror(POLICY), RecordingEngine(), "grpc")
 
     def publish(self, number: int) -> None:

@@ -9,7 +9,6 @@ import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,16 +21,12 @@ from services.common.errors import (
     VersionConflictError,
     VersionUnavailableError,
 )
-from services.common.pb import weights_pb2_grpc
 from services.common.records import WeightTransfer, WeightVersion
-from services.common.rpc.server import Server
 from services.common.transfer.bulk import BulkServer, PayloadReader, SendBudget
 from services.common.transfer.servicer import WeightServicer
 from services.common.weights import snapshot
-from services.common.weights.codec import ChunkChange
 from services.common.weights.snapshot import (
     BaseVersion,
-    Encoding,
     Manifest,
     Payload,
     PayloadRequest,
@@ -45,7 +40,7 @@ from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import Fetched, SourceFetcher, WeightUpdater
 from services.trainer.publisher import PublisherStore
 from services.trainer.publisher_process import PublisherProcess
-from tests.integration.weights.transfer_world import fetched
+from tests.integration.weights.transfer_world import fetched, serving
 from tests.running import is_running
 from tests.waiting import until
 
@@ -149,12 +144,7 @@ class World:
         self.store = PublisherStore(RUN, POLICY, WeightsConfig(transfer="delta"))
         self.source = FaultySource(self.store)
         self.bulk = BulkServer(SendBudget(), from_bytes=0)
-        self.server = Server(service="publisher", instance_id="p", host="127.0.0.1", port=0)
-        self.server.add(
-            weights_pb2_grpc.add_WeightServiceServicer_to_server,
-            WeightServicer({POLICY: self.source}, bulk=self.bulk),
-            "rollmill.v1.WeightService",
-        )
+        self.server = serving(WeightServicer({POLICY: self.source}, bulk=self.bulk))
         self.engine = RecordingEngine()
         self.mirror = Mirror(POLICY)
         self.updater = updater(self.mirror, self.engine, way)
@@ -265,24 +255,6 @@ async def test_a_slow_reader_keeps_its_version_while_two_more_are_published(worl
     verified = Mirror(POLICY).verify(fetched.payload, fetched.data)
     assert verified.manifest.digest == first.digest
     await until(lambda: not list(world.directory.glob("*.1.*")))  # removed after its last reader
-
-
-async def test_an_interrupted_write_leaves_the_mirror_dirty_and_the_next_fetch_is_full(world: World) -> None:
-    await world.take(world.publish(1))
-    second = world.publish(2)
-    fetched = await world.fetch(second, world.mirror.base)
-    assert fetched.payload.encoding is Encoding.DELTA
-    verified = world.mirror.verify(fetched.payload, fetched.data)
-
-    class Interrupted(ChunkChange):
-        def write_to(self, target: Any) -> None:
-            raise KeyboardInterrupt
-
-    interrupted = Interrupted(start=0, positions=None, values=np.zeros(0, dtype=np.uint16), num_changes=0)
-    with pytest.raises(KeyboardInterrupt):
-        world.mirror.write(replace(verified, changes={"w": [*verified.changes["w"], interrupted]}))
-    assert world.mirror.base is None
-    assert (await world.take(second)).encoding == "full"
 
 
 async def test_a_delta_on_a_mapped_version_gives_back_its_file(tmp_path: Path) -> None:
