@@ -336,13 +336,13 @@ class ByteTokenizer:
 # --- Threads for digests, which release the interpreter lock.
 
 
-_MOST_THREADS = 2  # they run beside generation, and two read bytes about as fast as the memory of a small machine does
+MOST_THREADS = 2  # they run beside generation, and two read bytes about as fast as the memory of a small machine does
 
 
 @contextmanager
 def few_threads(name: str) -> Iterator[ThreadPoolExecutor]:
     """A thread pool for the block; a failure in the block cancels the calls that have not begun."""
-    pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), name)
+    pool = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), name)
     try:
         yield pool
     finally:

@@ -181,7 +181,8 @@ class BulkTransport:
                 )
             if not len(head):
                 raise NotFoundError(f"{self._source}: {data[0].bytes.decode(errors='replace')}")
-            wanted.put(*OFFSET.unpack(head.buffer), data[0].buffer)
+            (offset,) = OFFSET.unpack(head.buffer)
+            wanted.put(offset, data[0].buffer)
 
 
 TRANSPORTS = ("mapped", "bulk", "grpc")
@@ -196,7 +197,7 @@ class WeightSource:
         run_id: str,
         *,
         transports: Sequence[str] = TRANSPORTS,
-        silence_s: float = DEADLINES["FetchWeights"],
+        silence_s: float | None = DEADLINES["FetchWeights"],
     ) -> None:
         """``silence_s``: longest wait for a piece of a payload over gRPC."""
         self.address = address

@@ -136,8 +136,8 @@ class KvKeeper:
         spans = [span for span in spans if span.num_tokens > 0]
         if not spans:
             return
-        owned = np.asarray([(span.slot, span.start, span.stop) for span in spans], dtype=np.int64)
-        self._cache.own(*owned.T, self._caches())
+        places, starts, stops = np.asarray([(span.slot, span.start, span.stop) for span in spans], dtype=np.int64).T
+        self._cache.own(places, starts, stops, self._caches())
         longest = decoder.extends_up_to
         if each := [span for span in spans if span.stop <= longest]:
             decoder.extend_each(
