@@ -23,7 +23,7 @@ import secrets
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -119,7 +119,6 @@ class SendBudget:
         self._bytes_per_s = bytes_per_s
         self._free_at = time.monotonic()  # when everything granted so far has gone out
         self.num_bytes_sent = 0
-        self.num_bytes_by_transport: Counter[str] = Counter()
 
     @property
     def chunk_bytes(self) -> int:
@@ -128,7 +127,7 @@ class SendBudget:
             return CHUNK_BYTES
         return max(_SMALLEST_CHUNK, min(CHUNK_BYTES, int(self._bytes_per_s * _CHUNK_S)))
 
-    async def take(self, num_bytes: int, transport: str) -> None:
+    async def take(self, num_bytes: int) -> None:
         """Wait for the turn of these bytes, and count them. No deadline: the rate bounds the wait, the receiver has one."""
         if self._bytes_per_s:
             begin = max(self._free_at, time.monotonic() - _BURST_S)
@@ -136,7 +135,6 @@ class SendBudget:
             if (delay := self._free_at - time.monotonic()) > 0:
                 await asyncio.sleep(delay)
         self.num_bytes_sent += num_bytes
-        self.num_bytes_by_transport[transport] += num_bytes
 
 
 log = structlog.get_logger()
@@ -329,7 +327,7 @@ class BulkServer:
         try:
             while offset < end:
                 data = await reader.read(offset, min(end - offset, self._budget.chunk_bytes))
-                await self._budget.take(len(data), "bulk")
+                await self._budget.take(len(data))
                 if not await self._put(socket, [peer, OFFSET.pack(offset), data]):
                     log.info("bulk.receiver_left")
                     return

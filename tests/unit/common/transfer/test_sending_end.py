@@ -57,7 +57,7 @@ async def test_senders_share_the_rate_in_the_order_of_asking() -> None:
     ended: list[int] = []
 
     async def send(number: int) -> None:
-        await budget.take(100_000, "grpc")
+        await budget.take(100_000)
         ended.append(number)
 
     began = time.monotonic()
@@ -70,7 +70,7 @@ async def test_unused_rate_is_not_saved_up() -> None:
     budget = SendBudget(1_000_000)
     await asyncio.sleep(0.5)
     began = time.monotonic()
-    await budget.take(400_000, "grpc")
+    await budget.take(400_000)
     assert time.monotonic() - began >= 0.25
 
 
