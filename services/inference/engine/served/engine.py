@@ -15,11 +15,11 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -214,6 +214,7 @@ def judge(finish: Finish, output: CallOutput, state: RequestState) -> None:
 
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 RESTARTS = 5  # in a row, of a server that dies without having served
 STALL_TIMEOUT_S = (
     300.0  # without a token of a request; then its server is asked for one, and started again if none comes
@@ -359,8 +360,8 @@ class ServedEngine:
         finish: Finish | None = None
         try:
             async with AsyncExitStack() as leaving:
-                with self._suspecting(server):
-                    stream = await leaving.enter_async_context(server.client.generate(request))
+                entering = leaving.enter_async_context(server.client.generate(request))
+                stream = await self._patiently(entering, server)
                 while finish is None:
                     chunk = await self._next(stream, output, server, request.rid)
                     if chunk is None:
@@ -394,36 +395,26 @@ class ServedEngine:
             judge(finish, output, state)
         return output.cut is not None
 
-    @contextmanager
-    def _suspecting(self, server: Server) -> Iterator[None]:
-        """Suspect the server if it does not accept a request for long: a frozen server keeps the connection open."""
-
-        async def suspect() -> None:
-            while True:
-                await asyncio.sleep(self._stall_timeout_s)
-                self._fleet.suspect(server)
-
-        suspecting = asyncio.ensure_future(suspect())
-        try:
-            yield
-        finally:
-            suspecting.cancel()
-
     async def _next(self, stream: TokenStream, output: CallOutput, server: Server, rid: str) -> Chunk | None:
         """The next chunk; None when a call that ``watch`` has ended does not answer."""
-        if (ending := output.cut is not None) and not output.abort_sent:
+        if output.cut is None:
+            return await self._patiently(stream.next(), server)
+        if not output.abort_sent:
             self._fleet.ask(server, rid)
             output.abort_sent = True
-        arriving = asyncio.ensure_future(stream.next())
         try:
-            while True:
-                limit = ABORT_TIMEOUT_S if ending else self._stall_timeout_s
-                done, _ = await asyncio.wait({arriving}, timeout=limit)
-                if done:
-                    return arriving.result()
-                if ending:
-                    return None
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                return await stream.next()
+        except TimeoutError:
+            return None
+
+    async def _patiently(self, work: Coroutine[Any, Any, T], server: Server) -> T:
+        """Wait for a server, and suspect it after every ``stall_timeout_s``: a frozen one keeps its connections open."""
+        arriving = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({arriving}, timeout=self._stall_timeout_s))[0]:
                 self._fleet.suspect(server)
+            return arriving.result()
         finally:
             arriving.cancel()
 
