@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,6 +32,7 @@ from services.inference.engine.base import (
     ScoreRequest,
     WeightUpdate,
     check_score_request,
+    check_update,
 )
 from services.inference.engine.streaming import EngineSetup, Live, StreamingEngine
 
@@ -89,6 +90,7 @@ class ScriptedEngine(StreamingEngine):
         latency_s: float = 0.0,  # before a request's first token
         kv_policy: KvPolicy = KvPolicy.RECOMPUTE,
         version: int = 0,
+        shapes: Mapping[str, Any] | None = None,  # when given, update() checks names and shapes against it
         on_tokens: Callable[[int, float], None] | None = None,  # called when a request ends
     ) -> None:
         super().__init__(
@@ -100,6 +102,7 @@ class ScriptedEngine(StreamingEngine):
         check_call(self._script, f"script {script!r}", "def script(request) -> Sequence[int]", "request")
         self._tokens_per_second = tokens_per_second or math.inf
         self._latency_s = latency_s
+        self._shapes = shapes
         self.recomputes = kv_policy is KvPolicy.RECOMPUTE
         self._plays: set[_Play] = set()
         self._released_at: float | None = None
@@ -135,6 +138,8 @@ class ScriptedEngine(StreamingEngine):
         return scripted_logprobs(tokens)[request.positions]
 
     async def load(self, update: WeightUpdate) -> None:
+        if self._shapes is not None:
+            check_update(update, self._shapes)
         self._catch_up()
 
     async def release(self) -> None:
