@@ -39,7 +39,7 @@ from services.common.records import Sampling, WeightVersion
 from services.common.rpc.server import Server
 from services.common.transfer.servicer import WeightServicer
 from services.common.weights.snapshot import Manifest, SnapshotWriter, TensorSpec
-from services.inference.engine.base import GenerationRequest, WeightUpdate, num_threads
+from services.inference.engine.base import MOST_THREADS, GenerationRequest, WeightUpdate
 from services.inference.engine.served.stage import FILE, Stage
 from services.inference.engine.torch.decoder import Decoder, prepare
 from services.inference.engine.torch.engine import TorchEngine
@@ -160,7 +160,7 @@ VERSION_BYTES = 2 * KNOWN_SHAPES["Qwen3-8B"].num_parameters
 RUN, POLICY = "gpu-kit", "model0"
 _BLOCK = 1 << 22
 _REPEATS = 3
-_THREADS = {"verify_s": num_threads(), "stage_s": num_threads()}  # the others are of one core
+_THREADS = {"verify_s": MOST_THREADS}  # the others are of one core
 T = TypeVar("T")
 
 

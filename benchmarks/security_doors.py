@@ -61,7 +61,7 @@ from services.common.security.certificates import Pair
 from services.common.security.identity import allowed
 from services.common.security.keys import CA, CERTIFICATE, KEY, Peer, Role
 from services.common.telemetry.logs import LogEvent
-from services.common.transfer.bulk import TICKET_BYTES, BulkRequest, Kind, Operation, decode_answer, speak_to
+from services.common.transfer.bulk import REQUEST, TICKET_BYTES, speak_to
 
 # --- Attempts to get in, one per (door, visitor), and whether the door held. Knows the forms of a refusal, but no
 # service.
@@ -153,13 +153,11 @@ async def ask_bulk(endpoint: str, server_key: bytes | None, ticket: bytes | None
         if server_key is not None:
             speak_to(socket, server_key)
         socket.connect(endpoint)
-        request = BulkRequest(ticket=ticket or bytes(TICKET_BYTES), operation=Operation.GET, size_bytes=1024)
-        await socket.send(request.encode())
+        await socket.send(REQUEST.pack(ticket or bytes(TICKET_BYTES), 0, 1024))
         if not await socket.poll(int(_BULK_S * 1000)):
             return True, "silence"
         head, *_ = await socket.recv_multipart()
-        kind, _ = decode_answer(head)
-        return kind is Kind.ERROR, kind.name
+        return not head, "data" if head else "an error"
     finally:
         socket.close(0)
         context.term()

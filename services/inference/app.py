@@ -113,7 +113,15 @@ class _Process:
         metrics, name = self._settings.recipe.metrics, f"inference-{self._replica_id}"
         # At half of a reward function's time, the stack of its thread is logged.
         watchdog = Watchdog(probes={"reward functions": lambda: REWARD_THREADS.overdue(REWARD_TIMEOUT_S / 2)})
-        await self._serve_weights()
+        sections = [section.weights for section in self._settings.recipe.policies.values()]
+        await add_weight_service(
+            self._server,
+            self._relays,
+            send_bytes_per_s=min(
+                (section.send_bytes_per_s for section in sections if section.send_bytes_per_s), default=0.0
+            ),
+            bulk_wanted=any("bulk" in section.transports for section in sections),
+        )
         await self._server.start()
         watchdog.start()
         try:
@@ -131,12 +139,6 @@ class _Process:
             for loaded in self._policies.values():
                 await loaded.served.engine.stop()
             await self._server.stop()
-
-    async def _serve_weights(self) -> None:
-        sections = [section.weights for section in self._settings.recipe.policies.values()]
-        strictest = min((section.send_bytes_per_s for section in sections if section.send_bytes_per_s), default=0.0)
-        bulk_wanted = any("bulk" in section.transports for section in sections)
-        await add_weight_service(self._server, self._relays, send_bytes_per_s=strictest, bulk_wanted=bulk_wanted)
 
     async def _load_policies(self) -> None:
         bases = BaseModels()
@@ -173,9 +175,18 @@ class _Process:
         turns = EngineTurns(self._policies, player)
         if self._settings.recipe.placement is Placement.SHARED:
             await turns.free()
+        # Other replicas reach this one: not at loopback when the run spans several machines.
+        is_reached = not is_loopback(self._config.host) or is_loopback(host_of(self._orchestrator))
+        identity = ReplicaIdentity(
+            replica_id=self._replica_id,
+            incarnation=incarnation,
+            num_slots=self._config.num_slots,
+            labels={"host": socket.gethostname(), "engine": self._config.engine},
+            weights_address=self._server.address if self._relays and is_reached else "",
+        )
         replica = Replica(
             connection,
-            self._identity(incarnation),
+            identity,
             policies=self._policies,
             player=player,
             gateway=self._gateway,
@@ -191,16 +202,6 @@ class _Process:
             lambda: {"engine": self._config.engine, "draining": str(replica.drain_requested.is_set()).lower()},
         )
         await self._until_done(replica, player, sender, turns)
-
-    def _identity(self, incarnation: str) -> ReplicaIdentity:
-        is_reached = self._relays and _is_reached_at(self._config.host, self._orchestrator)
-        return ReplicaIdentity(
-            replica_id=self._replica_id,
-            incarnation=incarnation,
-            num_slots=self._config.num_slots,
-            labels={"host": socket.gethostname(), "engine": self._config.engine},
-            weights_address=self._server.address if is_reached else "",
-        )
 
     async def _until_done(
         self, replica: Replica, player: RolloutPlayer, sender: TrajectorySender, turns: EngineTurns
@@ -238,11 +239,6 @@ def _endpoint(config: InferenceConfig, name: str) -> EndpointServer | None:
     from services.inference.endpoint.server import EndpointServer  # a run without an endpoint needs no HTTP
 
     return EndpointServer(config.endpoint, config.host, setting=f"inference.{name}.endpoint.port")
-
-
-def _is_reached_at(host: str, orchestrator: str) -> bool:
-    """Whether other replicas may reach this one there: not at loopback when the run spans several machines."""
-    return not is_loopback(host) or is_loopback(host_of(orchestrator))
 
 
 async def _stop_playing(player: RolloutPlayer, sender: TrajectorySender) -> None:

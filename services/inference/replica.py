@@ -117,7 +117,7 @@ class EngineTurns:
         log.info("engine.filled", seconds=round(time.monotonic() - began, 3))
 
 
-# --- Sends the reports of a replica over one stream, and opens another stream after a failure.
+# --- The identity of a replica, and its report.
 
 
 Call = grpc.aio.StreamStreamCall[pool_pb2.StreamReportsRequest, pool_pb2.StreamReportsResponse]
@@ -150,41 +150,6 @@ class ReplicaReport:
 
 
 codec.RENAMED[ReplicaReport] = {"emission_intervals": ""}  # pairs of numbers
-
-
-class ReportStream:
-    def __init__(self, stub: pool_pb2_grpc.PoolServiceAsyncStub) -> None:
-        self._stub = stub
-        self._call: Call | None = None  # without an unanswered report
-
-    async def send(self, report: pool_pb2.StreamReportsRequest) -> pool_pb2.StreamReportsResponse:
-        """The answer to a report.
-
-        Raises:
-            RollmillError: the orchestrator's refusal, such as ``LeaseLostError``; ``InfrastructureError`` for a broken
-                stream; ``DeadlineError`` without an answer in time.
-        """
-        call, self._call = self._call, None
-        if call is None or call.done():  # broken or ended since the last answer
-            call = self._stub.StreamReports(wait_for_ready=True)
-        try:
-            with translated_errors("orchestrator", "StreamReports"):
-                async with deadline(REPORT_ANSWER_S, "the orchestrator's answer to a report"):
-                    await call.write(report)
-                    response = await call.read()
-            if not isinstance(response, pool_pb2.StreamReportsResponse):
-                raise InfrastructureError("the orchestrator has ended the stream of reports")
-        except BaseException:
-            call.cancel()
-            raise
-        self._call = call
-        return response
-
-    def close(self) -> None:
-        """End the stream."""
-        if self._call is not None:
-            self._call.cancel()
-            self._call = None
 
 
 # --- Records the time intervals in which an engine samples tokens, for the report to the orchestrator.
@@ -277,7 +242,7 @@ class Replica:
         self._least_period_s = report_period_s
         self.report_period_s = report_period_s  # set by the orchestrator
         self._away_timeout_s = away_timeout_s
-        self._reports = ReportStream(self._stub)
+        self._reports: Call | None = None  # the stream of reports, without an unanswered one
         self._call: grpc.aio.UnaryStreamCall[pool_pb2.JoinPoolRequest, pool_pb2.JoinPoolResponse] | None = None
         self._welcomed = asyncio.Event()
         self._left = asyncio.Event()
@@ -303,7 +268,8 @@ class Replica:
             for task in (reports, joins):
                 task.cancel()
             await asyncio.gather(reports, joins, return_exceptions=True)
-            self._reports.close()
+            if self._reports is not None:
+                self._reports.cancel()
 
     def leave(self) -> None:
         """Send a last report and end ``run``."""
@@ -457,7 +423,7 @@ class Replica:
         )
         request = write(replace(report, weight_transfers=tuple(self._transfers)), proto)
         try:
-            answer = await self._reports.send(request)
+            answer = await self._send(request)
         except LeaseLostError:
             if self._call is not None and not self.drain_requested.is_set():
                 self._call.cancel()  # the join loop joins again
@@ -474,6 +440,29 @@ class Replica:
         self._unreported.clear()
         self._transfers.clear()
         return True
+
+    async def _send(self, report: pool_pb2.StreamReportsRequest) -> pool_pb2.StreamReportsResponse:
+        """The answer to a report, over one stream for all; another one is opened after a failure.
+
+        Raises:
+            RollmillError: the orchestrator's refusal, such as ``LeaseLostError``; ``InfrastructureError`` for a broken
+                stream; ``DeadlineError`` without an answer in time.
+        """
+        call, self._reports = self._reports, None
+        if call is None or call.done():  # broken or ended since the last answer
+            call = self._stub.StreamReports(wait_for_ready=True)
+        try:
+            with translated_errors("orchestrator", "StreamReports"):
+                async with deadline(REPORT_ANSWER_S, "the orchestrator's answer to a report"):
+                    await call.write(report)
+                    response = await call.read()
+            if not isinstance(response, pool_pb2.StreamReportsResponse):
+                raise InfrastructureError("the orchestrator has ended the stream of reports")
+        except BaseException:
+            call.cancel()
+            raise
+        self._reports = call
+        return response
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -541,7 +530,6 @@ METRICS = (
     Metric("rollmill_engine_kv_blocks_used", "gauge", "Blocks held by running requests and by cached prefixes.", "kv_used/{policy}"),
     Metric("rollmill_engine_kv_blocks_shared", "gauge", "Blocks held by several sequences at once.", "kv_shared/{policy}"),
     Metric("rollmill_engine_kv_evicted_total", "counter", "Cached prefixes given up for their memory.", "kv_evicted/{policy}"),
-    Metric("rollmill_engine_kv_parked_total", "counter", "Running requests that gave up their KV for memory and computed it again.", "kv_parked/{policy}"),
     Metric("rollmill_slots", "gauge", "Rollouts that this replica plays at once.", "slots"),
     Metric("rollmill_free_slots", "gauge", "Slots without a rollout.", "free_slots"),
     Metric("rollmill_rollouts_running", "gauge", "Rollouts played now, or waiting for a slot.", "running_rollouts"),

@@ -103,80 +103,68 @@ class Snapshots:
             DeadlineError: a rank did not join.
         """
         began = time.monotonic()
-        writer, path = self._reserve(version)
+        writer: SnapshotWriter | None = None  # on the first rank
+        part: SnapshotPart | None = None  # on the others of one host
+
+        def reserve() -> str:
+            nonlocal writer
+            if not self._ranks.is_first:
+                return ""
+            writer = SnapshotWriter.create(
+                run_id=self._run_id,
+                policy=self._policy,
+                version=version,
+                specs=[
+                    TensorSpec(name=name, dtype=self._dtype, shape=tuple(weight.shape))
+                    for name, weight in self._model.published().items()
+                ],
+                directories=self._directories,
+                algorithm=self._algorithm,
+                adapter=self._model.adapter,
+            )
+            return str(writer.path)
+
+        def copy() -> str:
+            nonlocal part
+            part = writer if writer is not None else SnapshotPart.join(Path(paths[0]))
+            self._copier.copy(self._own_rows(part))
+            return ""
+
+        def digest() -> str:
+            assert part is not None
+            mine = _share(part.tensors, self._ranks)
+            return orjson.dumps(part.digests(mine, torch.get_num_threads())).decode()
+
+        paths = self._hosts.agree(f"reserving room for version {version}", reserve, SnapshotSpaceError)
         try:
-            written = self._write_together(version, writer, path) if self.is_one_host else self._write_alone(writer)
+            if self.is_one_host:
+                self._hosts.agree(f"writing version {version}", copy)
+                copied_at = time.monotonic()
+                answers = [orjson.loads(text) for text in self._hosts.agree(f"digesting version {version}", digest)]
+            else:
+                self._gather(writer)
+                copied_at = time.monotonic()
+                answers = [writer.digests(writer.tensors, torch.get_num_threads())] if writer is not None else []
             if writer is None:
                 return None
-            manifest = writer.seal(written.digests)
+            manifest = writer.seal({name: value for answer in answers for name, value in answer.items()})
         except BaseException:
             if writer is not None:
                 writer.abandon()
             raise
+        finally:
+            if part is not None and writer is None:
+                part.close()
         return WrittenSnapshot(
-            path=path,
-            manifest=manifest,
-            copy_s=written.copied_at - began,
-            digest_s=time.monotonic() - written.copied_at,
+            path=writer.path, manifest=manifest, copy_s=copied_at - began, digest_s=time.monotonic() - copied_at
         )
 
-    def _reserve(self, version: int) -> tuple[SnapshotWriter | None, Path]:
-        """The file, and on the first rank its writer."""
-        made: list[SnapshotWriter] = []
-
-        def create() -> str:
-            if not self._ranks.is_first:
-                return ""
-            made.append(
-                SnapshotWriter.create(
-                    run_id=self._run_id,
-                    policy=self._policy,
-                    version=version,
-                    specs=[
-                        TensorSpec(name=name, dtype=self._dtype, shape=tuple(weight.shape))
-                        for name, weight in self._model.published().items()
-                    ],
-                    directories=self._directories,
-                    algorithm=self._algorithm,
-                    adapter=self._model.adapter,
-                )
-            )
-            return str(made[0].path)
-
-        paths = self._hosts.agree(f"reserving room for version {version}", create, SnapshotSpaceError)
-        return next(iter(made), None), Path(paths[0])
-
-    def _write_together(self, version: int, writer: SnapshotWriter | None, path: Path) -> _Written:
-        joined: list[SnapshotPart] = []
-
-        def copy() -> str:
-            joined.append(writer if writer is not None else SnapshotPart.join(path))
-            self._copier.copy(self._own_rows(joined[0]))
-            return ""
-
-        def digest() -> str:
-            mine = _share(joined[0].tensors, self._ranks)
-            return orjson.dumps(joined[0].digests(mine, torch.get_num_threads())).decode()
-
-        try:
-            self._hosts.agree(f"writing version {version}", copy)
-            copied_at = time.monotonic()
-            answers = self._hosts.agree(f"digesting version {version}", digest)
-        finally:
-            for part in joined:
-                if part is not writer:
-                    part.close()
-        return _Written({name: value for answer in answers for name, value in orjson.loads(answer).items()}, copied_at)
-
-    def _write_alone(self, writer: SnapshotWriter | None) -> _Written:
+    def _gather(self, writer: SnapshotWriter | None) -> None:
+        """Write every tensor on the first rank, from the parts of ranks on several hosts."""
         entries = {entry.name: entry for entry in writer.tensors} if writer is not None else {}
         for name, whole in whole_tensors(self._model.published(), self._ranks, self._kind):
             if writer is not None and whole is not None:  # the other ranks take part in gathering
                 self._target(writer, entries[name]).copy_(whole.view(-1))
-        copied_at = time.monotonic()
-        if writer is None:
-            return _Written({}, copied_at)
-        return _Written(writer.digests(writer.tensors, torch.get_num_threads()), copied_at)
 
     def _own_rows(self, part: SnapshotPart) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's part of every tensor, with its target in the file."""
@@ -190,14 +178,6 @@ class Snapshots:
         bits = part.bits(entry)
         signed = bits.view(f"i{bits.dtype.itemsize}")  # torch knows few operations on unsigned integers
         return torch.from_numpy(signed).view(self._kind)
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """Digests and copy time of a version whose bytes are all in the file."""
-
-    digests: dict[str, str]  # by tensor name; on the first rank
-    copied_at: float
 
 
 def _share(entries: Sequence[TensorEntry], ranks: Ranks) -> list[TensorEntry]:
@@ -232,14 +212,14 @@ class HostCopier:
             self._buffers = [
                 torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_LANDING_THREADS + 1)
             ]
-        landing: deque[Future[None]] = deque()
+        landing: deque[Future[torch.Tensor]] = deque()
         with ThreadPoolExecutor(_LANDING_THREADS, "snapshot.land") as pool:
             for turn, (source, target) in enumerate(_pieces(pairs)):
                 if turn >= len(self._buffers):
                     landing.popleft().result()  # the buffer of this turn is empty
                 data = self._buffers[turn % len(self._buffers)].view(target.dtype)[: len(target)]
                 data.copy_(source.to(target.dtype))
-                landing.append(pool.submit(_land, target, data))
+                landing.append(pool.submit(target.copy_, data))
             for landed in landing:
                 landed.result()
 
@@ -249,10 +229,6 @@ def _pieces(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tupl
     for source, target in pairs:
         step = _STAGED_BYTES // target.element_size()
         yield from zip(source.split(step), target.split(step), strict=True)
-
-
-def _land(target: torch.Tensor, data: torch.Tensor) -> None:
-    target.copy_(data)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -269,7 +245,18 @@ class SnapshotPublisher:
         Raises, on every rank alike:
             SnapshotSpaceError: no space for ten minutes.
         """
-        written = self._write_when_there_is_room(version)
+        for look in range(ROOM_LOOKS + 1):
+            try:
+                written = self.snapshots.write(version)
+                break
+            except SnapshotSpaceError as error:
+                if look == ROOM_LOOKS:
+                    raise
+                if not look:
+                    log.error("snapshot.no_room", version=version, error=error.message, retry_s=ROOM_EVERY_S)
+                time.sleep(ROOM_EVERY_S)
+        if look:
+            log.info("snapshot.room_again", version=version)
         if written is None or self.process is None:
             return None
         self.process.announce(written.path)
@@ -282,20 +269,6 @@ class SnapshotPublisher:
                 "snapshot_bytes": float(written.manifest.size_bytes),
             },
         )
-
-    def _write_when_there_is_room(self, version: int) -> WrittenSnapshot | None:
-        for look in range(ROOM_LOOKS):
-            try:
-                written = self.snapshots.write(version)
-            except SnapshotSpaceError as error:
-                if not look:
-                    log.error("snapshot.no_room", version=version, error=error.message, retry_s=ROOM_EVERY_S)
-                time.sleep(ROOM_EVERY_S)
-            else:
-                if look:
-                    log.info("snapshot.room_again", version=version)
-                return written
-        return self.snapshots.write(version)
 
 
 def snapshot_directories(config: WeightsConfig, run_dir: Path) -> tuple[Path, ...]:

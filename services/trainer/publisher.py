@@ -2,9 +2,10 @@
 
     python -m services.trainer.publisher --run-id RUN --policy model0 --port 19861
 
-    trainer --{"add": path}--> PublisherStore.add ----> one thread codes the delta from the version before
+    trainer --{"add": path}--> PublisherStore.add
     receiver --GetManifest---> PublisherStore.payload   on this host, maps files: the snapshot, as a file
-                                                        holds a version whose snapshot is here: the delta, when smaller
+                                                        holds a version whose snapshot is here: the delta, when
+                                                        smaller; coded at its first request, in one thread
                                                         else: the snapshot
 
 The trainer names snapshot files on standard input (JSON lines, each answered by one on standard output). The publisher
@@ -83,7 +84,6 @@ _ACTIVITIES = {
 }
 WAITING_RECEIVERS = 64  # threads in which requests wait for a delta, while others are answered
 MOST_THREADS = 4  # two code 1.6 times as fast as one, four 1.9 times: the interpreter lock limits the gain
-IDLE_VERSIONS = 4  # without a request for a delta, before deltas are no longer coded in advance
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,8 @@ def encode_delta(old: Snapshot, new: Snapshot, threads: ThreadPoolExecutor) -> D
 class PublisherStore:
     """The snapshots of one policy of one run, and the deltas between them: a ``PayloadSource``, independent of gRPC.
 
-    Each delta is coded once, in one thread, and all its receivers share its future. Coding holds both snapshots; a version
-    whose delta is being coded stays served. A delta that is not begun when a newer version comes is dropped: its receivers
+    Each delta is coded once, at its first request, in one thread, and all its receivers share its future. Both versions of a
+    delta that is being coded stay served. A delta that is not begun when a newer version comes is dropped: its receivers
     want the newer version. One thread calls ``add``; all other methods are safe for threads.
     """
 
@@ -149,11 +149,10 @@ class PublisherStore:
         self._run_id = run_id
         self._policy = policy
         self._config = config
-        self._lock = threading.RLock()  # not held during coding; reentrant for callbacks of futures
+        self._lock = threading.Lock()  # not held during coding
         self._snapshots: OrderedDict[int, Snapshot] = OrderedDict()
         # By base and target, of held targets; None: the snapshot is no larger.
         self._deltas: dict[tuple[BaseVersion, int], Future[Delta | None]] = {}
-        self._last_wanted = -IDLE_VERSIONS - 1  # the newest version of which a receiver asked for a delta
         self._num_skipped = 0
         self._is_closed = False
         self._coder = ThreadPoolExecutor(1, "publisher.delta")  # two deltas at once would share the same cores
@@ -178,7 +177,7 @@ class PublisherStore:
             }
 
     def add(self, path: Path) -> Manifest:
-        """Serve a sealed snapshot, and start coding the delta from the previous one. Idempotent.
+        """Serve a sealed snapshot. Idempotent.
 
         Raises:
             VersionConflictError: its number is served with another digest.
@@ -196,15 +195,11 @@ class PublisherStore:
                         f"not {manifest.digest}"
                     )
                 return manifest
-            before = next(reversed(self._snapshots.values()), None)
             self._snapshots[manifest.version] = snapshot
-            for future in list(self._deltas.values()):
-                self._num_skipped += future.cancel()
-            mode = self._config.transfer
-            # With ``auto``, receivers on this host map the snapshot: coding would only take the trainer's cores.
-            is_wanted = mode == "delta" or manifest.version - self._last_wanted <= IDLE_VERSIONS
-            if before is not None and mode != "full" and is_wanted:
-                self._delta(before, snapshot)
+            for key, future in list(self._deltas.items()):
+                if future.cancel():
+                    self._num_skipped += 1
+                    del self._deltas[key]
             self._drop_old()
         return manifest
 
@@ -218,6 +213,8 @@ class PublisherStore:
         """
         base, number, config = request.base, request.version, self._config
         with self._lock:
+            if number == self.newest:
+                self._drop_old(base)
             snapshot = self._snapshots.get(number)
             if request.run_id != self._run_id or request.policy != self._policy or snapshot is None:
                 held = f"run {self._run_id}, policy {self._policy}, versions {list(self._snapshots)}"
@@ -235,13 +232,16 @@ class PublisherStore:
                 return full
             if config.transfer == "auto" and request.can_map:
                 return full
-            self._last_wanted = max(self._last_wanted, number)
             future = self._deltas.get((base, number))
-            if future is None:
+            if future is None or (future.done() and future.exception() is not None):
                 old = self._snapshots.get(base.number)
                 if old is None or base_of(old.manifest) != base:
                     return full
-                future = self._delta(old, snapshot)
+                try:
+                    future = self._coder.submit(encode_delta, old, snapshot, self._threads)
+                except RuntimeError as error:
+                    raise InfrastructureError("this publisher is stopping") from error
+                self._deltas[base, number] = future
         try:
             delta = future.result(min(request.wait_s, making_deadline_s(full.size_bytes)))
         except (TimeoutError, CancelledError, RuntimeError) as error:
@@ -279,45 +279,19 @@ class PublisherStore:
                 snapshot.retire()
             self._snapshots.clear()
 
-    def _delta(self, old: Snapshot, new: Snapshot) -> Future[Delta | None]:
-        """Begin to code a delta. With the lock held; the snapshots are leased until the future is done."""
-        key = base_of(old.manifest), new.manifest.version
-        try:
-            future = self._coder.submit(encode_delta, old, new, self._threads)
-        except RuntimeError as error:
-            raise InfrastructureError("this publisher is stopping") from error
-        old.lease()
-        new.lease()
-        self._deltas[key] = future
-
-        def finish(done: Future[Delta | None]) -> None:
-            with self._lock:
-                if done.cancelled() or (error := done.exception()) is not None:
-                    self._deltas.pop(key, None)  # the next request tries again
-                    if not done.cancelled() and not self._is_closed:
-                        log.error("delta.not_made", version=key[1], error=str(error))
-                old.release()
-                new.release()
-                self._drop_old()
-
-        future.add_done_callback(finish)
-        return future
-
     def _made(self) -> list[Delta]:
-        done = [future for future in self._deltas.values() if future.done() and not future.cancelled()]
+        done = [future for future in self._deltas.values() if future.done()]
         made = [future.result() for future in done if future.exception() is None]
         return [delta for delta in made if delta is not None]
 
-    def _drop_old(self) -> None:
-        """Drop the oldest versions and their deltas. A version whose delta is being coded stays: receivers wait for it."""
-        coding = {
-            number
-            for (base, target), future in self._deltas.items()
-            if not future.done()
-            for number in (base.number, target)
-        }
+    def _drop_old(self, base: BaseVersion | None = None) -> None:
+        """Drop the oldest versions and their deltas, but not ``base``. Versions whose delta is being coded stay."""
+        kept = {base.number} if base is not None else set()
+        for (other, target), future in self._deltas.items():
+            if not future.done():
+                kept |= {other.number, target}
         for number in list(self._snapshots)[: -self._config.keep_versions]:
-            if number not in coding:
+            if number not in kept:
                 self._snapshots.pop(number).retire()
         self._deltas = {key: future for key, future in self._deltas.items() if key[1] in self._snapshots}
 

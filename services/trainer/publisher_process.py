@@ -85,7 +85,7 @@ class PublisherProcess:
             for delay in backoff(0.1, 5.0):
                 try:
                     if self._process is not None and self._process.poll() is None:
-                        self._add(path)
+                        self._ask(f"the publisher's answer about {path.name}", ANNOUNCE_TIMEOUT_S, {"add": str(path)})
                     else:
                         self._start_again()
                     return
@@ -128,7 +128,7 @@ class PublisherProcess:
         for left in self._announced[: -self._keep]:  # the dead publisher cannot remove these any more
             left.unlink(missing_ok=True)
         for kept in self._announced[-self._keep :]:
-            self._add(kept)
+            self._ask(f"the publisher's answer about {kept.name}", ANNOUNCE_TIMEOUT_S, {"add": str(kept)})
 
     def _start(self) -> None:
         self._process = AnsweringChild(
@@ -140,9 +140,6 @@ class PublisherProcess:
         except InfrastructureError as error:  # also the publisher's own error, such as a port in use
             raise ChildLostError(f"{error.message}; its log says more") from None
         _, self._port = host_and_port(self.address)  # replicas know this port: keep the same after restarts
-
-    def _add(self, path: Path) -> None:
-        self._ask(f"the publisher's answer about {path.name}", ANNOUNCE_TIMEOUT_S, {"add": str(path)})
 
     def _ask(self, wait: str, timeout_s: float, question: dict[str, str] | None = None) -> dict[str, Any]:
         """Send a question and read the publisher's answer.

@@ -30,7 +30,7 @@ CALLED_BY_LIBRARIES = {
 }  # fmt: skip
 # Read by tests and benchmarks, because no other name shows the same.
 SEEN_BY_TESTS = {
-    "LOSS_CLASSES", "boxed_integer", "from_offsets", "host_arrays", "num_sessions",
+    "LOSS_CLASSES", "boxed_integer", "from_offsets", "host_arrays", "num_transfers",
 }  # fmt: skip
 KEPT_ALIVE = {"_own_modules", "_kept"}  # objects that must not be freed
 CHECKS = REPOSITORY / "services" / "cli" / "check"

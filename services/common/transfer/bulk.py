@@ -1,18 +1,14 @@
 """The bulk plane: payloads over ZeroMQ on TCP, for bearers of tickets. Frames of both ends, and the sending end.
 
-    receiver (DEALER)                                sender (ROUTER)
-    [ticket, GET, offset, size]  ------------------>
-                                 <------------------ [DATA, offset] [up to 1 MiB]   until the range is complete
-    [ticket, BYE]                ------------------>                                ends the lease
-                                 <------------------ [ERROR, 0] [REASON: message]
+    receiver (DEALER)                   sender (ROUTER)
+    [ticket, start, end]  ------------>
+                          <------------ [offset] [up to 1 MiB]   until the range is complete
+                          <------------ [] [REASON: message]     instead of the rest
 
-A GET is a credit: the server only sends requested ranges, and one receiver has at most ``WINDOW`` open requests, so a slow
-receiver holds a bounded number of frames, which are views of the payload, not copies. ZeroMQ's own I/O thread moves the
-bytes; this module runs on the event loop, woken by the socket's descriptor, and spends some ten microseconds per MiB.
-The answer to a wrong ticket or a garbage frame is an error; other receivers are unaffected.
-
-Waits take no thread and no queue of futures. ZeroMQ's descriptor signals an event without its kind, and only once: so check
-the socket's own events before a wait, and again after every send. Only fixed layouts of little-endian integers are decoded.
+ZeroMQ's own I/O thread moves the bytes. One receiver has one transfer at a time, and at most ``WINDOW`` frames, which are
+views of the payload and no copies, wait for it: a slow receiver holds little memory, and does not hold up others. Its range
+ends when it closes its socket. The answer to a wrong ticket or a garbage frame is an error. Only fixed layouts of
+little-endian integers are decoded.
 
 In a run with keys the socket uses CURVE, with a key pair of this process. The control channel hands out the public key with
 the ticket: a peer without a ticket has no key either, and fails the handshake. Without keys the socket binds loopback only,
@@ -22,24 +18,26 @@ in plain text.
 from __future__ import annotations
 
 import asyncio
-import enum
 import errno
 import secrets
 import struct
 import time
-from collections import Counter, OrderedDict
+from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import structlog
 import zmq
+import zmq.asyncio
 from zmq.utils import z85
 
 from services.common.aio import deadline
 from services.common.errors import (
     ConfigError,
-    DeadlineError,
     InfrastructureError,
     InvalidRequestError,
     NotFoundError,
@@ -54,12 +52,14 @@ from services.common.weights.snapshot import Payload, PayloadRequest
 # send rate that all transports of one sender share. A payload's name is global: the same bytes here and at every relay.
 
 
-class PayloadReader(Protocol):
-    """The bytes of one payload, leased until ``close``. Used from one event loop."""
+class PayloadReader(ABC):
+    """The bytes of one payload, leased until ``close``, which calls ``release``. Used from one event loop."""
 
-    @property
-    def size_bytes(self) -> int: ...
+    def __init__(self, size_bytes: int, release: Callable[[], None] = lambda: None) -> None:
+        self.size_bytes = size_bytes
+        self._release: Callable[[], None] | None = release
 
+    @abstractmethod
     async def read(self, offset: int, size: int) -> memoryview:
         """At least 1 and at most ``size`` bytes from ``offset`` (< ``size_bytes``), valid until ``close``.
 
@@ -69,11 +69,12 @@ class PayloadReader(Protocol):
             DeadlineError: the bytes did not arrive in time.
             NotFoundError: the bytes will never arrive.
         """
-        ...
 
     def close(self) -> None:
-        """End the lease. Views given out must not be used any more."""
-        ...
+        """End the lease. Views given out must not be used any more. Closing twice does no harm."""
+        if self._release is not None:
+            release, self._release = self._release, None
+            release()
 
 
 class PayloadSource(Protocol):
@@ -93,25 +94,15 @@ class PayloadSource(Protocol):
         ...
 
 
-class MemoryReader:
-    """A payload that is whole in memory (a mapped file, or bytes), and the function that ends its lease."""
+class MemoryReader(PayloadReader):
+    """A payload that is in memory: a mapped file, or bytes."""
 
     def __init__(self, data: memoryview, release: Callable[[], None] = lambda: None) -> None:
+        super().__init__(len(data), release)
         self._data = data
-        self._release: Callable[[], None] | None = release
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self._data)
 
     async def read(self, offset: int, size: int) -> memoryview:
         return self._data[offset : offset + size]
-
-    def close(self) -> None:
-        """Closing twice does no harm."""
-        if self._release is not None:
-            release, self._release = self._release, None
-            release()
 
 
 CHUNK_BYTES = 1 << 20  # the fastest size for gRPC and ZeroMQ; larger gRPC messages are slower
@@ -128,7 +119,6 @@ class SendBudget:
         self._bytes_per_s = bytes_per_s
         self._free_at = time.monotonic()  # when everything granted so far has gone out
         self.num_bytes_sent = 0
-        self.num_bytes_by_transport: Counter[str] = Counter()
 
     @property
     def chunk_bytes(self) -> int:
@@ -137,7 +127,7 @@ class SendBudget:
             return CHUNK_BYTES
         return max(_SMALLEST_CHUNK, min(CHUNK_BYTES, int(self._bytes_per_s * _CHUNK_S)))
 
-    async def take(self, num_bytes: int, transport: str) -> None:
+    async def take(self, num_bytes: int) -> None:
         """Wait for the turn of these bytes, and count them. No deadline: the rate bounds the wait, the receiver has one."""
         if self._bytes_per_s:
             begin = max(self._free_at, time.monotonic() - _BURST_S)
@@ -145,72 +135,20 @@ class SendBudget:
             if (delay := self._free_at - time.monotonic()) > 0:
                 await asyncio.sleep(delay)
         self.num_bytes_sent += num_bytes
-        self.num_bytes_by_transport[transport] += num_bytes
 
 
 log = structlog.get_logger()
 
-# -- frames, keys and waits of both ends ----------------------------------------------------------------------------------
+# -- frames and keys of both ends -----------------------------------------------------------------------------------------
 
-WINDOW = 8  # open GETs of one receiver
+WINDOW = 8  # frames of one receiver inside ZeroMQ, at each end
 TICKET_BYTES = 32
 KEY_BYTES = 32  # of CURVE, as they travel
 HANDSHAKE_BYTES = 1024  # ZeroMQ's limit on messages also holds for those of the handshake, some 500 bytes each
 OVERHEAD_BYTES = 64  # of an encrypted frame
 
-Socket = zmq.Socket[bytes]
-
-_REQUEST = struct.Struct(f"<{TICKET_BYTES}sBQI")
-_ANSWER = struct.Struct("<BQ")
-
-REQUEST_BYTES = _REQUEST.size
-ANSWER_BYTES = _ANSWER.size
-
-
-class Operation(enum.IntEnum):
-    GET = 1
-    BYE = 2
-
-
-class Kind(enum.IntEnum):
-    DATA = 1
-    ERROR = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BulkRequest:
-    """One credit: ``size_bytes`` from ``offset``."""
-
-    ticket: bytes
-    operation: Operation
-    offset: int = 0
-    size_bytes: int = 0
-
-    def encode(self) -> bytes:
-        return _REQUEST.pack(self.ticket, self.operation, self.offset, self.size_bytes)
-
-    @classmethod
-    def decode(cls, data: bytes) -> BulkRequest:
-        """Raises ``InvalidRequestError`` for anything that ``encode`` does not make."""
-        try:
-            ticket, operation, offset, size = _REQUEST.unpack(data)
-            return cls(ticket=ticket, operation=Operation(operation), offset=offset, size_bytes=size)
-        except (struct.error, ValueError):
-            raise InvalidRequestError(f"{len(data)} bytes that are no request for bulk data") from None
-
-
-def encode_answer(kind: Kind, offset: int) -> bytes:
-    """The first frame of an answer."""
-    return _ANSWER.pack(kind, offset)
-
-
-def decode_answer(data: bytes | bytearray) -> tuple[Kind, int]:
-    """Kind and offset. Raises ``InvalidRequestError`` for anything that ``encode_answer`` does not make."""
-    try:
-        kind, offset = _ANSWER.unpack(data)
-        return Kind(kind), offset
-    except (struct.error, ValueError):
-        raise InvalidRequestError(f"{len(data)} bytes that are no answer of a bulk socket") from None
+REQUEST = struct.Struct(f"<{TICKET_BYTES}sQQ")  # ticket, and the range of the payload
+OFFSET = struct.Struct("<Q")  # before each piece; an empty frame stands before an error
 
 
 def new_keys() -> tuple[bytes, bytes]:
@@ -224,45 +162,12 @@ def new_keys() -> tuple[bytes, bytes]:
     return z85.decode(public), z85.decode(secret)
 
 
-def speak_to(socket: Socket, server_key: bytes) -> None:
+def speak_to(socket: zmq.asyncio.Socket, server_key: bytes) -> None:
     """Make a client's socket accept only the holder of this key, with a new key pair of its own."""
     public, secret = new_keys()
     socket.curve_serverkey = server_key
     socket.curve_publickey = public
     socket.curve_secretkey = secret
-
-
-def descriptor(socket: Socket) -> int:
-    """The file descriptor that becomes readable on an event."""
-    number = socket.get(zmq.FD)
-    assert isinstance(number, int)
-    return number
-
-
-def has_input(socket: Socket) -> bool:
-    """Whether a message can be received without waiting."""
-    events = socket.get(zmq.EVENTS)
-    assert isinstance(events, int)
-    return bool(events & zmq.POLLIN)
-
-
-async def readable(*sockets: Socket) -> None:
-    """Return when one of the sockets has input. The caller bounds the wait."""
-    if any(map(has_input, sockets)):
-        return
-    loop = asyncio.get_running_loop()
-    news = asyncio.Event()
-    for socket in sockets:
-        loop.add_reader(descriptor(socket), news.set)
-    try:
-        while True:
-            news.clear()
-            if any(map(has_input, sockets)):
-                return
-            await news.wait()
-    finally:
-        for socket in sockets:
-            loop.remove_reader(descriptor(socket))
 
 
 # -- the sending end ------------------------------------------------------------------------------------------------------
@@ -272,9 +177,7 @@ BULK_FROM_BYTES = 4 << 20  # below it, opening another connection takes longer t
 TICKET_S = 60.0  # lifetime of a ticket without use
 MOST_TICKETS = 4096  # the oldest unused goes first
 
-_HIGH_WATER = 2 * WINDOW  # frames per receiver inside ZeroMQ, also for receivers that exceed WINDOW
-_FULL_S = 0.002  # retry interval when the queue is full
-_DRAIN_AT_ONCE = 64  # requests read before others get their turn on the event loop
+_FULL_S = 0.002  # retry interval when a receiver's queue is full
 
 
 @dataclass(slots=True)
@@ -322,19 +225,8 @@ class Tickets:
             self._tickets.popitem(last=False)
 
 
-@dataclass(slots=True)
-class _Session:
-    """One receiver with one ticket. A task serves its requests in order."""
-
-    peer: bytes
-    ticket: bytes
-    reader: PayloadReader
-    requests: asyncio.Queue[BulkRequest] = field(default_factory=asyncio.Queue)
-    task: asyncio.Task[None] | None = None
-
-
 class BulkServer:
-    """``start``, hand out ``tickets`` and ``public_key``, ``stop``. Owns its socket and its sessions.
+    """``start``, hand out ``tickets`` and ``public_key``, ``stop``. Owns its socket and its transfers.
 
     Raises ``ConfigError`` for another bind than loopback that is not ``encrypted``.
     """
@@ -359,134 +251,109 @@ class BulkServer:
         self._budget = budget
         self._host = host
         self._idle_s = idle_s
-        self._context: zmq.Context[Socket] | None = None
-        self._socket: Socket | None = None
-        self._sessions: dict[tuple[bytes, bytes], _Session] = {}
+        self._context: zmq.asyncio.Context | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._transfers: dict[bytes, asyncio.Task[None]] = {}  # by receiver
 
     async def start(self) -> None:
         """Bind a free port. Raises ``OSError`` (``zmq.ZMQError``) when that fails."""
-        self._context = zmq.Context()
+        self._context = zmq.asyncio.Context()
         socket = self._context.socket(zmq.ROUTER)
         socket.linger = 0
         socket.router_mandatory = True  # a receiver that left is an error, not silence
-        socket.maxmsgsize = REQUEST_BYTES  # a peer that sends more is disconnected by ZeroMQ
-        socket.sndhwm = _HIGH_WATER
+        socket.maxmsgsize = REQUEST.size  # a peer that sends more is disconnected by ZeroMQ
+        socket.sndhwm = WINDOW
         socket.ipv6 = ":" in self._host
         if self._secret_key:
             socket.curve_server = True
             socket.curve_secretkey = self._secret_key
             socket.maxmsgsize = HANDSHAKE_BYTES
         port = socket.bind_to_random_port(f"tcp://{bracketed(self._host)}")
-        self._socket = socket
         self.endpoint = f"tcp://{address(self._host, port)}"
-        asyncio.get_running_loop().add_reader(descriptor(socket), self._drain)
+        self._listening = asyncio.create_task(self._listen(socket), name="bulk.listen")
         log.info("bulk.listening", endpoint=self.endpoint)
 
     async def stop(self) -> None:
-        """End every session and close. Stopping twice does no harm."""
-        if self._socket is None or self._context is None:
-            return
-        asyncio.get_running_loop().remove_reader(descriptor(self._socket))
-        tasks = [session.task for session in self._sessions.values() if session.task is not None]
+        """End every transfer and close. Stopping twice does no harm."""
+        tasks = [task for task in (self._listening, *self._transfers.values()) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        socket, self._socket = self._socket, None
-        socket.close(linger=0)
-        self._context.term()
+        if self._context is not None:
+            self._context.destroy(linger=0)
 
     @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
+    def num_transfers(self) -> int:
+        return len(self._transfers)
 
-    def _drain(self) -> None:
-        """Read the pending requests. The descriptor signals once, so this is also called after every send."""
-        for _ in range(_DRAIN_AT_ONCE):
-            if self._socket is None or not has_input(self._socket):
-                return
-            peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            peer, *frames = await socket.recv_multipart()
             try:
-                if len(frames) != 1:
-                    raise InvalidRequestError(f"{len(frames)} frames where one is a request")
-                self._take(peer, BulkRequest.decode(frames[0]))
+                self._begin(socket, peer, frames)
             except RollmillError as error:
                 self.num_refused += 1
                 if (untold := self._repeats.tell(error.reason)) is not None:
                     log.info("bulk.refused", reason=error.reason, error=error.message, **untold)
-                self._answer_error(peer, error)
-        asyncio.get_running_loop().call_soon(self._drain)
+                await self._answer_error(socket, peer, error)
 
-    def _take(self, peer: bytes, request: BulkRequest) -> None:
-        session = self._sessions.get((peer, request.ticket))
-        if request.operation is Operation.BYE:  # the ticket stays: the receiver may fetch another range, now or later
-            if session is not None and session.task is not None:
-                session.task.cancel()
-            return
-        ticket = self.tickets.use(request.ticket)
-        if session is None:
-            session = _Session(peer=peer, ticket=request.ticket, reader=ticket.source.open(ticket.payload_id))
-            self._sessions[peer, request.ticket] = session
-            task = asyncio.get_running_loop().create_task(self._serve(session), name="bulk.session")
-            # Not a ``finally`` of the task: a task that is cancelled before its first step never runs that block.
-            task.add_done_callback(lambda ended: self._end(session, ended))
-            session.task = task
-        if request.offset + request.size_bytes > session.reader.size_bytes:
-            raise OffsetOutOfRangeError(
-                f"bytes {request.offset} to {request.offset + request.size_bytes} of a payload of "
-                f"{session.reader.size_bytes} bytes"
+    def _begin(self, socket: zmq.asyncio.Socket, peer: bytes, frames: list[bytes]) -> None:
+        if len(frames) != 1 or len(frames[0]) != REQUEST.size:
+            raise InvalidRequestError(
+                f"{len(frames)} frames of {sum(map(len, frames))} bytes: no request for bulk data"
             )
-        if not 0 < request.size_bytes <= CHUNK_BYTES or session.requests.qsize() >= WINDOW:
-            raise InvalidRequestError(f"too many open requests: at most {WINDOW}, each of up to {CHUNK_BYTES} bytes")
-        session.requests.put_nowait(request)
+        if peer in self._transfers:
+            raise InvalidRequestError("a connection has one transfer of bulk data at a time")
+        secret, offset, end = REQUEST.unpack(frames[0])
+        ticket = self.tickets.use(secret)
+        reader = ticket.source.open(ticket.payload_id)
+        if not offset < end <= reader.size_bytes:
+            reader.close()
+            raise OffsetOutOfRangeError(f"bytes {offset} to {end} of a payload of {reader.size_bytes} bytes")
+        task = asyncio.create_task(self._send(socket, peer, reader, offset, end), name="bulk.transfer")
+        self._transfers[peer] = task
+        # Not a ``finally`` of the task: a task that is cancelled before its first step never runs that block.
+        task.add_done_callback(partial(self._end, peer, reader))
 
-    async def _serve(self, session: _Session) -> None:
-        try:
-            while True:
-                async with deadline(self._idle_s, "the next request of a bulk receiver"):
-                    request = await session.requests.get()
-                await self._send(session, request)
-        except DeadlineError as error:
-            log.info("bulk.session_idle", error=error.message)
-            self._answer_error(session.peer, error)
-        except RollmillError as error:
-            log.warning("bulk.session_failed", reason=error.reason, error=error.message)
-            self._answer_error(session.peer, error)
-        except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise
-            log.info("bulk.receiver_left")
-
-    def _end(self, session: _Session, task: asyncio.Task[None]) -> None:
-        del self._sessions[session.peer, session.ticket]
-        session.reader.close()
+    def _end(self, peer: bytes, reader: PayloadReader, task: asyncio.Task[None]) -> None:
+        del self._transfers[peer]
+        reader.close()
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("bulk.session_crashed", exc_info=error)
+            log.error("bulk.transfer_crashed", exc_info=error)
 
-    async def _send(self, session: _Session, request: BulkRequest) -> None:
-        offset, end = request.offset, request.offset + request.size_bytes
-        while offset < end:
-            data = await session.reader.read(offset, min(end - offset, self._budget.chunk_bytes))
-            await self._budget.take(len(data), "bulk")
-            async with deadline(self._idle_s, "room for the next frame of a bulk receiver"):
-                # Polled: ZeroMQ does not signal when one of many receivers has room.
-                while not self._put(session.peer, encode_answer(Kind.DATA, offset), data):  # noqa: ASYNC110
+    async def _send(
+        self, socket: zmq.asyncio.Socket, peer: bytes, reader: PayloadReader, offset: int, end: int
+    ) -> None:
+        try:
+            while offset < end:
+                data = await reader.read(offset, min(end - offset, self._budget.chunk_bytes))
+                await self._budget.take(len(data))
+                if not await self._put(socket, [peer, OFFSET.pack(offset), data]):
+                    log.info("bulk.receiver_left")
+                    return
+                offset += len(data)
+        except RollmillError as error:
+            log.warning("bulk.transfer_failed", reason=error.reason, error=error.message)
+            await self._answer_error(socket, peer, error)
+
+    async def _put(self, socket: zmq.asyncio.Socket, frames: list[bytes | memoryview]) -> bool:
+        """Hand a message to ZeroMQ when its receiver's queue has room; False when the receiver has left.
+
+        Raises ``DeadlineError`` for a receiver that takes nothing for long.
+        """
+        async with deadline(self._idle_s, "room for the next frame of a bulk receiver"):
+            while True:
+                try:
+                    await socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+                    return True
+                except zmq.Again:  # polled: ZeroMQ does not signal when one of many receivers has room
                     await asyncio.sleep(_FULL_S)
-            offset += len(data)
-            self._drain()
+                except zmq.ZMQError as error:
+                    if error.errno != errno.EHOSTUNREACH:
+                        raise
+                    return False
 
-    def _put(self, peer: bytes, head: bytes, data: memoryview | bytes) -> bool:
-        """Hand a message to ZeroMQ; False when this receiver's queue is full."""
-        assert self._socket is not None, "sessions end before the socket"
-        try:
-            self._socket.send_multipart([peer, head, data], zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        return True
-
-    def _answer_error(self, peer: bytes, error: RollmillError) -> None:
-        try:
-            self._put(peer, encode_answer(Kind.ERROR, 0), f"{error.reason}: {error.message}".encode())
-        except zmq.ZMQError as failure:
-            if failure.errno != errno.EHOSTUNREACH:
-                raise
-            log.debug("bulk.receiver_left")
+    async def _answer_error(self, socket: zmq.asyncio.Socket, peer: bytes, error: RollmillError) -> None:
+        """Without a wait: a receiver that has left, or takes nothing, gets no answer."""
+        with suppress(zmq.ZMQError):
+            await socket.send_multipart([peer, b"", f"{error.reason}: {error.message}".encode()], zmq.NOBLOCK)

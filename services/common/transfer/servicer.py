@@ -74,7 +74,7 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
                 raise OffsetOutOfRangeError(f"bytes {offset} to {end} of a payload of {size} bytes")
             while offset < end:
                 data = await reader.read(offset, min(end - offset, self.budget.chunk_bytes))
-                await self.budget.take(len(data), "grpc")
+                await self.budget.take(len(data))
                 yield weights_pb2.FetchWeightsResponse(
                     offset=offset, remaining_bytes=end - offset - len(data), data=bytes(data)
                 )

@@ -27,7 +27,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,15 @@ import numpy.typing as npt
 import zstandard
 
 from services.common.errors import CorruptDataError
-from services.common.weights.snapshot import Bits, element_type, step_forward, unzigzag, zigzag, zigzagged_steps
+from services.common.weights.snapshot import (
+    Bits,
+    cast_bits,
+    element_type,
+    step_forward,
+    unzigzag,
+    zigzag,
+    zigzagged_steps,
+)
 
 CHUNK_ELEMENTS = 1 << 20
 
@@ -68,6 +76,10 @@ class ChunkChange:
             target[self.start : self.start + len(self.values)] = self.values
         else:
             scatter(target[self.start : self.start + CHUNK_ELEMENTS], self.positions, self.values)
+
+    def cast(self, source: str, target: str) -> ChunkChange:
+        """The change in another floating type."""
+        return self if source == target else replace(self, values=cast_bits(self.values, source, target))
 
     @property
     def size_bytes(self) -> int:

@@ -112,13 +112,8 @@ def _from_float32(values: npt.NDArray[np.float32], target: str) -> Bits:
 
 def zigzagged_steps(old: Bits, new: Bits, is_float: bool) -> Bits:
     """Zigzagged steps from ``old`` to ``new``, in their dtype."""
-    difference = new - old
-    if is_float and len(difference):
-        if _signs_differ(old, new):
-            difference = rank(new, is_float)
-            difference -= rank(old, is_float)
-        else:
-            _turn(difference, old)
+    difference = rank(new, is_float)
+    difference -= rank(old, is_float)
     return zigzag(difference)
 
 
@@ -132,31 +127,9 @@ def zigzag(difference: Bits) -> Bits:
 
 def step_forward(old: Bits, zigzagged: Bits, is_float: bool) -> Bits:
     """The value ``zigzagged`` steps after ``old``."""
-    difference = unzigzag(zigzagged)
-    if not is_float:
-        return old + difference
-    # Without a change of sign, ranks rise with the pattern for positive values and fall for negative ones: fewer passes.
-    _turn(difference, old)
-    difference += old
-    if not len(old) or not _signs_differ(old, difference):
-        return difference
-    difference -= old
-    _turn(difference, old)
     ranks = rank(old, is_float)
-    ranks += difference
+    ranks += unzigzag(zigzagged)
     return unrank(ranks, is_float)
-
-
-def _turn(difference: Bits, bits: Bits) -> None:
-    """Negate, in place, the differences of negative ``bits``. A second call undoes the first one."""
-    fill = _sign_fill(bits)
-    difference ^= fill
-    difference -= fill
-
-
-def _signs_differ(one: Bits, other: Bits) -> bool:
-    """Whether the sign bits of any two elements differ; at least one element."""
-    return bool((one ^ other).view(np.dtype(f"i{one.dtype.itemsize}")).min() < 0)
 
 
 def rank(bits: Bits, is_float: bool) -> Bits:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.errors import ConfigError, InvalidRequestError, ModelMismatchError, PromptTooLongError
+from services.common.kept_tokens import KeptRow, pack
 from services.common.records import Logprobs, Sampling, Segment, TokenIds
 from services.common.text.chat import check_weights_match
 from services.common.weights.codec import ChunkChange
@@ -48,11 +49,6 @@ class WeightUpdate:
     def full(cls, weights: Mapping[str, Any], version: int) -> WeightUpdate:
         """Every tensor, whole."""
         return cls(version=version, whole=weights)
-
-    @property
-    def num_changes(self) -> int:
-        """Elements changed in place."""
-        return sum(change.num_changes for changes in self.changes.values() for change in changes)
 
 
 def check_update(update: WeightUpdate, weights: Mapping[str, Any]) -> None:
@@ -132,13 +128,12 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvUse:
-    """A paged KV cache: blocks now, and two counts since start."""
+    """A paged KV cache: blocks now, and a count since start."""
 
     blocks: int  # that requests can hold
     used: int  # by running requests and by cached prefixes
     shared: int  # used by several sequences at once
     evicted: int  # cached prefixes that were given up for their memory
-    parked: int  # running requests that gave up their cache for memory, and computed it again later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +144,19 @@ class EngineHealth:
     waiting: int  # requests queued
     generated_tokens: int  # since start
     kv: KvUse | None = None  # None where the cache is not paged, or is the business of another process
+
+
+Mark = tuple[int, int, bool]  # first token, weight version, and whether a cache of older weights was read
+
+
+def segments_by(marks: Sequence[Mark], tokens: Any, logprobs: Any, kept: Sequence[KeptRow] = ()) -> tuple[Segment, ...]:
+    """The policy segments of generated tokens: each mark's up to the next one. ``kept`` may lack the last rows."""
+    ends = [*(start for start, _, _ in marks[1:]), len(tokens)]
+    return tuple(
+        Segment.policy(tokens[start:end], logprobs[start:end], version, mixed, pack(kept[start:end], end - start))
+        for (start, version, mixed), end in zip(marks, ends, strict=True)
+        if end > start
+    )
 
 
 class Engine(Protocol):
@@ -325,46 +333,17 @@ class ByteTokenizer:
         return b"".join(parts).decode(errors="replace")
 
 
-# --- Runs memory-bound work on a few threads: numpy and digests release the interpreter lock while they move bytes.
+# --- Threads for digests, which release the interpreter lock.
 
 
-SCATTERED_BYTES = 64  # that a write of one scattered element moves: a cache line
-
-_MOST_THREADS = 2  # they run beside generation, and two move bytes about as fast as the memory of a small machine does
-_WORTH_BYTES = 16 << 20  # starting a thread takes as long as moving a few MiB
-
-
-def num_threads() -> int:
-    """How many this process should use at once."""
-    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+MOST_THREADS = 2  # they run beside generation, and two read bytes about as fast as the memory of a small machine does
 
 
 @contextmanager
 def few_threads(name: str) -> Iterator[ThreadPoolExecutor]:
     """A thread pool for the block; a failure in the block cancels the calls that have not begun."""
-    pool = ThreadPoolExecutor(num_threads(), name)
+    pool = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), name)
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def run_all(calls: Sequence[Callable[[], object]], *, touched_bytes: int, name: str) -> None:
-    """Run every call, in any order; on several threads if ``touched_bytes`` is large enough to pay for them.
-
-    Raises the first failing call's error; the other calls may have run or not.
-    """
-    if touched_bytes < _WORTH_BYTES or num_threads() == 1:
-        for call in calls:
-            call()
-        return
-    # Each thread takes the next call after each call: a future per call would cost more than a short call.
-    remaining = iter(calls)
-
-    def work() -> None:
-        for call in remaining:
-            call()
-
-    with few_threads(name) as pool:
-        for ended in [pool.submit(work) for _ in range(num_threads())]:
-            ended.result()

@@ -22,15 +22,17 @@ from typing import Any, ClassVar
 from services.common.aio import deadline
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError, RollmillError
 from services.common.importing import check_call, check_methods, place_of, told
-from services.common.records import Logprobs, Segment
+from services.common.records import Logprobs
 from services.inference.engine.base import (
     EngineHealth,
     FinishReason,
     Generation,
     GenerationRequest,
+    Mark,
     ScoreRequest,
     WeightUpdate,
     check_request,
+    segments_by,
 )
 
 PAUSE_S = 60.0  # until every request has taken its step
@@ -70,15 +72,7 @@ class Live:
 
     tokens: Any = field(default_factory=list)  # list or array of ints
     logprobs: Any = field(default_factory=list)  # the same of floats
-    marks: list[tuple[int, int, bool]] = field(default_factory=list)  # (first token, version, mixed cache)
-
-    def segments(self) -> tuple[Segment, ...]:
-        ends = [start for start, _, _ in self.marks[1:]] + [len(self.tokens)]
-        return tuple(
-            Segment.policy(self.tokens[start:end], self.logprobs[start:end], version, mixed)
-            for (start, version, mixed), end in zip(self.marks, ends, strict=True)
-            if end > start
-        )
+    marks: list[Mark] = field(default_factory=list)
 
 
 class StreamingEngine:
@@ -169,7 +163,7 @@ class StreamingEngine:
         self._generated += num_tokens
         if self.setup.on_tokens is not None and num_tokens:
             self.setup.on_tokens(num_tokens, time.time())
-        return Generation(segments=live.segments(), finish_reason=end)
+        return Generation(segments=segments_by(live.marks, live.tokens, live.logprobs), finish_reason=end)
 
     async def _step(self, stream: AsyncGenerator[tuple[int, float], None]) -> tuple[int, float] | None:
         """The next token; None at the end of the stream. A fault of the subclass is an infrastructure failure."""

@@ -12,24 +12,23 @@ import mmap
 import os
 import stat
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import numpy as np
 import structlog
 import zmq
+import zmq.asyncio
 
 from services.common.aio import deadline
 from services.common.errors import (
     CorruptDataError,
     DeadlineError,
     InfrastructureError,
-    InvalidRequestError,
     NotFoundError,
-    OffsetOutOfRangeError,
     RollmillError,
     UnknownPolicyError,
     VersionUnavailableError,
@@ -41,20 +40,14 @@ from services.common.rpc.client import DEADLINES, call_metadata, channel, transl
 from services.common.security.keys import Peer
 from services.common.telemetry.logs import LogEvent
 from services.common.transfer.bulk import (
-    ANSWER_BYTES,
     CHUNK_BYTES,
     KEY_BYTES,
+    OFFSET,
     OVERHEAD_BYTES,
+    REQUEST,
     WINDOW,
-    BulkRequest,
-    Kind,
     MemoryReader,
-    Operation,
     PayloadReader,
-    Socket,
-    decode_answer,
-    has_input,
-    readable,
     speak_to,
 )
 from services.common.weights.snapshot import (
@@ -77,8 +70,6 @@ from services.inference.weights.mirror import Mirror
 
 log = structlog.get_logger()
 STREAM_ATTEMPTS = 4  # at the same offset, before the transfer counts as failed
-_DRAIN_AT_ONCE = WINDOW  # answers read before others get their turn on the event loop
-_BYE_LINGER_MS = 1000  # limit for sending the last message after the socket is closed
 # Without the monitor ZeroMQ would silently try to reconnect to a dead sender until the deadline.
 _LOST = (
     zmq.EVENT_DISCONNECTED
@@ -112,28 +103,18 @@ class ByteRange:
     def is_complete(self) -> bool:
         return self.offset == self.end
 
-    @property
-    def room(self) -> memoryview:
-        """The part that is still to be filled; write at its begin, then ``advance``."""
-        return self._into[self.offset - self.start :]
-
-    def advance(self, offset: int, num_bytes: int) -> None:
-        """Count received bytes. ``CorruptDataError`` if they do not begin at the offset or exceed the range."""
-        if offset != self.offset or num_bytes > self.end - offset:
+    def put(self, offset: int, data: bytes | memoryview) -> None:
+        """Copy received bytes into the range. ``CorruptDataError`` if they do not begin at the offset or exceed the range."""
+        if offset != self.offset or len(data) > self.end - offset:
             raise CorruptDataError(
-                f"{num_bytes} bytes at {offset} came where bytes {self.offset} to {self.end} were due"
+                f"{len(data)} bytes at {offset} came where bytes {self.offset} to {self.end} were due"
             )
-        self.offset += num_bytes
+        begin = offset - self.start
+        self._into[begin : begin + len(data)] = data
+        self.offset += len(data)
         self._on_received(self.offset)
         if self.is_complete:
             self._on_received = _ignore  # no reference back: the payload's memory is freed without a garbage collection
-
-    def put(self, offset: int, data: bytes | memoryview) -> None:
-        """Copy received bytes into the range; raises as ``advance``."""
-        room = self.room
-        if offset == self.offset and len(data) <= len(room):
-            room[: len(data)] = data
-        self.advance(offset, len(data))
 
 
 def _ignore(offset: int) -> None:
@@ -147,59 +128,6 @@ def receive_buffer(size_bytes: int) -> memoryview:
     return room.data[begin : begin + size_bytes]
 
 
-class GrpcTransport:
-    """``FetchWeights`` of one source, which every source serves. A broken stream is opened again at the offset."""
-
-    def __init__(self, stub: weights_pb2_grpc.WeightServiceAsyncStub, source: str) -> None:
-        self._stub = stub
-        self._source = source
-
-    async def fetch(self, payload: Payload, wanted: ByteRange) -> None:
-        """Fill the range from its offset; received bytes stay in ``wanted`` after an error.
-
-        Raises:
-            InfrastructureError, DeadlineError, NotFoundError: the source does not send now.
-            CorruptDataError: the received bytes cannot be the payload.
-        """
-        attempt, began_at = 1, wanted.offset
-        while not wanted.is_complete:
-            try:
-                await self._stream(payload, wanted)
-            except (InfrastructureError, DeadlineError) as error:
-                log.warning(
-                    "weights.stream_broke",
-                    source=self._source,
-                    offset=wanted.offset,
-                    attempt=attempt,
-                    error=error.message,
-                )
-                attempt = attempt + 1 if wanted.offset == began_at else 1
-                began_at = wanted.offset
-                if attempt > STREAM_ATTEMPTS:
-                    raise
-                continue
-            if not wanted.is_complete:
-                raise CorruptDataError(
-                    f"{self._source}: payload {payload.payload_id} ended at {wanted.offset} of {wanted.end} bytes"
-                )
-
-    async def _stream(self, payload: Payload, wanted: ByteRange) -> None:
-        request = weights_pb2.FetchWeightsRequest(payload_id=payload.payload_id, start_offset=wanted.offset)
-        if wanted.end != payload.size_bytes:
-            request.end_offset = wanted.end
-        call = self._stub.FetchWeights(request, metadata=call_metadata())
-        try:
-            with translated_errors(f"weights at {self._source}", "FetchWeights"):
-                while True:
-                    async with deadline(DEADLINES["FetchWeights"], f"the next chunk of weights from {self._source}"):
-                        response: Any = await call.read()  # a message, or the mark of the end
-                    if response is grpc.aio.EOF:
-                        return
-                    wanted.put(response.offset, response.data)
-        finally:
-            call.cancel()
-
-
 class BulkTransport:
     """One source's bulk socket: a ZeroMQ DEALER on the event loop, for the payload that the ticket names."""
 
@@ -211,17 +139,19 @@ class BulkTransport:
         self._source = source
 
     async def fetch(self, wanted: ByteRange) -> None:
-        """Fill the range from its offset; raises as ``GrpcTransport.fetch``."""
+        """Fill the range from its offset; raises as ``WeightSource.fetch``."""
         if wanted.is_complete:
             return
         try:
-            socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
+            socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+            socket.linger = 0
+            socket.rcvhwm = WINDOW
             socket.maxmsgsize = CHUNK_BYTES  # a sender of more is disconnected by ZeroMQ
             socket.ipv6 = True
             if self._server_key:
                 speak_to(socket, self._server_key)
                 socket.maxmsgsize = CHUNK_BYTES + OVERHEAD_BYTES
-            monitor: Socket = socket.get_monitor_socket(_LOST)
+            monitor = socket.get_monitor_socket(_LOST)
         except zmq.ZMQError as error:  # no descriptors are left
             raise InfrastructureError(f"no socket for bulk data from {self._source}: {error}") from None
         try:
@@ -232,46 +162,27 @@ class BulkTransport:
         finally:
             socket.disable_monitor()
             monitor.close(0)
-            socket.close(_BYE_LINGER_MS)
+            socket.close(0)
 
-    async def _receive(self, socket: Socket, monitor: Socket, wanted: ByteRange) -> None:
-        asked = wanted.offset
+    async def _receive(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, wanted: ByteRange) -> None:
+        poller = zmq.asyncio.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        await socket.send(REQUEST.pack(self._ticket, wanted.offset, wanted.end))
         while not wanted.is_complete:
-            while asked < wanted.end and asked - wanted.offset < WINDOW * CHUNK_BYTES:
-                size = min(CHUNK_BYTES, wanted.end - asked)
-                self._send(socket, Operation.GET, asked, size)
-                asked += size
             async with deadline(DEADLINES["FetchWeights"], f"the next bulk data from {self._source}"):
-                await readable(socket, monitor)
-            if not has_input(socket):
+                ready = dict(await poller.poll())
+            if socket not in ready:
                 raise InfrastructureError(f"the bulk connection to {self._source} at {self._endpoint} is lost")
-            for _ in range(_DRAIN_AT_ONCE):
-                if wanted.is_complete or not has_input(socket):
-                    break
-                self._take(socket, wanted)
-            await asyncio.sleep(0)
-        self._send(socket, Operation.BYE)
-
-    def _send(self, socket: Socket, operation: Operation, offset: int = 0, size_bytes: int = 0) -> None:
-        request = BulkRequest(ticket=self._ticket, operation=operation, offset=offset, size_bytes=size_bytes)
-        socket.send(request.encode(), zmq.DONTWAIT)
-
-    def _take(self, socket: Socket, wanted: ByteRange) -> None:
-        """Read one answer: a head, then bytes that are received directly into the range."""
-        head = bytearray(ANSWER_BYTES)
-        size = socket.recv_into(head, flags=zmq.DONTWAIT)
-        if size != ANSWER_BYTES or not socket.get(zmq.RCVMORE):
-            raise CorruptDataError(f"{self._source}: a bulk answer begins with {size} bytes")
-        try:
-            kind, offset = decode_answer(head)
-        except InvalidRequestError as error:
-            raise CorruptDataError(f"{self._source}: {error.message}") from None
-        if kind is Kind.ERROR:
-            raise NotFoundError(f"{self._source}: {socket.recv(zmq.DONTWAIT).decode(errors='replace')}")
-        num_bytes = socket.recv_into(wanted.room, flags=zmq.DONTWAIT)
-        if socket.get(zmq.RCVMORE):
-            raise CorruptDataError(f"{self._source}: a bulk answer of more than two frames")
-        wanted.advance(offset, num_bytes)
+            head, *data = await socket.recv_multipart(copy=False)
+            if len(data) != 1 or len(head) not in (0, OFFSET.size):
+                raise CorruptDataError(
+                    f"{self._source}: a bulk answer of {1 + len(data)} frames, {len(head)} bytes first"
+                )
+            if not len(head):
+                raise NotFoundError(f"{self._source}: {data[0].bytes.decode(errors='replace')}")
+            (offset,) = OFFSET.unpack(head.buffer)
+            wanted.put(offset, data[0].buffer)
 
 
 TRANSPORTS = ("mapped", "bulk", "grpc")
@@ -286,8 +197,11 @@ class WeightSource:
         run_id: str,
         *,
         transports: Sequence[str] = TRANSPORTS,
+        silence_s: float | None = DEADLINES["FetchWeights"],
     ) -> None:
+        """``silence_s``: longest wait for a piece of a payload over gRPC."""
         self.address = address
+        self._silence_s = silence_s
         self.transport = "grpc"  # that brought the last bytes
         self._run_id = run_id
         self._transports = tuple(transports)
@@ -361,7 +275,11 @@ class WeightSource:
     async def fetch(self, payload: Payload, wanted: ByteRange) -> None:
         """Fill the range over ZeroMQ, if this was offered and stands before gRPC, else or after a failure over gRPC.
 
-        Raises gRPC's error, or ``CorruptDataError`` at once.
+        A broken stream is opened again at the offset. Received bytes stay in ``wanted`` after an error.
+
+        Raises:
+            InfrastructureError, DeadlineError, NotFoundError: the source does not send now.
+            CorruptDataError: the received bytes cannot be the payload.
         """
         if wanted.end > payload.size_bytes:
             raise ValueError(f"bytes up to {wanted.end} of a payload of {payload.size_bytes}")
@@ -381,8 +299,44 @@ class WeightSource:
             else:
                 self.transport = "bulk"
                 return
-        await GrpcTransport(self._stub, self.address).fetch(payload, wanted)
         self.transport = "grpc"
+        attempt, began_at = 1, wanted.offset
+        while not wanted.is_complete:
+            try:
+                await self.stream(payload, wanted)
+            except (InfrastructureError, DeadlineError) as error:
+                log.warning(
+                    "weights.stream_broke",
+                    source=self.address,
+                    offset=wanted.offset,
+                    attempt=attempt,
+                    error=error.message,
+                )
+                attempt = attempt + 1 if wanted.offset == began_at else 1
+                began_at = wanted.offset
+                if attempt > STREAM_ATTEMPTS:
+                    raise
+
+    async def stream(self, payload: Payload, wanted: ByteRange) -> None:
+        """One gRPC stream of the rest of the range; raises as ``fetch``, at the first failure."""
+        request = weights_pb2.FetchWeightsRequest(payload_id=payload.payload_id, start_offset=wanted.offset)
+        if wanted.end != payload.size_bytes:
+            request.end_offset = wanted.end
+        call = self._stub.FetchWeights(request, metadata=call_metadata())
+        try:
+            with translated_errors(f"weights at {self.address}", "FetchWeights"):
+                while True:
+                    async with deadline(self._silence_s, f"the next chunk of weights from {self.address}"):
+                        response: Any = await call.read()  # a message, or the mark of the end
+                    if response is grpc.aio.EOF:
+                        break
+                    wanted.put(response.offset, response.data)
+        finally:
+            call.cancel()
+        if not wanted.is_complete:
+            raise CorruptDataError(
+                f"{self.address}: payload {payload.payload_id} ended at {wanted.offset} of {wanted.end} bytes"
+            )
 
 
 def map_file(path: str, begin: int, size_bytes: int) -> memoryview:
@@ -429,12 +383,10 @@ def _is_acceptable(endpoint: str, server_key: bytes, *, is_secure: bool) -> bool
     return not server_key and is_loopback(host_of(endpoint.removeprefix("tcp://")))
 
 
-# --- Passes weights on to other replicas: the incoming payload, the last deltas, and the held version.
+# --- Passes weights on to other replicas: the incoming payload, the newest delta, and the held version.
 
 
 PROGRESS_TIMEOUT_S = 20.0  # below the receiver's limit of 30 s for a silent stream
-KEPT_DELTAS = 4
-KEPT_DELTA_SHARE = 0.25  # of the mirror's bytes, in all
 
 
 class Incoming:
@@ -489,33 +441,16 @@ class Incoming:
         self._progress = asyncio.Event()
 
 
-class _Reader:
-    """A ``PayloadReader`` that has leased a mirror."""
-
-    def __init__(self, mirror: Mirror) -> None:
-        self._mirror: Mirror | None = mirror
-
-    def close(self) -> None:
-        """Closing twice does no harm."""
-        mirror, self._mirror = self._mirror, None
-        if mirror is not None:
-            mirror.release()
-
-
-class IncomingReader(_Reader):
+class IncomingReader(MemoryReader):
     """Reads the received bytes. Held meanwhile: a snapshot's buffer becomes the mirror, which later deltas write into."""
 
     def __init__(self, incoming: Incoming, mirror: Mirror) -> None:
-        super().__init__(mirror)
         mirror.hold()
+        super().__init__(incoming.data, mirror.release)
         self._incoming = incoming
-        self.size_bytes = incoming.payload.size_bytes
 
     async def read(self, offset: int, size: int) -> memoryview:
-        if not 0 <= offset < self.size_bytes:
-            raise OffsetOutOfRangeError(f"offset {offset} of a payload of {self.size_bytes} bytes")
-        there = await self._incoming.wait_readable(offset)
-        return self._incoming.data[offset : offset + min(size, there)]
+        return await super().read(offset, min(size, await self._incoming.wait_readable(offset)))
 
 
 class Relay:
@@ -524,7 +459,7 @@ class Relay:
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
         self._incoming: dict[str, Incoming] = {}
-        self._deltas: OrderedDict[str, tuple[Payload, memoryview]] = OrderedDict()
+        self._delta: tuple[Payload, memoryview] | None = None  # the newest, as it came
 
     # -- calls of the receiving side ---------------------------------------------------------------------------
 
@@ -533,16 +468,10 @@ class Relay:
         self._incoming[incoming.payload.payload_id] = incoming
 
     def received(self, payload: Payload, data: memoryview) -> None:
-        """Note that a payload is verified and in the mirror: snapshots are served from the mirror, a delta is kept unchanged."""
+        """Note that a payload is verified and in the mirror: snapshots are served from the mirror, the newest delta as it came."""
         self._incoming.pop(payload.payload_id, None)
-        if payload.encoding is not Encoding.DELTA:
-            return
-        self._deltas[payload.payload_id] = (payload, data)
-        allowed = KEPT_DELTA_SHARE * sum(entry.size_bytes for entry in payload.target.tensors)
-        while len(self._deltas) > KEPT_DELTAS or (
-            len(self._deltas) > 1 and sum(len(kept) for _, kept in self._deltas.values()) > allowed
-        ):
-            self._deltas.popitem(last=False)
+        if payload.encoding is Encoding.DELTA:
+            self._delta = payload, data
 
     def lost(self, payload_id: str) -> None:
         """Note that a payload failed; readers that wait for its bytes fail."""
@@ -564,7 +493,8 @@ class Relay:
             raise VersionUnavailableError(
                 f"version {request.version} of run {request.run_id} is not held here (held: {version})"
             )
-        for payload, _ in reversed(tuple(self._deltas.values())):  # the event loop adds to them meanwhile
+        if self._delta is not None:
+            payload = self._delta[0]
             if payload.base == request.base and payload.target.digest == held.digest:
                 return payload
         full = full_layout(held)
@@ -580,8 +510,8 @@ class Relay:
         incoming = self._incoming.get(payload_id)
         if incoming is not None:
             return IncomingReader(incoming, self._mirror)
-        if payload_id in self._deltas:
-            return MemoryReader(self._deltas[payload_id][1])
+        if self._delta is not None and self._delta[0].payload_id == payload_id:
+            return MemoryReader(self._delta[1])
         held = self._mirror.manifest
         if held is None or payload_id != full_payload_id(held):
             raise NotFoundError(f"payload {payload_id!r} is not here: ask for the manifest again")
@@ -591,21 +521,18 @@ class Relay:
             raise NotFoundError(f"payload {payload_id!r} is being replaced: {error.message}") from None
 
 
-class _MirrorReader(_Reader):
+class _MirrorReader(PayloadReader):
     """Reads the full payload of a mirror, tensor by tensor; between them lies padding."""
 
     def __init__(self, mirror: Mirror) -> None:
         held = mirror.lease()
-        super().__init__(mirror)
         manifest = full_layout(held.manifest)
+        super().__init__(manifest.size_bytes, mirror.release)
         self._entries: list[TensorEntry] = sorted(manifest.tensors, key=lambda entry: entry.offset)
         self._offsets = [entry.offset for entry in self._entries]
         self._bits = held.bits
-        self.size_bytes = manifest.size_bytes
 
     async def read(self, offset: int, size: int) -> memoryview:
-        if not 0 <= offset < self.size_bytes:
-            raise OffsetOutOfRangeError(f"offset {offset} of a payload of {self.size_bytes} bytes")
         place = bisect.bisect_right(self._offsets, offset) - 1
         entry = self._entries[place]
         within = offset - entry.offset
@@ -624,10 +551,7 @@ def full_layout(manifest: Manifest) -> Manifest:
 
 MIN_SHARD_BYTES = 1 << 20
 STALL_S = 5.0  # without a byte: the relay is replaced
-_POLL_S = 0.1  # period of progress checks
 _ASK_AGAIN_S = 0.2
-_LAG_FACTOR = 2.0  # a shard whose estimated rest exceeds this many times the elapsed time moves to the source
-_LAG_FROM_S = 2.0
 
 
 def cut(size_bytes: int, num_relays: int) -> list[tuple[int, int]]:
@@ -641,90 +565,45 @@ def cut(size_bytes: int, num_relays: int) -> list[tuple[int, int]]:
     return [(start, min(start + width, size_bytes)) for start in range(0, size_bytes, width)] or [(0, 0)]
 
 
-@dataclass(slots=True)
-class PeerFetch:
-    """One transfer. ``run`` fills the incoming payload."""
+async def fetch_shards(
+    payload: Payload, incoming: Incoming, plan: FetchPlan, source: WeightSource, run_id: str
+) -> tuple[str, ...]:
+    """Fill the incoming payload, a shard from each relay; ``source`` has this replica's own shard, and what a relay lacks.
 
-    payload: Payload
-    incoming: Incoming
-    plan: FetchPlan
-    source: WeightSource  # the publisher, or another source with the whole payload
-    run_id: str
-    _bytes_from: Counter[str] = field(default_factory=Counter)
-    _num_open: int = 0
-    _num_shards: int = 0
-    _began: float = 0.0
+    Returns the sources of the bytes, the largest share first. Raises the source's error.
+    """
+    brought: Counter[str] = Counter()
 
-    async def run(self) -> tuple[str, ...]:
-        """Fetch all shards; returns the sources, the largest share first. Raises the source's error for the last fallback."""
-        shards = cut(self.payload.size_bytes, len(self.plan.relays))
-        self._began = time.monotonic()
-        self._num_open = self._num_shards = len(shards)
-        ranges = [self.incoming.shard(start, end) for start, end in shards]
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for number, wanted in enumerate(ranges):
-                    tasks.create_task(self._fetch_shard(number, wanted), name=f"weights shard {number}")
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # its failure cancelled the others
-        return tuple(address for address, count in self._bytes_from.most_common() if count)
-
-    async def _fetch_shard(self, number: int, wanted: ByteRange) -> None:
-        if number != self.plan.own_shard:
-            await self._from_relay(self.plan.relays[number], wanted)
+    async def fetch(number: int, wanted: ByteRange) -> None:
+        if number != plan.own_shard:
+            await _fetch_from_relay(plan.relays[number], run_id, payload, wanted)
+            brought[plan.relays[number]] += wanted.offset - wanted.start
         if not wanted.is_complete:
             begun_at = wanted.offset
-            await self.source.fetch(self.payload, wanted)
-            self._bytes_from[self.source.address] += wanted.offset - begun_at
-        self._num_open -= 1
+            await source.fetch(payload, wanted)
+            brought[source.address] += wanted.offset - begun_at
 
-    async def _from_relay(self, address: str, wanted: ByteRange) -> None:
-        """Fetch from a relay; returns also if the relay stops before the end."""
-        begun_at = wanted.offset
-        async with WeightSource(address, self.run_id, transports=("grpc",)) as relay:
-            fetching = asyncio.create_task(self._fetch_when_known(relay, wanted), name=f"weights from relay {address}")
-            try:
-                reason = await self._watch(fetching, wanted)
-            finally:
-                fetching.cancel()
-                await asyncio.gather(fetching, return_exceptions=True)
-        self._bytes_from[address] += wanted.offset - begun_at
-        if reason:
-            log.warning("weights.relay_replaced", relay=address, offset=wanted.offset, end=wanted.end, reason=reason)
+    ranges = [incoming.shard(start, end) for start, end in cut(payload.size_bytes, len(plan.relays))]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for number, wanted in enumerate(ranges):
+                tasks.create_task(fetch(number, wanted), name=f"weights shard {number}")
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None  # its failure cancelled the others
+    return tuple(address for address, count in brought.most_common() if count)
 
-    async def _fetch_when_known(self, relay: WeightSource, wanted: ByteRange) -> None:
-        while True:
-            try:
-                await relay.fetch(self.payload, wanted)
-                return
-            except (NotFoundError, UnknownPolicyError):
-                # The relay does not know the payload yet; the watching task limits the wait.
-                await asyncio.sleep(_ASK_AGAIN_S)
 
-    async def _watch(self, fetching: asyncio.Task[None], wanted: ByteRange) -> str:
-        """Wait for the shard; returns the reason for giving the relay up, or "" when the shard is complete."""
-        offset, moved_at = wanted.offset, time.monotonic()
-        while True:
-            done, _ = await asyncio.wait({fetching}, timeout=_POLL_S)
-            if done:
-                error = fetching.exception()
-                if error is None:
-                    return ""
-                if isinstance(error, RollmillError):
-                    return error.message
-                raise error
-            now = time.monotonic()
-            if wanted.offset > offset:
-                offset, moved_at = wanted.offset, now
-            elif now - moved_at > STALL_S:
-                return f"no data for {STALL_S:g} s"
-            if self._lags(wanted, now):
-                return "much slower than the others"
-
-    def _lags(self, wanted: ByteRange, now: float) -> bool:
-        """Whether most shards are complete and this one would still take long."""
-        elapsed = now - self._began
-        if elapsed < _LAG_FROM_S or 2 * self._num_open > self._num_shards:
-            return False
-        received = wanted.offset - wanted.start
-        return received == 0 or (wanted.end - wanted.offset) / received > _LAG_FACTOR
+async def _fetch_from_relay(address: str, run_id: str, payload: Payload, wanted: ByteRange) -> None:
+    """Fetch from a relay until the range is complete, the relay fails, or no byte comes for ``STALL_S``."""
+    asked_at = time.monotonic()
+    try:
+        async with WeightSource(address, run_id, transports=("grpc",), silence_s=STALL_S) as relay:
+            while not wanted.is_complete:
+                try:
+                    await relay.stream(payload, wanted)
+                except (NotFoundError, UnknownPolicyError):  # the relay does not know the payload yet
+                    if wanted.offset > wanted.start or time.monotonic() - asked_at > STALL_S:
+                        raise
+                    await asyncio.sleep(_ASK_AGAIN_S)
+    except RollmillError as error:
+        log.warning("weights.relay_replaced", relay=address, offset=wanted.offset, end=wanted.end, reason=error.message)

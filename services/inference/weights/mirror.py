@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ from services.common.weights.snapshot import (
     lay_out,
     tensor_digest,
 )
-from services.inference.engine.base import SCATTERED_BYTES, few_threads, run_all
+from services.inference.engine.base import few_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +147,11 @@ class Mirror:
 
     def _change(self, changes: Mapping[str, Sequence[ChunkChange]], leased: bool) -> None:
         """Write in place; leased arrays are replaced. Borrowed arrays are replaced together: one would keep their file mapped."""
-
-        def change(name: str) -> None:
-            if name in self._borrowed or (leased and name in changes):
+        for name in {*changes, *self._borrowed}:
+            if leased or name in self._borrowed:
                 self._bits[name] = self._bits[name].copy()
             for part in changes.get(name, ()):
                 part.write_to(self._bits[name])
-
-        names = sorted({*changes, *self._borrowed}, key=lambda name: -self._bits[name].nbytes)
-        num_changes = sum(part.num_changes for parts in changes.values() for part in parts)
-        touched = SCATTERED_BYTES * num_changes + sum(self._bits[name].nbytes for name in self._borrowed)
-        run_all([partial(change, name) for name in names], touched_bytes=touched, name="weights.write")
         self._borrowed.clear()
 
     def lease(self) -> HeldWeights:

@@ -45,9 +45,9 @@ from services.inference.weights.fetch import (
     MIN_SHARD_BYTES,
     TRANSPORTS,
     Incoming,
-    PeerFetch,
     Relay,
     WeightSource,
+    fetch_shards,
     receive_buffer,
 )
 from services.inference.weights.mirror import Mirror, Verified
@@ -404,7 +404,7 @@ class SourceFetcher:
             self._relay.receive(incoming)
         try:
             if plan is not None and payload.size_bytes >= 2 * MIN_SHARD_BYTES:
-                return await PeerFetch(payload, incoming, plan, source, self._run_id).run()
+                return await fetch_shards(payload, incoming, plan, source, self._run_id)
             await source.fetch(payload, incoming.shard(0, payload.size_bytes))
             return (source.address,)
         except BaseException:  # cancellations too: concurrent readers must not wait for bytes that will not come

@@ -12,8 +12,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.errors import RollmillError
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.telemetry.logs import LogEvent
+from services.inference import app
 from tests.integration.inference.peers import END_S, FakeOrchestrator, end_of, indices_of, scripted_recipe
 from tests.unit.inference.fakes import make_order
 from tests.waiting import WAIT_S, until
@@ -49,9 +51,26 @@ async def play(orchestrator: FakeOrchestrator, indices: tuple[int, ...]) -> None
     await until(lambda: len(orchestrator.records) >= len(indices), "the records")
 
 
-async def test_a_replica_plays_and_leaves_when_drained(
+async def test_a_replica_is_healthy_plays_and_leaves_when_drained(
     orchestrator: FakeOrchestrator, replica: asyncio.subprocess.Process
 ) -> None:
+    assert replica.stderr is not None
+    port = ""
+    async with asyncio.timeout(END_S):
+        while not port:
+            line = (await replica.stderr.readline()).decode()
+            if LogEvent.SERVER_LISTENING in line:
+                port = line.split("address=")[1].split()[0]
+    async with grpc.aio.insecure_channel(port) as connection:
+        health = health_pb2_grpc.HealthStub(connection)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        status = await status_pb2_grpc.StatusServiceStub(connection).GetStatus(
+            status_pb2.GetStatusRequest(), timeout=WAIT_S
+        )
+    assert (status.service, status.instance_id, status.run_id, status.state) == ("inference", "a", "run-1", "ready")
+    assert status.gauges["free_slots"] == 8
+    assert status.labels["engine"] == "scripted"
     await play(orchestrator, (0, 1, 2))
     orchestrator.drain()
     code, output = await end_of(replica)
@@ -93,28 +112,6 @@ async def test_a_signal_ends_what_is_being_played_without_a_record(orchestrator:
     assert orchestrator.records == []  # its lease runs out, and another replica plays the slots
 
 
-async def test_health_is_serving_and_status_has_gauges(
-    orchestrator: FakeOrchestrator, replica: asyncio.subprocess.Process
-) -> None:
-    assert replica.stderr is not None
-    port = ""
-    async with asyncio.timeout(END_S):
-        while not port:
-            line = (await replica.stderr.readline()).decode()
-            if LogEvent.SERVER_LISTENING in line:
-                port = line.split("address=")[1].split()[0]
-    async with grpc.aio.insecure_channel(port) as connection:
-        health = health_pb2_grpc.HealthStub(connection)
-        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        status = await status_pb2_grpc.StatusServiceStub(connection).GetStatus(
-            status_pb2.GetStatusRequest(), timeout=WAIT_S
-        )
-    assert (status.service, status.instance_id, status.run_id, status.state) == ("inference", "a", "run-1", "ready")
-    assert status.gauges["free_slots"] == 8
-    assert status.labels["engine"] == "scripted"
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -140,14 +137,22 @@ async def test_health_is_serving_and_status_has_gauges(
     ],
     ids=["workflow", "setting", "no endpoint", "no agent", "bind", "script", "model"],
 )
-async def test_a_recipe_that_cannot_be_served_ends_with_one_line(
-    orchestrator: FakeOrchestrator, changes: dict[str, Any], message: str
+async def test_a_recipe_that_cannot_be_served_is_refused_with_the_remedy(
+    orchestrator: FakeOrchestrator, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(app, "configure", lambda *where: None)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
     orchestrator.recipe = scripted_recipe(**changes)
-    process = await start("--orchestrator", orchestrator.address)
-    code, output = await end_of(process)
+    with pytest.raises(RollmillError) as caught:
+        await app.run_replica(orchestrator=orchestrator.address, name="a", replica_id="a", port=None, num_slots=None)
+    assert message in caught.value.message
+
+
+async def test_a_refused_recipe_ends_the_process_with_one_line(orchestrator: FakeOrchestrator) -> None:
+    orchestrator.recipe = scripted_recipe(workflow={"name": "tool_use", "settings": {"max_turn": 1}})
+    code, output = await end_of(await start("--orchestrator", orchestrator.address))
     assert code == 1
-    assert message in output.splitlines()[-1], output
+    assert "did you mean 'max_turns'" in output.splitlines()[-1], output
     assert "Traceback" not in output
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from services.cli.keys import Keyring
+from services.common.errors import RollmillError
+from services.common.rpc.run_client import fetch_run
 from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.keys import VARIABLE, Role
@@ -41,6 +43,11 @@ async def replica(address: str, keys: Path | None) -> tuple[int | None, str]:
         env={**os.environ, "OMP_NUM_THREADS": "1", VARIABLE: str(keys or "")},
     )  # fmt: skip
     return await end_of(process)
+
+
+async def join(address: str, keys: Path | None) -> None:
+    identity.configure(Role.INFERENCE, environment={VARIABLE: str(keys or "")})
+    await fetch_run(address)
 
 
 def another_run(path: Path) -> Path:
@@ -74,10 +81,19 @@ CASES: dict[str, tuple[bool, Callable[[Path], Path | None], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_a_replica_that_may_not_join_says_why_and_ends(tmp_path: Path, case: str) -> None:
+async def test_a_replica_that_may_not_join_says_why(tmp_path: Path, case: str) -> None:
     secure, made, message = CASES[case]
     keys = make_keys(tmp_path / "keys")
+    own = made(tmp_path)
     async with orchestrator(keys if secure else None) as server:
+        with identity.used(None), pytest.raises(RollmillError) as caught:
+            await join(server.address, own)
+    assert message in caught.value.message
+
+
+async def test_a_replica_that_may_not_join_ends_at_once(tmp_path: Path) -> None:
+    _, made, message = CASES["another run"]
+    async with orchestrator(make_keys(tmp_path / "keys")) as server:
         code, words = await replica(server.address, made(tmp_path))
     assert code == 1
     assert message in words

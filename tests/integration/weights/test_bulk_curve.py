@@ -18,7 +18,7 @@ from services.common.rpc.client import channel, translated_errors
 from services.common.security import identity
 from services.common.security.keys import Peer, Role
 from services.common.telemetry.logs import LogEvent
-from services.common.transfer.bulk import KEY_BYTES, BulkRequest, Operation, new_keys
+from services.common.transfer.bulk import KEY_BYTES, REQUEST, new_keys
 from services.common.weights.snapshot import PayloadRequest
 from services.common.wire import payload_request_to_proto
 from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, fetched, sending
@@ -76,10 +76,9 @@ async def test_a_ticket_without_the_right_key_brings_nothing(keys: Keyring, encr
                 thief.curve_publickey, thief.curve_secretkey = new_keys()
                 thief.curve_serverkey = new_keys()[0]
             thief.connect(answer.bulk.endpoint)
-            request = BulkRequest(ticket=answer.bulk.ticket, operation=Operation.GET, offset=0, size_bytes=1000)
-            thief.send(request.encode())
+            thief.send(REQUEST.pack(answer.bulk.ticket, 0, 1000))
             assert not await asyncio.to_thread(thief.poll, 1000)
-        assert sender.bulk.num_sessions == 0
+        assert sender.bulk.num_transfers == 0
 
 
 async def test_a_key_that_is_not_the_sockets_costs_the_bulk_plane_and_not_the_version(keys: Keyring) -> None:

@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 
 from services.common.config.training import WeightsConfig
-from services.common.pb import weights_pb2_grpc
 from services.common.records import WeightVersion
-from services.common.rpc.server import Server
 from services.common.transfer.servicer import WeightServicer
 from services.trainer.publisher import PublisherStore
 from tests.integration.weights.killable_replica import replica
 from tests.integration.weights.test_transfer_faults import POLICY, RUN, announced, write_version
+from tests.integration.weights.transfer_world import serving
 from tests.waiting import WAIT_S
 
 
@@ -50,12 +49,7 @@ class Publisher:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.store = PublisherStore(RUN, POLICY, WeightsConfig(transfer="delta"))
-        self.server = Server(service="publisher", instance_id="p", host="127.0.0.1", port=0)
-        self.server.add(
-            weights_pb2_grpc.add_WeightServiceServicer_to_server,
-            WeightServicer({POLICY: self.store}),
-            "rollmill.v1.WeightService",
-        )
+        self.server = serving(WeightServicer({POLICY: self.store}))
 
     def publish(self, number: int) -> tuple[WeightVersion, dict[str, str], Path]:
         """The version, the digests of its tensors, and its file."""

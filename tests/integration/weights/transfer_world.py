@@ -14,6 +14,7 @@ from services.common.errors import NotFoundError, VersionUnavailableError
 from services.common.pb import weights_pb2_grpc
 from services.common.records import WeightVersion
 from services.common.rpc.server import Server
+from services.common.security import identity
 from services.common.transfer.bulk import BulkServer, MemoryReader, PayloadReader, SendBudget
 from services.common.transfer.servicer import WeightServicer
 from services.common.weights.snapshot import (
@@ -90,16 +91,22 @@ class _Reader(MemoryReader):
         return await super().read(offset, min(size, self._source.piece_bytes))
 
 
+def serving(servicer: WeightServicer) -> Server:
+    """A server of weights that is not started."""
+    server = Server(service="publisher", instance_id="p", host="127.0.0.1", port=0)
+    server.add(weights_pb2_grpc.add_WeightServiceServicer_to_server, servicer, "rollmill.v1.WeightService")
+    return server
+
+
 class Sender:
     """A server with its parts within reach."""
 
     def __init__(self, source: MemorySource, bytes_per_s: float = 0.0, idle_s: float = 60.0) -> None:
         self.source = source
         self.budget = SendBudget(bytes_per_s)
-        self.server = Server(service="publisher", instance_id="p", host="127.0.0.1", port=0)
-        encrypted = self.server.identity is not None
+        encrypted = identity.current() is not None
         self.bulk = BulkServer(self.budget, encrypted=encrypted, from_bytes=0, idle_s=idle_s)
-        self.servicer = WeightServicer({POLICY: source}, self.budget, self.bulk)
+        self.server = serving(WeightServicer({POLICY: source}, self.budget, self.bulk))
 
     @property
     def address(self) -> str:
@@ -122,9 +129,6 @@ async def sending(source: MemorySource, bytes_per_s: float = 0.0, idle_s: float 
     """A sender that is up until the block ends."""
     sender = Sender(source, bytes_per_s, idle_s)
     await sender.bulk.start()
-    sender.server.add(
-        weights_pb2_grpc.add_WeightServiceServicer_to_server, sender.servicer, "rollmill.v1.WeightService"
-    )
     await sender.server.start()
     try:
         yield sender

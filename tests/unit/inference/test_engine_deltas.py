@@ -83,7 +83,7 @@ async def test_a_write_that_fails_half_way_ends_the_engine_before_another_token(
 
     def half(self: PreparedUpdate) -> None:
         generated.append(engine.counters.generated)
-        for write, _ in self.on_host[: len(self.on_host) // 2]:
+        for write in self.writes[: len(self.writes) // 2]:
             write()
         raise MemoryError("the test took it away")
 

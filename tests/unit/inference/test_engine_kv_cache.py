@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -60,15 +62,17 @@ class OneCache(RuleBasedStateMachine):
         stop = min(start + num, CONTEXT)
         if start == stop:
             return
-        where = np.array([slot]), np.array([start]), np.array([stop])
-        cache = self.cache
-        free, short = cache.num_free, self.cache.shortage(*where)
-        self.held[slot] = self.held[slot][: blocks_of(start) * BLOCK_TOKENS]  # shortage drops the blocks behind
-        if short:
-            assert short > 0 and cache.num_free >= free
-            self.held[slot] = self.held[slot][:start]
-            return
-        self.cache.own(*where)
+        others = [other for other in range(NUM_SLOTS) if other != slot and self.cache.held[other]]
+        free = self.cache.num_free
+
+        def victims() -> Iterator[int]:
+            for other in others:
+                assert not self.cache.num_free
+                self.held[other] = []
+                yield other
+
+        self.cache.own(np.array([slot]), np.array([start]), np.array([stop]), victims())
+        assert free < blocks_of(stop) or all(self.held[other] for other in others), "no slot loses blocks for nothing"
         values = self.next + np.arange(stop - start)
         self.next += len(values)
         write(self.cache, slot, start, values)
@@ -129,7 +133,6 @@ TestOneCache.settings = settings(max_examples=25, stateful_step_count=25, deadli
 def test_a_limit_that_holds_no_sequence_is_refused_with_one_that_does() -> None:
     cache = KvCache(SHAPE, LEAST_BYTES)
     assert cache.kv.nbytes == LEAST_BYTES
-    whole = np.array([3]), np.array([0]), np.array([CONTEXT])
-    assert cache.shortage(*whole) == 0
+    cache.own(np.array([3]), np.array([0]), np.array([CONTEXT]), iter(()))
     with pytest.raises(ConfigError, match=r"kv_cache_gib is .*one sequence of 103 tokens needs .*raise kv_cache_gib"):
         KvCache(SHAPE, LEAST_BYTES - 1)

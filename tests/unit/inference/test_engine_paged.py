@@ -1,4 +1,4 @@
-"""The torch engine over a pool of blocks: shared prompts, bounded memory, parked rows, random lives against rows and models."""
+"""The torch engine over a pool of blocks: shared prompts, bounded memory, random lives against rows and models."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 from services.common.config.processes import BLOCK_TOKENS, blocks_of, least_blocks
 from services.common.text.chat import named_weights
 from services.inference.engine.base import FinishReason, Generation, KvPolicy, WeightUpdate
-from services.inference.engine.torch import decoder as decoder_module
-from services.inference.engine.torch import kv
 from services.inference.engine.torch.decoder import Decoder
 from services.inference.engine.torch.engine import Core, Entry
 from services.inference.engine.torch.slots import SlotTable
@@ -84,8 +82,6 @@ class Played:
         ledger, table = self.core.decoder.cache, self.core.table
         assert ledger.num_free + np.count_nonzero(ledger.refs) == ledger.num_blocks
         assert (ledger.held * BLOCK_TOKENS >= table.cached).all()
-        assert not (table.live & table.parked).any()
-        assert not ledger.held[table.parked].any()
 
 
 def test_a_group_holds_its_prompt_once() -> None:
@@ -115,16 +111,14 @@ def test_the_next_turn_goes_on_in_the_blocks_of_the_last_one() -> None:
 
 @pytest.mark.parametrize("policy", list(KvPolicy))
 def test_requests_that_exceed_the_memory_wait_for_each_other_and_stay_exact(policy: KvPolicy) -> None:
-    """Four requests in a pool of little more than one sequence, with an update while rows are parked."""
+    """Four requests in a pool of little more than one sequence, with an update while three of them wait."""
     played = Played(policy=policy, kv_bytes=pool_bytes(least_blocks(CONTEXT) + 2))
     names = [played.submit(make_prompt(20, seed), seed, 120) for seed in range(4)]
     played.step(90)
-    assert played.core.table.num_parked
+    assert (played.core.table.num_live, played.core.num_waiting) == (1, 3)
     played.update(1)
     played.end()
-    counters = played.core.counters
-    assert counters.parked > 0
-    assert counters.generated == 4 * 120, "a parked row goes on with its next token"
+    assert played.core.counters.generated == 4 * 120
     versions = set()
     for name in names:
         generation: Generation = played.outcomes[name]
@@ -149,7 +143,7 @@ def test_a_version_under_which_nothing_is_sampled_leaves_no_segment() -> None:
     assert [(s.weight_version, s.num_tokens) for s in played.outcomes[name].segments] == [(0, 5), (2, 15)]
 
 
-def test_caches_of_ended_requests_go_before_a_running_row_is_parked() -> None:
+def test_caches_of_ended_requests_give_way_to_a_running_row() -> None:
     played = Played(kv_bytes=pool_bytes(least_blocks(CONTEXT) + 1))
     for seed in range(3):
         played.submit(make_prompt(40, seed), seed, 4)
@@ -157,42 +151,20 @@ def test_caches_of_ended_requests_go_before_a_running_row_is_parked() -> None:
     played.submit(make_prompt(100, 9), 9, 59)
     played.end()
     assert played.core.counters.evicted > 0
-    assert played.core.counters.parked == 0
 
 
-def test_a_parked_request_can_be_withdrawn_and_its_slot_taken_again() -> None:
-    played = Played(num_slots=2, kv_bytes=pool_bytes(least_blocks(CONTEXT)))
-    first, second = (played.submit(make_prompt(60, seed), seed, 99) for seed in range(2))
-    while not played.core.table.num_parked:
-        played.step()
-    played.core.withdraw(played.entries[second])
-    assert second not in played.outcomes and not played.core.table.num_parked
-    third = played.submit(make_prompt(20, 5), 5, 5)
-    played.end()
-    assert len(played.outcomes[first].token_ids) == 99
-    assert len(played.outcomes[third].token_ids) == 5
-
-
-async def test_health_counts_parked_requests_as_waiting_and_tells_the_pool(launch: Launch) -> None:
-    joining, gate = StepGate(at=1), StepGate(at=60)
-
-    def on_tokens(num_tokens: int, when: float) -> None:
-        joining(num_tokens, when)
-        gate(num_tokens, when)
-
+async def test_health_counts_requests_without_memory_as_waiting_and_tells_the_pool(launch: Launch) -> None:
+    gate = StepGate(at=60)
     limit = pool_bytes(least_blocks(CONTEXT))
-    engine = await launch(MODELS[0], num_slots=4, context_length=CONTEXT, kv_bytes=limit, on_tokens=on_tokens)
-    group = [asyncio.ensure_future(engine.generate(make_request(make_prompt(30, 0), max_new_tokens=90)))]
-    await joining.reached()
-    group.append(asyncio.ensure_future(engine.generate(make_request(make_prompt(30, 1), max_new_tokens=90))))
-    await asyncio.sleep(0)
-    joining.open()
+    engine = await launch(MODELS[0], num_slots=4, context_length=CONTEXT, kv_bytes=limit, on_tokens=gate)
+    requests = [make_request(make_prompt(30, seed), max_new_tokens=90) for seed in range(2)]
+    group = [asyncio.ensure_future(engine.generate(request)) for request in requests]
     await gate.reached()
     health = engine.health()
     gate.open()
     assert (health.running, health.waiting) == (1, 1)
     assert health.kv is not None
-    assert health.kv.parked == 1 and health.kv.blocks == least_blocks(CONTEXT) - 2
+    assert health.kv.blocks == least_blocks(CONTEXT) - 2
     await asyncio.gather(*group)
     assert engine.health().waiting == 0
 
@@ -290,36 +262,5 @@ async def test_the_state_of_the_pool_is_exported(launch: Launch) -> None:
     found = gauges(MagicMock(num_slots=1), MagicMock(outcomes={}, refused={}), {"model0": loaded})  # type: ignore[dict-item]
     names = {name.removesuffix("/model0") for name in found if name.startswith("kv_")}
     exported = {metric.source.partition("/")[0] for metric in METRICS if metric.source.startswith("kv_")}
-    assert names == exported == {"kv_blocks", "kv_used", "kv_shared", "kv_evicted", "kv_parked"}
+    assert names == exported == {"kv_blocks", "kv_used", "kv_shared", "kv_evicted"}
     assert (found["kv_blocks/model0"], found["kv_used/model0"]) == (least_blocks(CONTEXT) - 2, 3)
-
-
-@pytest.mark.parametrize("stepping", ["trunk", "plain"])
-def test_groups_over_long_prompts_read_them_once_and_stay_exact(
-    stepping: str, each_decoder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two groups and a row of its own, with the trunk at its least width and without; samples and gaps agree.
-
-    Compiled code needs no trunk: blocks that rows have in common stay in the core's cache.
-    """
-    reads: list[tuple[int, int]] = []
-    trunk = decoder_module.attend_to_trunk
-
-    def counted(query: torch.Tensor, far: Any, own: Any, mask: torch.Tensor) -> torch.Tensor:
-        reads.append((query.shape[0], far[0].shape[2]))
-        return trunk(query, far, own, mask)
-
-    monkeypatch.setattr(decoder_module, "attend_to_trunk", counted)
-    monkeypatch.setattr(kv, "TRUNK_BLOCKS", 2 if stepping == "trunk" else 99)
-    played = Played(num_slots=12)
-    names = [played.submit(make_prompt(100, group), seed, 30) for group in (1, 2) for seed in range(5)]
-    names.append(played.submit(make_prompt(90, 7), 7, 30))
-    played.step(10)
-    played.update(1)
-    played.end()
-    for name in names:
-        generation = played.outcomes[name]
-        for segment in generation.segments:
-            gap = max_gap(MODELS[segment.weight_version], played.prompts[name], generation, segment)
-            assert gap <= TOLERANCE
-    assert set(reads) == ({(5, 96)} if (stepping, each_decoder) == ("trunk", "torch") else set())

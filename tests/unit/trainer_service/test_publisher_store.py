@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from services.common.config.training import WeightsConfig
 from services.common.errors import (
+    DeadlineError,
     InfrastructureError,
     NotFoundError,
     VersionConflictError,
@@ -30,7 +31,9 @@ from services.common.weights.snapshot import (
     Encoding,
     Manifest,
     Payload,
+    PayloadNotReadyError,
     PayloadRequest,
+    Snapshot,
     SnapshotWriter,
     TensorSpec,
     tensor_digest,
@@ -69,9 +72,7 @@ class History:
             self.manifests[number] = writer.seal()
         return writer.path
 
-    def publish(
-        self, number: int, share: float = 0.01, sizes: dict[str, int] | None = None, *, settle: bool = True
-    ) -> None:
+    def publish(self, number: int, share: float = 0.01, sizes: dict[str, int] | None = None) -> None:
         """About that share of the elements moves: a small one to the neighbouring values, a large one far."""
         last = self.versions.get(number - 1)
         weights = {}
@@ -82,15 +83,6 @@ class History:
             steps = self.rng.integers(1, 2 if share < 0.1 else 256, size, dtype=np.uint16)
             weights[name] = np.where(moved, before + steps, before) if share < 1 else drawn
         self.store.add(self.write(number, weights))
-        if settle:
-            self.settle()
-
-    def settle(self) -> None:
-        """Wait for the delta in progress: a version that is added meanwhile would be skipped."""
-        deadline = time.monotonic() + WAIT_S
-        while self.store.gauges()["deltas_in_progress"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
 
     def base(self, number: int) -> BaseVersion:
         return BaseVersion(number=number, digest=self.manifests[number].digest)
@@ -170,17 +162,6 @@ async def test_a_receiver_whose_base_is_held_gets_a_delta_and_others_the_snapsho
     history.until_held(3, 4, 5)
 
 
-async def test_the_delta_from_the_version_before_is_kept_with_its_version(histories: Any) -> None:
-    history = histories(keep_versions=1)
-    for number in (1, 2):
-        history.publish(number)
-    history.until_held(2)
-    history.assert_holds(await history.applied(history.payload(2, 1)), 2)
-    history.publish(3)
-    assert history.payload(3, 1).encoding is Encoding.FULL
-    assert history.store.gauges()["deltas"] == 1, "the delta to version 2 went with that version"
-
-
 @settings(max_examples=15)
 @given(st.integers(0, 1 << 30), st.lists(st.sampled_from([0.0, 0.001, 0.05, 0.3, 1.0]), min_size=2, max_size=6))
 def test_every_payload_gives_the_version_for_any_change_and_any_base(seed: int, shares: list[float]) -> None:
@@ -196,24 +177,6 @@ def test_every_payload_gives_the_version_for_any_change_and_any_base(seed: int, 
                 payload = history.payload(version, base, wait_s=WAIT_S)
                 history.assert_holds(asyncio.run(history.applied(payload)), version)
         history.store.close()
-
-
-async def test_the_next_version_is_coded_before_anybody_asks(histories: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    history = histories()
-    history.publish(1)
-    coded = threading.Event()
-    encode = publisher.encode_delta
-
-    def told(*arguments: Any) -> Delta | None:
-        delta = encode(*arguments)
-        coded.set()
-        return delta
-
-    monkeypatch.setattr(publisher, "encode_delta", told)
-    history.publish(2, settle=False)
-    assert coded.wait(WAIT_S)
-    monkeypatch.setattr(publisher, "encode_delta", None)
-    assert history.payload(2, 1).encoding is Encoding.DELTA
 
 
 async def test_concurrent_requests_share_one_delta_and_others_do_not_wait(
@@ -234,11 +197,11 @@ async def test_concurrent_requests_share_one_delta_and_others_do_not_wait(
     with ThreadPoolExecutor(8) as threads:
         asking = [threads.submit(history.payload, 3, 1, wait_s=WAIT_S) for _ in range(6)]
         assert begun.wait(WAIT_S)
-        others = [threads.submit(history.payload, 3, base).result(WAIT_S) for base in (2, None)]
+        other = threads.submit(history.payload, 3).result(WAIT_S)
         assert not any(one.done() for one in asking)
         go.set()
         payloads = [one.result(WAIT_S) for one in asking]
-    assert [other.encoding for other in others] == [Encoding.DELTA, Encoding.FULL]
+    assert other.encoding is Encoding.FULL
     assert len({payload.payload_id for payload in payloads}) == 1
     history.assert_holds(await history.applied(payloads[0]), 3)
     assert history.payload(3, 1) == payloads[0], "kept"
@@ -290,13 +253,15 @@ async def test_a_leased_payload_outlives_its_version(histories: Any) -> None:
         history.store.open(payload.payload_id)
 
 
-async def test_a_version_with_only_changed_elements_is_sent_whole(histories: Any) -> None:
+async def test_a_version_with_only_changed_elements_is_sent_whole_and_an_unchanged_one_is_empty(histories: Any) -> None:
     history = histories()
     history.publish(1)
     history.publish(2, share=1.0)
-    history.publish(3)
     assert history.payload(2, 1).encoding is Encoding.FULL
-    assert history.payload(3, 2).encoding is Encoding.DELTA
+    history.publish(3, share=0.0)
+    payload = history.payload(3, 2)
+    assert (payload.encoding, payload.size_bytes) == (Encoding.DELTA, 0)
+    history.assert_holds(await history.applied(payload), 3)
 
 
 async def test_tensors_of_another_shape_are_sent_whole(histories: Any) -> None:
@@ -304,15 +269,6 @@ async def test_tensors_of_another_shape_are_sent_whole(histories: Any) -> None:
     history.publish(1)
     history.publish(2, sizes=SIZES | {"norm": 9})
     assert history.payload(2, 1).encoding is Encoding.FULL
-
-
-async def test_an_unchanged_version_is_an_empty_delta(histories: Any) -> None:
-    history = histories()
-    history.publish(1)
-    history.publish(2, share=0.0)
-    payload = history.payload(2, 1)
-    assert (payload.encoding, payload.size_bytes) == (Encoding.DELTA, 0)
-    history.assert_holds(await history.applied(payload), 2)
 
 
 async def test_settings_for_full_snapshots_are_heeded(histories: Any) -> None:
@@ -356,16 +312,113 @@ async def test_closing_a_store_cancels_coding_and_removes_its_files(
         return b""
 
     monkeypatch.setattr("services.trainer.publisher.encode_tensor", slowly)
-    for number in (1, 2, 3):
-        history.publish(number, settle=False)
-    assert begun.wait(WAIT_S)
+    for number in (1, 2):
+        history.publish(number)
     with ThreadPoolExecutor(2) as threads:
         asking = threads.submit(history.payload, 2, 1, wait_s=WAIT_S)
+        assert begun.wait(WAIT_S)
         closing = threads.submit(history.store.close)
         # else the delta may be done before the store is told to close
-        await until(lambda: history.store._is_closed, every_s=0.001)
+        await until(lambda: history.store._threads._shutdown, every_s=0.001)
         go.set()
         closing.result(WAIT_S)
         with pytest.raises(InfrastructureError, match="stopping"):
             asking.result(WAIT_S)
     assert not list(history.directory.iterdir())
+
+
+# -- coding that is slower than publishing: requests are answered "not ready", and versions are skipped ---------------------
+
+
+class Gate:
+    """Lets one delta be coded for each ``let``; records the pairs."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[int, int]] = []
+        self._semaphore = threading.Semaphore(0)
+        self._encode = publisher.encode_delta
+
+    def let(self, count: int = 1) -> None:
+        self._semaphore.release(count)
+
+    def encode(self, old: Snapshot, new: Snapshot, threads: ThreadPoolExecutor) -> Delta | None:
+        self.pairs.append((old.manifest.version, new.manifest.version))
+        assert self._semaphore.acquire(timeout=WAIT_S)
+        return self._encode(old, new, threads)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate()
+    monkeypatch.setattr(publisher, "encode_delta", made.encode)
+    yield made
+    made.let(100)
+
+
+@pytest.fixture
+def slow(tmp_path: Path, gate: Gate) -> Iterator[History]:
+    made = History(tmp_path)
+    yield made
+    gate.let(100)
+    made.store.close()
+
+
+def not_ready(history: History, version: int, base: int, wait_s: float = 0.01) -> PayloadNotReadyError:
+    with pytest.raises(PayloadNotReadyError) as caught:
+        history.payload(version, base, wait_s=wait_s)
+    return caught.value
+
+
+async def test_a_request_is_told_to_ask_again_and_gets_the_delta_later(slow: History, gate: Gate) -> None:
+    slow.publish(1)
+    slow.publish(2)
+    answer = not_ready(slow, 2, 1)
+    assert answer.started and answer.size_bytes == slow.manifests[2].size_bytes
+    assert slow.payload(2, wait_s=0.01).encoding is Encoding.FULL, "a request without a base waits for nothing"
+    gate.let()
+    payload = slow.payload(2, 1, wait_s=WAIT_S)
+    slow.assert_holds(await slow.applied(payload), 2)
+
+
+async def test_versions_that_no_receiver_will_fetch_are_not_coded(slow: History, gate: Gate) -> None:
+    """Receivers ask for each version while the first delta is being coded."""
+    slow.publish(1)
+    for number in range(2, 7):
+        slow.publish(number)
+        assert not_ready(slow, number, number - 1).started is (number == 2)
+    assert not_ready(slow, 2, 1).started, "and still served, beyond keep_versions"
+    held = {int(path.name.split(".")[3]) for path in slow.directory.iterdir()}
+    assert held == {1, 2, 5, 6}, "base and target of the delta in progress, and keep_versions"
+    gate.let(2)
+    payload = slow.payload(6, 5, wait_s=WAIT_S)
+    slow.assert_holds(await slow.applied(payload), 6)
+    assert gate.pairs == [(1, 2), (5, 6)]
+    assert slow.store.gauges()["deltas_skipped"] == 3
+    slow.publish(7)
+    slow.until_held(6, 7)  # the skipped ones hold no memory
+    assert slow.payload(6, 1).encoding is Encoding.FULL, "its base is not held any more"
+
+
+def test_auto_maps_on_one_host_and_codes_for_others(histories: Any) -> None:
+    history = histories(transfer="auto")
+    for number in (1, 2):
+        history.publish(number)
+    assert history.payload(2, 1, can_map=True).encoding is Encoding.FULL
+    assert history.store.gauges()["deltas"] == 0
+    assert history.payload(2, 1, wait_s=WAIT_S).encoding is Encoding.DELTA
+
+
+def test_a_failed_delta_fails_its_requests_and_not_the_next_delta(
+    histories: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> Delta:
+        raise DeadlineError("the test failed it")
+
+    history = histories()
+    for number in (1, 2):
+        history.publish(number)
+    with monkeypatch.context() as patched:
+        patched.setattr(publisher, "encode_delta", fails)
+        with pytest.raises(DeadlineError):
+            history.payload(2, 1)
+    assert history.payload(2, 1, wait_s=WAIT_S).encoding is Encoding.DELTA, "the next request tries again"

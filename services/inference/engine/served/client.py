@@ -178,6 +178,8 @@ class ServerClient(ABC):
     @asynccontextmanager
     async def generate(self, call: CallRequest) -> AsyncIterator[TokenStream]:
         """Leaving the context before the end drops the connection, which ends the call at the server too."""
+        if self.closed:
+            raise InfrastructureError(f"the session with {self.address} is closed")
         try:
             response = await self._session.post(
                 f"{self.address}{self.generate_path}", data=orjson.dumps(self.body(call)), headers=_JSON

@@ -15,19 +15,19 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
 from services.common.aio import backoff
 from services.common.config.processes import MASK_TOKENS, InferenceConfig
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
-from services.common.kept_tokens import KeptRow, pack
-from services.common.records import Logprobs, Segment
+from services.common.kept_tokens import KeptRow
+from services.common.records import Logprobs
 from services.common.telemetry.logs import LogEvent
 from services.common.weights.snapshot import AdapterIdentity
 from services.inference.engine.base import (
@@ -36,10 +36,12 @@ from services.inference.engine.base import (
     Generation,
     GenerationRequest,
     KvPolicy,
+    Mark,
     ScoreRequest,
     WeightUpdate,
     check_request,
     check_update,
+    segments_by,
 )
 from services.inference.engine.served.client import CallRequest, Chunk, Finish, Refused, TokenStream, VersionSpan
 from services.inference.engine.served.fleet import Fleet, Server, Transfer
@@ -47,15 +49,6 @@ from services.inference.engine.served.process import ServerCommand, ServerProces
 from services.inference.engine.served.stage import Stage, place_stage, size_of
 
 # --- State of one request: its tokens so far by weight version, and its remaining budget.
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Tokens of one version, up to ``end``."""
-
-    end: int
-    version: int
-    mixed: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +60,7 @@ class RequestState:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: list[KeptRow] = field(default_factory=list)  # of the first tokens only
-    _parts: list[_Part] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
 
     @property
     def remaining(self) -> int:
@@ -108,37 +101,28 @@ class RequestState:
         start = 0
         offset = len(self.tokens)
         num_tokens = len(output.tokens)
-        parts = []
+        marks: list[Mark] = []
         for number, span in enumerate(spans):
             end = min(span.end, num_tokens)
             if span.start != start or span.end < span.start:
                 break
             if end > start:
                 mixed = mixed_from is not None and number >= mixed_from
-                parts.append(_Part(offset + end, span.version, mixed))
+                mark = (offset + start, span.version, mixed)
+                last = [*self.marks, *marks][-1:]
+                if not last or last[0][1:] != mark[1:]:
+                    marks.append(mark)
             start = span.end
         if start < num_tokens:
             raise InfrastructureError(f"the server does not say which weights computed {num_tokens} tokens: {spans}")
         self.tokens += output.tokens
         self.logprobs += output.logprobs
         self.kept += output.kept
-        self._parts += parts
+        self.marks += marks
 
     def generation(self, reason: FinishReason) -> Generation:
-        return Generation(segments=self._segments(), finish_reason=reason)
-
-    def _segments(self) -> tuple[Segment, ...]:
-        segments = []
-        start = 0
-        for number, part in enumerate(self._parts):
-            following = self._parts[number + 1] if number + 1 < len(self._parts) else None
-            if following is not None and (following.version, following.mixed) == (part.version, part.mixed):
-                continue
-            of = slice(start, part.end)
-            kept = pack(self.kept[of], part.end - start) if self.request.record_kept else b""
-            segments.append(Segment.policy(self.tokens[of], self.logprobs[of], part.version, part.mixed, kept))
-            start = part.end
-        return tuple(segments)
+        kept = self.kept if self.request.record_kept else ()
+        return Generation(segments=segments_by(self.marks, self.tokens, self.logprobs, kept), finish_reason=reason)
 
 
 @dataclass(slots=True)
@@ -230,6 +214,7 @@ def judge(finish: Finish, output: CallOutput, state: RequestState) -> None:
 
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 RESTARTS = 5  # in a row, of a server that dies without having served
 STALL_TIMEOUT_S = (
     300.0  # without a token of a request; then its server is asked for one, and started again if none comes
@@ -375,8 +360,8 @@ class ServedEngine:
         finish: Finish | None = None
         try:
             async with AsyncExitStack() as leaving:
-                with self._suspecting(server):
-                    stream = await leaving.enter_async_context(server.client.generate(request))
+                entering = leaving.enter_async_context(server.client.generate(request))
+                stream = await self._patiently(entering, server)
                 while finish is None:
                     chunk = await self._next(stream, output, server, request.rid)
                     if chunk is None:
@@ -410,36 +395,26 @@ class ServedEngine:
             judge(finish, output, state)
         return output.cut is not None
 
-    @contextmanager
-    def _suspecting(self, server: Server) -> Iterator[None]:
-        """Suspect the server if it does not accept a request for long: a frozen server keeps the connection open."""
-
-        async def suspect() -> None:
-            while True:
-                await asyncio.sleep(self._stall_timeout_s)
-                self._fleet.suspect(server)
-
-        suspecting = asyncio.ensure_future(suspect())
-        try:
-            yield
-        finally:
-            suspecting.cancel()
-
     async def _next(self, stream: TokenStream, output: CallOutput, server: Server, rid: str) -> Chunk | None:
         """The next chunk; None when a call that ``watch`` has ended does not answer."""
-        if (ending := output.cut is not None) and not output.abort_sent:
+        if output.cut is None:
+            return await self._patiently(stream.next(), server)
+        if not output.abort_sent:
             self._fleet.ask(server, rid)
             output.abort_sent = True
-        arriving = asyncio.ensure_future(stream.next())
         try:
-            while True:
-                limit = ABORT_TIMEOUT_S if ending else self._stall_timeout_s
-                done, _ = await asyncio.wait({arriving}, timeout=limit)
-                if done:
-                    return arriving.result()
-                if ending:
-                    return None
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                return await stream.next()
+        except TimeoutError:
+            return None
+
+    async def _patiently(self, work: Coroutine[Any, Any, T], server: Server) -> T:
+        """Wait for a server, and suspect it after every ``stall_timeout_s``: a frozen one keeps its connections open."""
+        arriving = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({arriving}, timeout=self._stall_timeout_s))[0]:
                 self._fleet.suspect(server)
+            return arriving.result()
         finally:
             arriving.cancel()
 

@@ -12,9 +12,8 @@ import math
 import mmap
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ import numpy as np
 import structlog
 
 from services.common.errors import ConfigError, InfrastructureError
-from services.common.weights.codec import ChunkChange
 from services.common.weights.snapshot import Bits, cast_bits, element_type
-from services.inference.engine.base import SCATTERED_BYTES, WeightUpdate, check_update, run_all
+from services.inference.engine.base import WeightUpdate, check_update
 
 log = structlog.get_logger(__name__)
 
@@ -78,12 +76,14 @@ class Stage:
         if self.dirty and not update.complete:
             raise InfrastructureError(f"{self.directory} holds no whole version: the update must have every tensor")
         self.dirty = True
-        jobs = [partial(self._copy, name, value) for name, value in update.whole.items()]
-        jobs += [partial(self._scatter, name, changes, update.dtype) for name, changes in update.changes.items()]
-        touched = (
-            sum(2 * self._tensors[name].bits.nbytes for name in update.whole) + SCATTERED_BYTES * update.num_changes
-        )
-        run_all(jobs, touched_bytes=touched, name="engine_server.stage")
+        for name, value in update.whole.items():
+            staged = self._tensors[name]
+            bits, dtype = _bits(value)
+            np.copyto(staged.bits, cast_bits(bits, dtype, staged.dtype))
+        for name, changes in update.changes.items():
+            staged = self._tensors[name]
+            for change in changes:
+                change.cast(update.dtype, staged.dtype).write_to(staged.bits)
         self.version = update.version
         self.dirty = False
 
@@ -91,19 +91,6 @@ class Stage:
         """Free the memory. Servers that still read keep their mappings."""
         self._tensors = {}
         shutil.rmtree(self.directory, ignore_errors=True)
-
-    def _copy(self, name: str, value: Any) -> None:
-        staged = self._tensors[name]
-        bits, dtype = _bits(value)
-        np.copyto(staged.bits, cast_bits(bits, dtype, staged.dtype))
-
-    def _scatter(self, name: str, changes: Sequence[ChunkChange], dtype: str) -> None:
-        staged = self._tensors[name]
-        for change in changes:
-            values = cast_bits(change.values, dtype, staged.dtype)
-            ChunkChange(
-                start=change.start, positions=change.positions, values=values, num_changes=change.num_changes
-            ).write_to(staged.bits)
 
 
 def place_stage(wanted: str | None, fallback: Path, name: str, size_bytes: int) -> Path:

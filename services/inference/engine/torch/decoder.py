@@ -29,88 +29,65 @@ from services.common.system.parking import Released
 from services.common.text.chat import named_weights
 from services.common.weights.codec import ChunkChange
 from services.common.weights.snapshot import Bits, element_type
-from services.inference.engine.base import SCATTERED_BYTES, WeightUpdate, check_update, run_all
+from services.inference.engine.base import WeightUpdate, check_update
 from services.inference.engine.torch.blocks import Adapter, Blocks, Sizes
-from services.inference.engine.torch.kv import Bucket, Ints, KvCache, KvShape, Reach, attend_to_trunk
+from services.inference.engine.torch.kv import Bucket, Ints, KvCache, KvShape, Reach
 from services.inference.engine.torch.slots import Drawn, sample_plain
 
 # --- Changes a model's weights in place: values are prepared beforehand, in any thread, so that the pause covers only the writing.
 
 
-# numpy scatters into a tensor's memory about 1.5 times faster than torch's index_copy_ does, and copies bfloat16 twice as
-# fast as copy_; it has no bfloat16.
 _SIGNED = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedUpdate:
-    """Ready to be written. Writes to host memory may run in several threads; each of them names the bytes that it touches."""
+    """The writes of an update."""
 
     version: int
-    on_host: list[tuple[Callable[[], object], int]]
-    others: list[Callable[[], object]]  # to a device, or from another type
+    writes: list[Callable[[], object]]
 
     def apply(self) -> None:
-        touched = sum(num_bytes for _, num_bytes in self.on_host)
-        run_all([write for write, _ in self.on_host], touched_bytes=touched, name="engine.write")
-        for write in self.others:
+        for write in self.writes:
             write()
 
 
 def prepare(update: WeightUpdate, weights: Mapping[str, torch.Tensor]) -> PreparedUpdate:
     """``weights`` are the model's own. ``ModelMismatchError`` for a missing or unknown name or another shape."""
     check_update(update, weights)
-    prepared = PreparedUpdate(update.version, on_host=[], others=[])
-    for name, tensor in update.whole.items():
-        values = tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor)
-        _copy(prepared, weights[name], values)
+    writes: list[Callable[[], object]] = []
+    for name, values in update.whole.items():
+        source = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+        writes.append(partial(weights[name].copy_, source))
     for name, changes in update.changes.items():
-        _change(prepared, weights[name], changes, update.dtype)
-    return prepared
+        flat = weights[name].view(-1)
+        dtype = str(flat.dtype).removeprefix("torch.")
+        cast = [change.cast(update.dtype, dtype) for change in changes]
+        if flat.device.type == "cpu":  # numpy scatters into a tensor's memory about 1.5 times faster than torch
+            bits = flat.view(_SIGNED[flat.element_size()]).numpy().view(element_type(dtype).bits_dtype)
+            writes += [partial(change.write_to, bits) for change in cast]
+        else:
+            writes += _device_writes(flat, cast)
+    return PreparedUpdate(update.version, writes)
 
 
-def _change(prepared: PreparedUpdate, own: torch.Tensor, changes: Sequence[ChunkChange], dtype: str) -> None:
-    flat = own.view(-1)
-    for change in changes:
-        if change.positions is None:
-            target = flat[change.start : change.start + len(change.values)]
-            _copy(prepared, target, _cast(change.values, dtype, own))
-    scattered = [(change, change.positions) for change in changes if change.positions is not None]
-    if not scattered:
-        return
-    if own.device.type != "cpu":  # which wants few calls
-        positions = np.concatenate([positions + change.start for change, positions in scattered])
-        values = _cast(np.concatenate([change.values for change, _ in scattered]), dtype, own)
-        prepared.others.append(partial(flat.index_copy_, 0, torch.from_numpy(positions).to(own.device), values))
-        return
-    # Chunk by chunk, with the decoded positions: only a cast of the values copies data.
-    signed = _SIGNED[own.element_size()]
-    shared = flat.view(signed).numpy()
-    for change, positions in scattered:
-        bits = _cast(change.values, dtype, own).view(signed).numpy()
-        write = partial(shared[change.start :].__setitem__, positions, bits)
-        prepared.on_host.append((write, SCATTERED_BYTES * len(positions)))
+def _device_writes(flat: torch.Tensor, changes: Sequence[ChunkChange]) -> list[Callable[[], object]]:
+    """The writes into a tensor on a device, which wants few calls: one for all scattered elements."""
 
+    def moved(bits: Bits) -> torch.Tensor:
+        signed = np.array(bits).view(f"i{bits.dtype.itemsize}")  # copied: torch wants memory that may be written
+        return torch.from_numpy(signed).view(flat.dtype).to(flat.device)
 
-def _copy(prepared: PreparedUpdate, target: torch.Tensor, values: torch.Tensor) -> None:
-    """Consecutive elements of a tensor, or the whole tensor."""
-    on_host = target.device.type == values.device.type == "cpu"
-    alike = target.dtype == values.dtype and target.is_contiguous() and values.is_contiguous()
-    signed = _SIGNED.get(target.element_size())
-    if not on_host or not alike or signed is None:
-        prepared.others.append(partial(target.copy_, values))
-        return
-    to, bits = (tensor.detach().view(-1).view(signed).numpy() for tensor in (target, values))
-    prepared.on_host.append((partial(np.copyto, to, bits), 2 * bits.nbytes))
-
-
-def _cast(bits: Bits, dtype: str, own: torch.Tensor) -> torch.Tensor:
-    """Bits of the published type as values of the model's type, on its device."""
-    published: torch.dtype = getattr(torch, dtype)
-    signed = np.ascontiguousarray(bits).view(f"i{element_type(dtype).size_bytes}")
-    if not signed.flags.writeable:
-        signed = signed.copy()  # a view of received bytes: torch wants memory that may be written
-    return torch.from_numpy(signed).view(published).to(device=own.device, dtype=own.dtype)
+    writes: list[Callable[[], object]] = [
+        partial(flat[change.start : change.start + len(change.values)].copy_, moved(change.values))
+        for change in changes
+        if change.positions is None
+    ]
+    scattered = [(change.values, change.positions + change.start) for change in changes if change.positions is not None]
+    if scattered:
+        values, positions = (np.concatenate(parts) for parts in zip(*scattered, strict=True))
+        writes.append(partial(flat.index_copy_, 0, torch.from_numpy(positions).to(flat.device), moved(values)))
+    return writes
 
 
 log = structlog.get_logger(__name__)
@@ -232,7 +209,7 @@ class Decoder:
 
     def arranged(self, slots: Ints, lengths: Ints) -> Ints:
         """The slots in the order in which ``decode`` takes the least time; any order gives the same logits."""
-        return self.cache.arranged(slots, lengths) if self._fast is None else slots
+        return slots[np.argsort(-lengths, kind="stable")] if self._fast is None else slots
 
     def decode(self, slots: Ints, tokens: Ints, positions: Ints) -> torch.Tensor:
         """Feed ``tokens`` at ``positions`` to ``slots`` (all [num_rows]); logits [num_rows, vocabulary].
@@ -242,8 +219,8 @@ class Decoder:
         if self._fast is not None:
             return self._fast.decode(slots, tokens, positions)
         places = self.cache.places(slots, positions)
-        buckets = self.cache.split(slots, bucket_bounds(positions + 1))
-        reaches = [self.cache.reach(slots[b.start : b.stop], b.width, may_share=True) for b in buckets]
+        buckets = bucket_bounds(positions + 1)
+        reaches = [self.cache.reach(slots[b.start : b.stop], b.width) for b in buckets]
         fed, at = (torch.from_numpy(numbers).to(self.device) for numbers in (tokens, positions))
         return self.step(fed, at, places, buckets, reaches)
 
@@ -263,10 +240,7 @@ class Decoder:
         heads, kv_heads, head_dim = self.heads, self.kv_heads, self.head_dim
         blocks = self.blocks
         rotation = blocks.rotation(positions)
-        masks = [
-            mask if reach.trunk is None else mask[..., reach.trunk_width :]
-            for mask, reach in zip((self._decode_mask(positions, b) for b in buckets), reaches, strict=True)
-        ]
+        masks = [self._decode_mask(positions, bucket) for bucket in buckets]
         x = F.embedding(tokens, self.embedding)  # [num_rows, hidden]
         for index in range(blocks.num_layers):
             qkv = blocks.project(index, x, rotation)
@@ -275,11 +249,8 @@ class Decoder:
             query = qkv[:, :heads].unflatten(1, (kv_heads, heads // kv_heads))
             parts = []
             for bucket, mask, reach in zip(buckets, masks, reaches, strict=True):
-                rows, own = query[bucket.start : bucket.stop], self.cache.read(index, reach)
-                if reach.trunk is not None:
-                    attended = attend_to_trunk(rows, self.cache.read_trunk(index, reach.trunk), own, mask)
-                else:
-                    attended = F.scaled_dot_product_attention(rows, *own, attn_mask=mask)
+                rows, (keys, values) = query[bucket.start : bucket.stop], self.cache.read(index, reach)
+                attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
                 parts.append(attended.reshape(bucket.stop - bucket.start, heads * head_dim))
             blocks.finish(index, x, parts[0] if len(parts) == 1 else torch.cat(parts))
         return blocks.logits(x)

@@ -26,9 +26,10 @@ import structlog
 import torch
 
 from services.common.aio import deadline
+from services.common.config.processes import blocks_of
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError, RollmillError
-from services.common.kept_tokens import KeptRow, pack
-from services.common.records import Logprobs, Segment
+from services.common.kept_tokens import KeptRow
+from services.common.records import Logprobs
 from services.common.system.parking import return_freed_memory
 from services.common.telemetry.logs import LogEvent
 from services.inference.engine.base import (
@@ -37,10 +38,12 @@ from services.inference.engine.base import (
     Generation,
     GenerationRequest,
     KvPolicy,
+    Mark,
     ScoreRequest,
     WeightUpdate,
     check_request,
     check_score_request,
+    segments_by,
 )
 from services.inference.engine.torch.blocks import Adapter
 from services.inference.engine.torch.decoder import Decoder, PreparedUpdate, Stepping
@@ -61,7 +64,7 @@ class Entry:
 
     request: GenerationRequest
     done: Callable[[Generation | RollmillError], None]
-    marks: list[tuple[int, int, bool]] = field(default_factory=list)  # (first position, version, mixed cache)
+    marks: list[Mark] = field(default_factory=list)  # by positions of the slot
     slot: int = -1
     kept: list[KeptRow] = field(default_factory=list)  # of the first generated tokens only
 
@@ -103,8 +106,8 @@ class Core:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a place in the decoding steps: not yet joined, or parked."""
-        return len(self._waiting) + self.table.num_parked
+        """Requests that have not joined yet."""
+        return len(self._waiting)
 
     def holds_s(self) -> float:
         """Seconds that the next step waits for requests that may join; 0 when the step is due."""
@@ -167,7 +170,7 @@ class Core:
     def step(self) -> None:
         table = self.table
         began = time.monotonic()
-        if self._gathering.joins(self.num_waiting, table.num_live, table.num_free + table.num_parked):
+        if self._gathering.joins(self.num_waiting, table.num_live, table.num_free):
             self._admit()
         self.kv.grow()
         slots = np.flatnonzero(table.live)
@@ -207,52 +210,38 @@ class Core:
         table = self.table
         if self._alone:
             self.kv.forget()  # a prefix that an earlier request left was rounded in other shapes
-        revived = self.kv.revive()
-        for slot in revived:
-            self._mark(slot)
-        batch = [] if table.num_parked else self._next_batch()
+        batch = self._next_batch()
         # Continued conversations first: another request must not take their slots in the same round.
-        newcomers: list[tuple[Entry, Any, int, int]] = []
-        known: dict[tuple[int, ...], tuple[Any, int, int]] = {}  # equal prompts come together: a task group's
+        newcomers = []
         for entry in batch:
-            ids = entry.request.prompt_ids
-            if ids not in known:
-                prompt = np.asarray(ids, dtype=np.int32)
-                known[ids] = (prompt, *table.longest_prefix(prompt))
-            prompt, source, shared = known[ids]
+            prompt = np.asarray(entry.request.prompt_ids, dtype=np.int32)
+            source, shared = table.longest_prefix(prompt)
             # Taken over: a free slot whose whole cache is a prefix of the prompt.
             is_whole = not table.live[source] and table.cached[source] - shared <= TAKEOVER_LOSS
             if worth_sharing(shared, len(prompt) - 1) and is_whole:
                 self._place(entry, source, prompt, source, shared)
-                known.clear()  # slots have changed
             else:
-                newcomers.append((entry, prompt, source, shared))
-        for entry, prompt, source, shared in newcomers:
-            # In this round another request may have taken the source.
-            if worth_sharing(shared, len(prompt) - 1) and not table.holds(source, prompt[:shared]):
-                source, shared = table.longest_prefix(prompt)
+                newcomers.append((entry, prompt))
+        for entry, prompt in newcomers:
+            source, shared = table.longest_prefix(prompt)
             free = table.free_slot()
             assert free is not None
             self._place(entry, free, prompt, source, shared if worth_sharing(shared, len(prompt) - 1) else 0)
-        self.kv.compute([*revived, *(entry.slot for entry in batch)])
+        self.kv.compute([entry.slot for entry in batch])
 
     def _next_batch(self) -> list[Entry]:
-        """Waiting requests that have slots and memory, in their order."""
+        """Waiting requests that have slots, and memory for all their tokens, in their order."""
         batch: list[Entry] = []
         num_tokens = 0
         num_free, room = self.table.num_free, self.kv.room()
-        seen: set[tuple[int, ...]] = set()
         while self._waiting and len(batch) < num_free and num_tokens < ADMIT_TOKENS:
-            ids = self._waiting[0].request.prompt_ids
-            if room is not None:
-                # Of equal prompts one is held: the others need the block they write into, and the next one.
-                price = 2 if ids in seen else self.kv.price(np.asarray(ids, dtype=np.int32))
-                if price > room and (batch or self.table.num_live):
-                    break
-                room -= price + 1
-                seen.add(ids)
+            request = self._waiting[0].request
+            num_prompt = len(request.prompt_ids)
+            room -= blocks_of(min(num_prompt + request.sampling.max_new_tokens, self.table.context_length))
+            if room < 0:
+                break
             batch.append(self._waiting.popleft())
-            num_tokens += len(ids)
+            num_tokens += num_prompt
         return batch
 
     def _place(self, entry: Entry, slot: int, prompt: Any, source: int, cached: int) -> None:
@@ -292,9 +281,16 @@ class Core:
         entry.done(InfrastructureError(f"logits are not finite under weight version {self.version}"))
 
     def _finish(self, entry: Entry, reason: FinishReason) -> None:
-        generation = Generation(segments=self._segments(entry), finish_reason=reason)
+        first = entry.marks[0][0]
+        of = entry.slot, slice(first, int(self.table.length[entry.slot]))
+        segments = segments_by(
+            [(start - first, version, mixed) for start, version, mixed in entry.marks],
+            self.table.tokens[of].copy(),
+            self.table.logprobs[of].copy(),
+            entry.kept,
+        )
         self._release(entry)
-        entry.done(generation)
+        entry.done(Generation(segments=segments, finish_reason=reason))
 
     def _release(self, entry: Entry) -> None:
         del self._by_id[entry.request.request_id]
@@ -305,22 +301,6 @@ class Core:
             self._rows[entry.slot] = None
             self.table.release(entry.slot)
             self.kv.released(entry.slot)
-
-    def _segments(self, entry: Entry) -> tuple[Segment, ...]:
-        slot, table = entry.slot, self.table
-        ends = [start for start, _, _ in entry.marks[1:]] + [int(table.length[slot])]
-        first = entry.marks[0][0]
-        return tuple(
-            Segment.policy(
-                table.tokens[slot, start:end].copy(),
-                table.logprobs[slot, start:end].copy(),
-                version,
-                mixed,
-                pack(entry.kept[start - first : end - first], end - start),
-            )
-            for (start, version, mixed), end in zip(entry.marks, ends, strict=True)
-            if end > start
-        )
 
 
 T = TypeVar("T")

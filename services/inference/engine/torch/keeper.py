@@ -1,10 +1,8 @@
 """Keeps the KV of the slots: joins prompts with cached prefixes, computes the rest, and makes room where memory is bounded.
 
-A row needs blocks for its tokens. When none is free, the caches of ended requests go first, the one unused for longest
-before others. Then the row that joined last is parked: it keeps its slot and tokens, gives up its KV, and is revived, with its
-KV computed again under the weights of that time, before any new request joins. The row that joined first is never parked,
-and the cache holds at least one sequence of the whole context, so every request ends. A cache that is not
-bounded is never short, and none of this happens.
+A request joins when there are blocks for all the tokens that it and the running ones may have, so a running row never lacks
+one. The caches of ended requests take what is left: they give way to running rows, the one unused for longest first. The
+pool holds at least one sequence of the whole context, so every request ends.
 
 Prefill is planned for many rows at once: the rows that share a prefix, and the rows that are padded into one forward pass.
 Independent of requests and sampling.
@@ -12,18 +10,18 @@ Independent of requests and sampling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.common.config.processes import BLOCK_TOKENS, blocks_of
+from services.common.config.processes import blocks_of
 from services.inference.engine.base import KvUse
 from services.inference.engine.torch.decoder import Decoder
-from services.inference.engine.torch.kv import EMPTY, Ints
-from services.inference.engine.torch.slots import MIN_SHARED_HALF, SlotTable, worth_sharing
+from services.inference.engine.torch.kv import Ints
+from services.inference.engine.torch.slots import MIN_SHARED_HALF, SlotTable
 
 MAX_PASS_TOKENS = 4096  # padded tokens in one forward pass: bounds memory, and the time that decoding waits
 MAX_PADDING = 1.25  # padded tokens over real ones in one forward pass
@@ -39,7 +37,6 @@ class Counters:
     reused: int = 0
     steps: int = 0
     evicted: int = 0  # caches of ended requests that were given up for their memory
-    parked: int = 0  # rows that gave up their KV for memory, and computed it again later
 
 
 class KvKeeper:
@@ -58,24 +55,14 @@ class KvKeeper:
             used=cache.num_blocks - cache.num_free,
             shared=int(np.count_nonzero(cache.refs > 1)),
             evicted=self._counters.evicted,
-            parked=self._counters.parked,
         )
 
     # -- joining ------------------------------------------------------------------------------------------------
 
-    def room(self) -> int | None:
-        """Blocks for requests that join now, with one left for each row that decodes; None without a bound."""
-        cache, live = self._cache, self._table.live
-        if not cache.is_bounded:
-            return None
-        num_held = int(np.count_nonzero(np.unique(cache.table[live]) != EMPTY))
-        return cache.num_blocks - num_held - int(np.count_nonzero(live))
-
-    def price(self, tokens: npt.NDArray[np.int32]) -> int:
-        """Blocks that a row of these tokens takes beside those of the live rows, with its next token. At most."""
-        source, shared = self._table.longest_prefix(tokens)
-        is_shared = worth_sharing(shared, len(tokens) - 1) and bool(self._table.live[source])
-        return blocks_of(len(tokens) + 1) - (shared // BLOCK_TOKENS if is_shared else 0)
+    def room(self) -> int:
+        """Blocks that no running row will ever need."""
+        table = self._table
+        return self._cache.num_blocks - sum(map(blocks_of, table.max_length[table.live].tolist()))
 
     def attach(self, slot: int, source: int, num_positions: int) -> None:
         """The leading positions of ``source`` become the slot's; other ones of the slot are dropped."""
@@ -84,60 +71,30 @@ class KvKeeper:
         else:
             self._cache.cut(slot, 0)
 
-    def revive(self) -> list[int]:
-        """Rows that were parked and have room again, live from now on; the caller computes them."""
-        table = self._table
-        revived: list[int] = []
-        parked = table.parked.nonzero()[0]
-        room = self.room() if len(parked) else None
-        for slot in parked[np.argsort(table.last_used[parked])].tolist():
-            tokens = table.tokens[slot, : table.length[slot]]
-            price = self.price(tokens)
-            assert room is not None
-            # A row that decodes alone has the whole pool.
-            if price > room and (table.num_live or revived):
-                break
-            room -= price + 1
-            source, shared = table.longest_prefix(tokens)
-            shared = shared if worth_sharing(shared, len(tokens) - 1) else 0
-            self.attach(slot, source, shared)
-            table.cached[slot] = shared
-            self._counters.reused += shared
-            table.parked[slot] = False
-            table.live[slot] = True
-            revived.append(slot)
-        return revived
-
     # -- computing ----------------------------------------------------------------------------------------------
 
     def compute(self, slots: Sequence[int]) -> None:
-        """Compute the KV of these slots for all but their last token; a prefix shared by several is computed once.
-
-        Rows for which there is no room are parked.
-        """
-        if not slots:
-            return
+        """Compute the KV of these slots for all but their last token; a prefix shared by several is computed once."""
         table = self._table
-        slots = list(slots)
-        plan = self._plan(slots)
-        while not self._make_room(plan):
-            parked = self._park_last()
-            slots = [slot for slot in slots if slot != parked]
-            plan = self._plan(slots)
-        self._extend(plan.leaders)
-        for (leader, shared), members in plan.followers.items():
+        rows = [table.tokens[slot, : table.length[slot] - 1] for slot in slots]
+        followers: dict[tuple[int, int], list[int]] = {}  # (leader, shared positions) -> slots that take them
+        leaders = list(slots)
+        for row, (leader, shared) in plan_sharing(rows).items():
+            if shared > table.cached[slots[row]]:
+                followers.setdefault((slots[leader], shared), []).append(slots[row])
+                leaders.remove(slots[row])
+        self._extend(leaders)
+        for (leader, shared), members in followers.items():
             self._cache.share(leader, members, shared)
             self._counters.reused += int((shared - table.cached[members]).sum())
             table.cached[members] = shared
-        self._extend([slot for members in plan.followers.values() for slot in members])
+        self._extend([slot for members in followers.values() for slot in members])
 
     def grow(self) -> None:
-        """Make the last position of every live row writable; rows for which there is no room are parked."""
-        live, last, end = self._ends()
-        while not self._find(live, last, end):
-            self._park_last()
-            live, last, end = self._ends()
-        self._cache.own(live, last, end)
+        """Make the last position of every live row writable."""
+        live = self._table.live.nonzero()[0]
+        end = self._table.length[live]
+        self._cache.own(live, end - 1, end, self._caches())
 
     # -- dropping -----------------------------------------------------------------------------------------------
 
@@ -163,58 +120,15 @@ class KvKeeper:
         self._table.cached[slot] = 0
         self._cache.cut(slot, 0)
 
-    # -- room ---------------------------------------------------------------------------------------------------
-
-    def _ends(self) -> tuple[Ints, Ints, Ints]:
-        live = self._table.live.nonzero()[0]
-        end = self._table.length[live]
-        return live, end - 1, end
-
-    def _plan(self, slots: Sequence[int]) -> _Plan:
+    def _caches(self) -> Iterator[int]:
+        """Slots without a request whose caches are given up for their memory, the one unused for longest first."""
         table = self._table
-        rows = [table.tokens[slot, : table.length[slot] - 1] for slot in slots]
-        followers: dict[tuple[int, int], list[int]] = {}
-        leaders = list(slots)
-        for row, (leader, shared) in plan_sharing(rows).items():
-            if shared > table.cached[slots[row]]:
-                followers.setdefault((slots[leader], shared), []).append(slots[row])
-                leaders.remove(slots[row])
-        return _Plan(leaders, followers)
-
-    def _make_room(self, plan: _Plan) -> bool:
-        """Whether the plan has room, after evictions. Counts at most one block too many for each follower."""
-        if not self._cache.is_bounded:
-            return True
-        table = self._table
-        more = sum(
-            blocks_of(int(table.length[slot])) - shared // BLOCK_TOKENS
-            for (_, shared), members in plan.followers.items()
-            for slot in members
-        )
-        leaders = np.asarray(plan.leaders, dtype=np.int64)
-        return self._find(leaders, table.cached[leaders], table.length[leaders] - 1, more)
-
-    def _find(self, slots: Ints, starts: Ints, stops: Ints, more: int = 0) -> bool:
-        """Evict caches until positions [start, stop) of the slots, and ``more`` blocks, have room; False if they lack it."""
-        while self._cache.shortage(slots, starts, stops, more) > 0:
-            victim = self._table.oldest_cache()
-            if victim is None:
-                return False
-            self._cache.cut(victim, 0)
-            self._table.cached[victim] = 0
+        while True:
+            caches = (~table.live & (table.cached > 0)).nonzero()[0]
+            victim = int(caches[table.last_used[caches].argmin()])
+            table.cached[victim] = 0
             self._counters.evicted += 1
-        return True
-
-    def _park_last(self) -> int:
-        """Park the live row that joined last."""
-        table = self._table
-        live = table.live.nonzero()[0]
-        assert len(live) > 1, "the cache holds less than one sequence"
-        slot = int(live[table.last_used[live].argmax()])
-        table.park(slot)
-        self._cache.cut(slot, 0)
-        self._counters.parked += 1
-        return slot
+            yield victim
 
     def _extend(self, slots: Sequence[int]) -> None:
         table, decoder = self._table, self._decoder
@@ -222,7 +136,8 @@ class KvKeeper:
         spans = [span for span in spans if span.num_tokens > 0]
         if not spans:
             return
-        self._cache.own(*np.asarray([(span.slot, span.start, span.stop) for span in spans], dtype=np.int64).T)
+        places, starts, stops = np.asarray([(span.slot, span.start, span.stop) for span in spans], dtype=np.int64).T
+        self._cache.own(places, starts, stops, self._caches())
         longest = decoder.extends_up_to
         if each := [span for span in spans if span.stop <= longest]:
             decoder.extend_each(
@@ -243,14 +158,6 @@ class KvKeeper:
         for span in spans:
             table.cached[span.slot] = span.stop
             self._counters.prefilled += span.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    leaders: list[int]  # computed first
-    followers: dict[
-        tuple[int, int], list[int]
-    ]  # (leader, shared positions) -> slots that take them, then compute the rest
 
 
 @dataclass(frozen=True, slots=True)

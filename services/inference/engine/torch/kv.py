@@ -2,8 +2,7 @@
 
 A block holds BLOCK_TOKENS consecutive positions. Slots that begin alike name the same blocks; a slot that is about to
 write into a block that another one names too gets a block of its own, with the contents copied if some of them stay
-(copy-on-write). Attention gathers the blocks that it reads. Of rows that begin with the same blocks it reads these once for
-all: the *trunk*.
+(copy-on-write). Attention gathers the blocks that it reads.
 
 A token's keys and values of a layer are contiguous and written at once: [..., position, key heads then value heads, dim].
 The CPU attention kernel reads heads of 16 and 24 dimensions 5-18 % faster from this order than from one with positions of a
@@ -16,10 +15,8 @@ row's last block are finite; DUMP is never named, so that nothing reads the valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -32,11 +29,8 @@ from services.common.errors import ConfigError
 EMPTY = 0  # the block of zeros
 DUMP = 1  # takes the values of padding
 assert RESERVED_BLOCKS == 2
-TRUNK_BLOCKS = 8  # blocks that rows have in common before attention reads them once for all
-TRUNK_ROWS = 4  # rows that pay for the two more products of attention
 
 Ints = npt.NDArray[np.int64]
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +44,10 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Positions that attention reads: those of the trunk, then those of each slot behind it."""
+    """The first ``width`` positions of some slots, which attention reads."""
 
-    places: Any  # blocks [num_slots, blocks]
-    width: int  # positions behind the trunk
-    trunk: torch.Tensor | None = None  # [blocks], which all the slots begin with
-
-    @property
-    def trunk_width(self) -> int:
-        return 0 if self.trunk is None else len(self.trunk) * BLOCK_TOKENS
+    places: torch.Tensor  # blocks [num_slots, blocks]
+    width: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +82,6 @@ class KvCache:
                 raise ConfigError(problem)
             least = least_blocks(shape.context_length)
             num_blocks = min(most, max(least, limit_bytes // (BLOCK_TOKENS * shape.token_bytes)))
-        self.is_bounded = num_blocks < most  # otherwise blocks are never short: each slot's table has room for its own
         self.table = np.full((shape.num_slots, num_entries), EMPTY, dtype=np.int64)
         self.refs = np.zeros(num_blocks, dtype=np.int64)
         self.held = np.zeros(shape.num_slots, dtype=np.int64)
@@ -106,7 +94,6 @@ class KvCache:
             device=shape.device,
         )
         self._context_length = shape.context_length
-        self._has_trunks = shape.dtype is torch.float32  # scores of two products in 16 bits would be rounded
         self._tokens = [layer.view(num_blocks * BLOCK_TOKENS, -1) for layer in self.kv]
         self._blocks = [layer.view(num_blocks, -1) for layer in self.kv]
 
@@ -143,28 +130,11 @@ class KvCache:
         self.table[slot, num:held] = EMPTY
         self.held[slot] = num
 
-    def shortage(self, slots: Ints, starts: Ints, stops: Ints, more: int = 0) -> int:
-        """Blocks that are missing before positions [start, stop) of the slots, and ``more`` blocks, can be written.
+    def own(self, slots: Ints, starts: Ints, stops: Ints, victims: Iterator[int] = iter(())) -> None:
+        """Give each slot blocks that only it names for its positions [start, stop), and drop its blocks behind ``start``.
 
-        Drops all blocks behind ``starts``: the positions there are about to be written.
+        ``victims``: slots that lose all their blocks, one after another, while no block is free.
         """
-        if not self.is_bounded:
-            return 0
-        wanted = more
-        copied: dict[int, int] = {}  # block -> slots of this call that leave it
-        for slot, start, stop in self._changing(slots, starts, stops):
-            self.cut(slot, start)
-            wanted += blocks_of(stop) - int(self.held[slot])
-            if start % BLOCK_TOKENS:
-                tail = int(self.table[slot, start // BLOCK_TOKENS])
-                leaving = copied.get(tail, 0)
-                if self.refs[tail] - leaving > 1:
-                    copied[tail] = leaving + 1
-                    wanted += 1
-        return max(0, wanted - len(self._free))
-
-    def own(self, slots: Ints, starts: Ints, stops: Ints) -> None:
-        """Give each slot blocks that only it names for its positions [start, stop); ``shortage`` of the same is 0."""
         sources: list[int] = []
         targets: list[int] = []
         for slot, start, stop in self._changing(slots, starts, stops):
@@ -175,12 +145,13 @@ class KvCache:
                 if self.refs[tail] > 1:
                     self.refs[tail] -= 1
                     sources.append(tail)
-                    targets.append(self._take())
+                    targets.append(self._take(victims))
                     self.table[slot, place] = targets[-1]
             for place in range(int(self.held[slot]), blocks_of(stop)):
-                self.table[slot, place] = self._take()
+                self.table[slot, place] = self._take(victims)
                 self.held[slot] = place + 1
         if sources:
+            # All are read before the first is written: a victim's block may be a source and, free again, a target.
             source, target = (torch.from_numpy(np.array(blocks)).to(self.kv.device) for blocks in (sources, targets))
             self.kv.index_copy_(1, target, self.kv.index_select(1, source))
 
@@ -199,7 +170,9 @@ class KvCache:
         rows = np.flatnonzero(changing)
         return list(zip(slots[rows].tolist(), starts[rows].tolist(), stops[rows].tolist(), strict=True))
 
-    def _take(self) -> int:
+    def _take(self, victims: Iterator[int]) -> int:
+        while not self._free:
+            self.cut(next(victims), 0)
         block = self._free.pop()
         self.refs[block] = 1
         return block
@@ -217,78 +190,14 @@ class KvCache:
         """Key heads, then value heads, of the tokens of ``places``: [num_tokens, 2 * kv_heads, dim]."""
         self._tokens[index].index_copy_(0, places, heads.flatten(1))
 
-    def arranged(self, slots: Ints, lengths: Ints) -> Ints:
-        """The slots in an order for ``split``: those with a long beginning in common side by side, then by length."""
-        if not self._has_trunks or self.table.shape[1] < TRUNK_BLOCKS:
-            return slots[np.argsort(-lengths, kind="stable")]
-        mark = self.table[slots, TRUNK_BLOCKS - 1]
-        return slots[np.lexsort((-lengths, np.where(self.refs[mark] > 1, mark, EMPTY)))]
-
-    def split(self, slots: Ints, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
-        """The buckets of a step over ``slots``, with rows that begin alike in buckets of their own where that pays."""
-        if not self._has_trunks:
-            return buckets
-        found: list[Bucket] = []
-        for bucket in buckets:
-            if bucket.width <= TRUNK_BLOCKS * BLOCK_TOKENS:
-                found.append(bucket)
-                continue
-            # Rows with one mark have all blocks up to there in common.
-            marks = self.table[slots[bucket.start : bucket.stop], TRUNK_BLOCKS - 1]
-            edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(marks)]
-            begin = 0  # of the rows that are in no part yet
-            for first, last in pairwise(edges):
-                if last - first >= TRUNK_ROWS and marks[first] != EMPTY:
-                    ends = ((begin, first), (first, last))
-                    found += [replace(bucket, start=bucket.start + a, stop=bucket.start + b) for a, b in ends if a < b]
-                    begin = last
-            if begin < len(marks):
-                found.append(replace(bucket, start=bucket.start + begin))
-        return found
-
-    def reach(self, slots: Ints, width: int, *, may_share: bool = False) -> Reach:
-        """For ``read``: the first ``width`` positions of these slots; ``may_share``: with a trunk where that pays."""
+    def reach(self, slots: Ints, width: int) -> Reach:
+        """For ``read``: the first ``width`` positions of these slots."""
         width = min(width, self._context_length)
-        table = self.table[slots, : blocks_of(width)]
-        trunk = None
-        if may_share and self._has_trunks and len(table) >= TRUNK_ROWS and (table[1:, 0] == table[0, 0]).all():
-            # A row's last block is its own, so blocks in common hold positions that every row attends to.
-            differs = (table != table[0]).any(axis=0) | (table[0] == EMPTY)
-            num = int(differs.argmax())
-            if num >= TRUNK_BLOCKS:
-                trunk = torch.from_numpy(table[0, :num].copy()).to(self.kv.device)
-                table, width = table[:, num:], width - num * BLOCK_TOKENS
-        return Reach(torch.from_numpy(np.ascontiguousarray(table)).to(self.kv.device), width, trunk)
+        table = np.ascontiguousarray(self.table[slots, : blocks_of(width)])
+        return Reach(torch.from_numpy(table).to(self.kv.device), width)
 
-    def read(self, index: int, reach: Reach) -> Pair:
-        """Keys and values of a layer behind the trunk, each [slot, kv head, position, dim]."""
-        return self._gathered(index, reach.places, reach.width)
-
-    def read_trunk(self, index: int, trunk: torch.Tensor) -> Pair:
-        """Keys and values of a layer in the trunk, each [1, kv head, position, dim]."""
-        return self._gathered(index, trunk[None], len(trunk) * BLOCK_TOKENS)
-
-    def _gathered(self, index: int, blocks: torch.Tensor, width: int) -> Pair:
-        found = F.embedding(blocks, self._blocks[index])  # one copy of what is read
-        found = found.view(blocks.shape[0], -1, 2 * self._kv_heads, self._head_dim)[:, :width]
+    def read(self, index: int, reach: Reach) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, each [slot, kv head, position, dim]."""
+        found = F.embedding(reach.places, self._blocks[index])  # one copy of what is read
+        found = found.view(len(reach.places), -1, 2 * self._kv_heads, self._head_dim)[:, : reach.width]
         return found[:, :, : self._kv_heads].transpose(1, 2), found[:, :, self._kv_heads :].transpose(1, 2)
-
-
-def attend_to_trunk(query: torch.Tensor, trunk: Pair, own: Pair, mask: torch.Tensor) -> torch.Tensor:
-    """Attention of ``query`` to keys and values that all rows have in common, read once as one matrix, and to each row's
-    own: one softmax over both. As in Juravsky et al. 2024, "Hydragen".
-
-    ``query`` is [rows, kv heads, heads per kv head, dim], as the result; ``trunk`` [1, kv heads, positions, dim]; ``own``
-    [rows, kv heads, positions, dim] is under ``mask``.
-    """
-    rows, kv_heads, per_head, dim = query.shape
-    (far_keys, far_values), (keys, values) = trunk, own
-    width = far_keys.shape[2]
-    query = query * dim**-0.5
-    far = torch.matmul(query.transpose(0, 1).reshape(kv_heads, rows * per_head, dim), far_keys[0].transpose(1, 2))
-    near = torch.matmul(query, keys.transpose(2, 3)).add_(mask)
-    scores = torch.cat([far.view(kv_heads, rows, per_head, width), near.transpose(0, 1)], dim=-1).softmax(dim=-1)
-    far = torch.matmul(scores[..., :width].reshape(kv_heads, rows * per_head, width), far_values[0])
-    return far.view(kv_heads, rows, per_head, dim).transpose(0, 1) + torch.matmul(
-        scores[..., width:].transpose(0, 1), values
-    )

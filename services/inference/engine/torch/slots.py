@@ -193,8 +193,6 @@ class SlotTable:
         self.cached = np.zeros(num_slots, dtype=np.int64)
         self.live = np.zeros(num_slots, dtype=np.bool_)
         self.mixed = np.zeros(num_slots, dtype=np.bool_)
-        # Requests that gave up their KV for memory (``keeper``): neither live nor free.
-        self.parked = np.zeros(num_slots, dtype=np.bool_)
         self.last_used = np.zeros(num_slots, dtype=np.int64)
         self._min_length = np.zeros(num_slots, dtype=np.int64)
         self.max_length = np.zeros(num_slots, dtype=np.int64)
@@ -229,15 +227,9 @@ class SlotTable:
         best = (shared * (self.context_length + 1) - self.cached[candidates]).argmax()
         return int(candidates[best]), int(shared[best])
 
-    def holds(self, slot: int, prefix: npt.NDArray[np.int32]) -> bool:
-        """Whether the slot has valid KV for ``prefix``."""
-        if self.mixed[slot] or self.cached[slot] < len(prefix):
-            return False
-        return bool((self.tokens[slot, : len(prefix)] == prefix).all())
-
     def free_slot(self) -> int | None:
         """The free slot without a cache, or else with the oldest cache; of equals the lowest. None without a free slot."""
-        free = (~self.live & ~self.parked).nonzero()[0]
+        free = (~self.live).nonzero()[0]
         worth = np.where(self.cached[free] > 0, self.last_used[free], -1)
         return int(free[worth.argmin()]) if len(free) else None
 
@@ -246,17 +238,8 @@ class SlotTable:
         return int(np.count_nonzero(self.live))
 
     @property
-    def num_parked(self) -> int:
-        return int(np.count_nonzero(self.parked))
-
-    @property
     def num_free(self) -> int:
-        return self.num_slots - self.num_live - self.num_parked
-
-    def oldest_cache(self) -> int | None:
-        """The slot without a request whose cached positions were unused for longest; None without any."""
-        caches = (~self.live & (self.cached > 0)).nonzero()[0]
-        return int(caches[self.last_used[caches].argmin()]) if len(caches) else None
+        return self.num_slots - self.num_live
 
     # -- the life of a row ----------------------------------------------------------------------------------
 
@@ -308,17 +291,11 @@ class SlotTable:
         """Free the slot of an ended request; its tokens stay as a cache, unless older weights computed part of them."""
         self._clock += 1
         self.last_used[slot] = self._clock
-        self.live[slot] = self.parked[slot] = False
+        self.live[slot] = False
         self._shaped[slot] = False
         if self.mixed[slot]:
             self.cached[slot] = 0
         self.mixed[slot] = False
-
-    def park(self, slot: int) -> None:
-        """Take a live row out of the decoding steps, without its KV."""
-        self.live[slot] = self.mixed[slot] = False
-        self.parked[slot] = True
-        self.cached[slot] = 0
 
     # -- a decoding step over some slots ---------------------------------------------------------------------
 

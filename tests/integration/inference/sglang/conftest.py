@@ -1,7 +1,8 @@
-"""Engines over fake servers, which are real child processes."""
+"""Engines over fake servers, in this process; or real child processes where a test is about processes."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -10,13 +11,19 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
 
+from services.common.aio import backoff
 from services.inference.engine.base import KvPolicy
+from services.inference.engine.served import engine as engine_module
+from services.inference.engine.served import fleet
+from services.inference.engine.served.client import ServerClient
 from services.inference.engine.served.engine import ServedEngine
 from services.inference.engine.served.fleet import DiskTransfer, Server
 from services.inference.engine.served.process import ServerCommand, ServerProcess
 from services.inference.engine.served.stage import Stage
 from services.inference.engine.sglang import sglang_program
+from tests.integration.inference.sglang.fake_server import Fake
 from tests.waiting import WAIT_S
 
 FAKE = Path(__file__).with_name("fake_server.py")
@@ -26,12 +33,51 @@ CONTEXT = 800
 Launch = Callable[..., Awaitable[ServedEngine]]
 
 
+class InProcess(ServerProcess):
+    """A server in this process, whose death breaks its connections. Its "pid" counts its starts."""
+
+    token_s = 0.002
+    _starts = 0
+    _runner: web.AppRunner | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._starts or None
+
+    async def start(self, version: int) -> ServerClient:
+        self._starts += 1
+        self._dead = asyncio.Event()
+        fake = Fake(str(version), self.token_s, "key", die=self.kill)
+        self._runner = web.AppRunner(fake.application(), shutdown_timeout=0.01)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0][:2]
+        return self.program.connect(f"http://{host}:{port}", "key")
+
+    async def ended(self) -> str:
+        await self._dead.wait()
+        return f"{self.name} was killed by SIGKILL"
+
+    def kill(self) -> None:
+        self._dead.set()
+        if self._runner is not None and self._runner.server is not None:
+            for connection in self._runner.server.connections:
+                if connection.transport is not None:
+                    connection.transport.abort()
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+
 def build(
     directory: Path,
     *arguments: str,
     number: int = 1,
     kv_policy: KvPolicy = KvPolicy.RECOMPUTE,
     ready_timeout_s: float = WAIT_S,
+    kind: type[ServerProcess] = ServerProcess,
     **settings: Any,
 ) -> ServedEngine:
     stage = Stage(directory / "stage", WEIGHTS, 0)
@@ -40,7 +86,7 @@ def build(
         command = ServerCommand(
             name=f"sglang-fake-{index}", argv=(sys.executable, str(FAKE), *arguments), program=sglang_program(["cpu"])
         )
-        process = ServerProcess(command, directory / "logs" / f"{command.name}.log", ready_timeout_s)
+        process = kind(command, directory / "logs" / f"{command.name}.log", ready_timeout_s)
         servers.append(Server(process, kv_policy))
     return ServedEngine(
         servers, stage, DiskTransfer(stage), context_length=CONTEXT, vocab_size=1000, kv_policy=kv_policy, **settings
@@ -48,12 +94,18 @@ def build(
 
 
 @pytest.fixture
-async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
-    """Start an engine over fake servers; all are stopped at the end."""
+async def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launch]:
+    """Start an engine over fake servers, in this process unless ``real``; all are stopped at the end."""
     running: list[ServedEngine] = []
+    for module in (fleet, engine_module):
+        monkeypatch.setattr(module, "backoff", lambda *bounds: backoff(0.05))
 
-    async def start(*arguments: str, **settings: Any) -> ServedEngine:
-        engine = build(tmp_path / str(len(running)), *arguments, **settings)
+    async def start(*, token_s: float = 0.002, real: bool = False, **settings: Any) -> ServedEngine:
+        kind = ServerProcess if real else InProcess
+        engine = build(tmp_path / str(len(running)), kind=kind, **settings)
+        for server in engine.servers:
+            if isinstance(server.process, InProcess):
+                server.process.token_s = token_s
         running.append(engine)
         await engine.start()
         return engine

@@ -1,4 +1,4 @@
-"""A stand-in for an SGLang server, for failures that the true one does not give on demand. Run as a script.
+"""A stand-in for an SGLang server, for failures that the true one does not give on demand. Also run as a script.
 
 After each token the stand-in emits the next number, so that an interrupted request that goes on elsewhere shows whether
 its prefix was sent again. ``POST /misbehave`` sets the next fault; ``GET /seen`` lists the requests. The conformance suite
@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import json
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ OPEN = ("/ready", "/health_generate", "/misbehave", "/seen")
 
 
 class Fake:
-    def __init__(self, version: str, token_s: float, key: str) -> None:
+    def __init__(self, version: str, token_s: float, key: str, die: Callable[[], object] = lambda: os._exit(3)) -> None:
         self.key = key
+        self.die = die
         self.version = version  # of the scheduler: the version of the tokens
         self.token_s = token_s
         self.running = asyncio.Event()
@@ -72,8 +73,6 @@ class Fake:
         fault = self.fault(route)
         if fault.get("hang_s"):
             await asyncio.sleep(fault["hang_s"])
-        if fault.get("exit"):
-            os._exit(3)
         if route == "/update_weights_from_disk" and fault.get("applied", not fault):
             self.version = body["weight_version"]
         if fault.get("status"):
@@ -105,7 +104,8 @@ class Fake:
             await asyncio.sleep(self.token_s)
             await self.running.wait()
             if number == fault.get("die_at"):
-                os._exit(3)
+                self.die()
+                await asyncio.sleep(3600)
             if number == fault.get("stall_at"):
                 await asyncio.sleep(3600)
             token = (token + 1) % VOCABULARY
@@ -144,16 +144,12 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--weight-version", default="default")
-    parser.add_argument("--token-s", type=float, default=0.002)
-    parser.add_argument("--say-and-die", default="")
     parser.add_argument("--never-ready", action="store_true")
     options = parser.parse_args()
-    if options.say_and_die:
-        sys.exit(f"Loading weights\n{options.say_and_die}")
     if options.never_ready:
         asyncio.run(asyncio.sleep(3600))
     key = options.config.read_text().strip().removeprefix("api-key: ")
-    fake = Fake(options.weight_version, options.token_s, key)
+    fake = Fake(options.weight_version, 0.002, key)
     web.run_app(fake.application(), host="127.0.0.1", port=options.port, print=None)
 
 

@@ -78,7 +78,7 @@ def kept_sets(generation: Generation) -> list[tuple[int, ...]]:
 
 
 async def test_what_a_mask_lists_is_told_over_deaths_and_updates(launch: Launch) -> None:
-    engine = await launch("--token-s", "0.01")
+    engine = await launch(token_s=0.01)
     await misbehave(engine, "/generate", die_at=20)
     cut = replace(request(), sampling=Sampling(max_new_tokens=60, top_p=0.9, top_k=3, min_p=0.1))
     (pending,) = start(engine, cut)
@@ -121,7 +121,7 @@ async def test_a_request_whose_server_dies_goes_on_with_the_rest_of_its_budget(l
 
 
 async def test_another_server_takes_over_while_the_dead_one_comes_back_at_the_newest_version(launch: Launch) -> None:
-    engine = await launch(number=2)
+    engine = await launch(number=2, real=True)
     pending = start(engine, *(request(number) for number in range(8)))
     await until_tokens(engine, 80)
     pid = engine.servers[0].process.pid
@@ -177,9 +177,7 @@ async def test_an_incomplete_stage_is_waited_for_no_longer_than_its_deadline(
     monkeypatch.setattr(fleet, "WHOLE_STAGE_S", 0.1)
     engine = await launch(restarts=1)
     await break_the_stage(engine)
-    pid = engine.servers[0].process.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    engine.servers[0].process.kill()
     with pytest.raises(
         InfrastructureError, match=r"an update that completes the weights of SGLang server .* took longer"
     ):
@@ -193,8 +191,7 @@ async def test_a_server_that_comes_back_to_an_incomplete_stage_serves_after_the_
     engine = await launch()
     await break_the_stage(engine)
     server = engine.servers[0]
-    assert server.process.pid is not None
-    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.kill()
     (pending,) = start(engine)
     await until_waiting_for_weights(engine)
     assert not server.serving and not pending.done()
@@ -236,7 +233,7 @@ async def test_a_server_that_gives_no_tokens_is_asked_for_one_then_ended(launch:
 
 
 async def test_a_server_that_is_slow_but_alive_is_left_alone(launch: Launch) -> None:
-    engine = await launch("--token-s", "0.5", stall_timeout_s=0.2)
+    engine = await launch(token_s=0.5, stall_timeout_s=0.2)
     pid = engine.servers[0].process.pid
     check_whole(await engine.generate(request(max_new_tokens=3)), 3)
     assert engine.servers[0].process.pid == pid
@@ -244,7 +241,7 @@ async def test_a_server_that_is_slow_but_alive_is_left_alone(launch: Launch) -> 
 
 
 async def test_stopping_leaves_nothing_running(launch: Launch) -> None:
-    engine = await launch(number=2)
+    engine = await launch(number=2, real=True)
     pids = [server.process.pid for server in engine.servers]
     stage = engine._stage.directory
     pending = start(engine)
@@ -257,7 +254,7 @@ async def test_stopping_leaves_nothing_running(launch: Launch) -> None:
 
 
 async def test_a_server_answers_its_own_service_alone_and_its_key_is_written_nowhere(launch: Launch) -> None:
-    engine = await launch()
+    engine = await launch(real=True)
     (server,) = engine.servers
     async with aiohttp.ClientSession() as stranger:
         async with stranger.post(f"{server.client.address}/update_weights_from_disk", json={}) as answer:
@@ -286,7 +283,10 @@ async def test_a_server_answers_its_own_service_alone_and_its_key_is_written_now
 async def test_a_death_while_loading_is_told_with_its_last_words_and_what_may_help(
     tmp_path: Path, words: str, hint: str
 ) -> None:
-    engine = build(tmp_path, "--say-and-die", words)
+    engine = build(tmp_path)
+    process = engine.servers[0].process
+    script = 'echo Loading weights; echo "$0"; exit 1'
+    process._command = replace(process._command, argv=("/bin/sh", "-c", script, words))
     with pytest.raises(InfrastructureError, match=hint) as caught:
         await engine.start()
     first, second, *_ = caught.value.message.splitlines()
@@ -329,8 +329,8 @@ async def test_a_server_that_does_not_answer_is_named_after_its_deadline(tmp_pat
 async def test_a_server_that_is_frozen_before_it_takes_a_request_is_started_anew(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.inference.engine.served.fleet.STALL_ANSWER_S", 2.0)
-    engine = await launch(stall_timeout_s=0.2)
+    monkeypatch.setattr("services.inference.engine.served.fleet.STALL_ANSWER_S", 0.5)
+    engine = await launch(stall_timeout_s=0.2, real=True)
     (server,) = engine.servers
     frozen = server.process.pid
     assert frozen is not None
@@ -389,8 +389,8 @@ async def test_an_update_that_no_server_takes_fails_and_may_be_given_again(launc
 
 async def test_an_update_without_an_answer_is_in_doubt_too(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = await launch()
-    monkeypatch.setattr("services.inference.engine.sglang.UPDATE_TIMEOUT_S", 2.0)
-    await misbehave(engine, "/update_weights_from_disk", hang_s=6.0, applied=False)
+    monkeypatch.setattr("services.inference.engine.sglang.UPDATE_TIMEOUT_S", 0.5)
+    await misbehave(engine, "/update_weights_from_disk", hang_s=1.0, applied=False)
     await engine.update(version(1))
     assert updates(await seen(engine), 1) == 2
 

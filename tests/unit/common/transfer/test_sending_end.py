@@ -1,4 +1,4 @@
-"""The sending end of weights: frames, tickets, the rate that transports share, and the source of a payload."""
+"""The sending end of weights: tickets, the rate that transports share, and the source of a payload."""
 
 from __future__ import annotations
 
@@ -7,57 +7,12 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from services.common.errors import InvalidRequestError, NotFoundError
+from services.common.errors import NotFoundError
 from services.common.transfer import bulk
-from services.common.transfer.bulk import (
-    ANSWER_BYTES,
-    REQUEST_BYTES,
-    TICKET_BYTES,
-    BulkRequest,
-    Operation,
-    SendBudget,
-    Tickets,
-    decode_answer,
-)
+from services.common.transfer.bulk import SendBudget, Tickets
 from services.common.transfer.servicer import source_of
 from tests.clock import Clock
-
-
-@given(
-    st.binary(min_size=TICKET_BYTES, max_size=TICKET_BYTES),
-    st.sampled_from(Operation),
-    st.integers(0, 2**64 - 1),
-    st.integers(0, 2**32 - 1),
-)
-def test_requests_come_back_as_they_were(ticket: bytes, operation: Operation, offset: int, size: int) -> None:
-    request = BulkRequest(ticket=ticket, operation=operation, offset=offset, size_bytes=size)
-    encoded = request.encode()
-    assert len(encoded) == REQUEST_BYTES
-    assert BulkRequest.decode(encoded) == request
-
-
-@given(st.binary(max_size=2 * REQUEST_BYTES).filter(lambda data: len(data) != REQUEST_BYTES))
-def test_bytes_of_another_length_are_no_request(data: bytes) -> None:
-    with pytest.raises(InvalidRequestError):
-        BulkRequest.decode(data)
-
-
-@given(st.binary(min_size=REQUEST_BYTES, max_size=REQUEST_BYTES))
-def test_any_bytes_are_a_request_or_refused(data: bytes) -> None:
-    try:
-        assert BulkRequest.decode(data).encode() == data
-    except InvalidRequestError:
-        assert data[TICKET_BYTES] not in set(Operation)
-
-
-@pytest.mark.parametrize("head", [b"", bytes(ANSWER_BYTES), bytes(ANSWER_BYTES + 1), b"\x03" + bytes(ANSWER_BYTES - 1)])
-def test_other_heads_are_refused(head: bytes) -> None:
-    with pytest.raises(InvalidRequestError):
-        decode_answer(head)
-
 
 SOURCE: Any = object()
 
@@ -102,7 +57,7 @@ async def test_senders_share_the_rate_in_the_order_of_asking() -> None:
     ended: list[int] = []
 
     async def send(number: int) -> None:
-        await budget.take(100_000, "grpc")
+        await budget.take(100_000)
         ended.append(number)
 
     began = time.monotonic()
@@ -115,7 +70,7 @@ async def test_unused_rate_is_not_saved_up() -> None:
     budget = SendBudget(1_000_000)
     await asyncio.sleep(0.5)
     began = time.monotonic()
-    await budget.take(400_000, "grpc")
+    await budget.take(400_000)
     assert time.monotonic() - began >= 0.25
 
 

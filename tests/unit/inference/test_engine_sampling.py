@@ -1,71 +1,18 @@
-"""The pure parts of the torch engine: sharing, passes, buckets, noise."""
+"""What the torch engine draws: noise, samples, and which tokens could be drawn."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from services.common.kept_tokens import pack, unpack
-from services.inference.engine.torch.decoder import bucket_bounds
-from services.inference.engine.torch.keeper import MAX_PASS_TOKENS, Span, plan_passes, plan_sharing
 from services.inference.engine.torch.slots import (
-    MIN_SHARED_HALF,
     Drawn,
     SamplingRows,
     sample,
     sample_plain,
     uniform_noise,
 )
-
-
-def row(*tokens: int) -> np.ndarray:
-    return np.asarray(tokens, dtype=np.int32)
-
-
-tree_rows = st.lists(
-    st.tuples(st.integers(0, 2), st.integers(0, 40), st.integers(0, 2), st.integers(0, 40)).map(
-        lambda t: row(*[t[0]] * t[1], *[t[2] + 300] * t[3])
-    ),
-    max_size=12,
-)
-
-
-@given(tree_rows)
-def test_followers_share_exactly_what_the_plan_says_and_leaders_do_not_follow(rows: list[np.ndarray]) -> None:
-    plan = plan_sharing(rows)
-    for follower, (leader, shared) in plan.items():
-        assert leader not in plan
-        assert MIN_SHARED_HALF <= shared <= min(len(rows[follower]), len(rows[leader]))
-        assert (rows[follower][:shared] == rows[leader][:shared]).all()
-
-
-@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 9000)), max_size=20))
-def test_passes_cover_every_position_once_and_in_order(spans: list[tuple[int, int]]) -> None:
-    wanted = [Span(slot, start, start + length) for slot, (start, length) in enumerate(spans)]
-    reached = {span.slot: span.start for span in wanted}
-    for batch in plan_passes(wanted):
-        assert batch[0].num_tokens == max(span.num_tokens for span in batch)
-        assert len(batch) * batch[0].num_tokens <= MAX_PASS_TOKENS
-        assert len({span.start > 0 for span in batch}) == 1
-        for span in batch:
-            assert span.start == reached[span.slot]
-            reached[span.slot] = span.stop
-    assert reached == {span.slot: span.stop for span in wanted}
-
-
-lengths = st.lists(st.integers(1, 4000), min_size=1, max_size=100).map(lambda n: np.asarray(n, dtype=np.int64))
-
-
-@given(lengths)
-def test_buckets_cover_all_rows_in_order_and_are_wide_enough(widths: np.ndarray) -> None:
-    place = 0
-    for bucket in bucket_bounds(widths):
-        assert bucket.start == place
-        assert bucket.width >= widths[bucket.start : bucket.stop].max()
-        place = bucket.stop
-    assert place == len(widths)
 
 
 def test_noise_is_uniform_and_independent_over_seeds_and_indices() -> None:
