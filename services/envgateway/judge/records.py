@@ -161,7 +161,6 @@ class JudgeResult:
 _SHOWN_BYTES = 2000
 _SHOWN_LINE = 300
 _FAILED = (RunStatus.RUNTIME_ERROR, RunStatus.COMPILE_ERROR)
-RETRYABLE = (RunStatus.INFRA_ERROR,)
 
 
 def case_result(index: int, run: ExecutionResult, verdict: RunStatus | None = None, detail: str = "") -> CaseResult:

@@ -21,6 +21,7 @@ an entry is gone twice in a row, Redis has lost the job, and the job is sent aga
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -39,16 +40,8 @@ from services.common.config.envgateway import QueueConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.telemetry.metrics import Lane, QueueGauge
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
-from services.envgateway.queue.local import (
-    LANE_SIZE,
-    Job,
-    JobQueue,
-    JobResult,
-    Scheduler,
-    decode,
-    encode,
-    infrastructure_failure,
-)
+from services.envgateway.queue.local import Job, JobQueue, JobResult, decode, encode, infrastructure_failure
+from services.envgateway.scheduler import Scheduler
 from services.envgateway.variables import check_redis, without_user
 
 log = structlog.get_logger()
@@ -199,7 +192,7 @@ class RedisQueue(JobQueue):
 
     def __init__(self, config: QueueConfig, redis_uri: str, *, expires_s: int = JOB_EXPIRES_S) -> None:
         """Raises ``ConfigError`` for a URI that cannot be used."""
-        scheduler = Scheduler(num_slots=_LEAST_WINDOW, batch_slots=_LEAST_WINDOW // 2, lane_size=LANE_SIZE)
+        scheduler = Scheduler(num_slots=_LEAST_WINDOW, batch_slots=_LEAST_WINDOW // 2)
         super().__init__(self._run_at_worker, scheduler)
         self._client = connect(redis_uri, config.allow_plain_redis)
         self._keys = Keys(config.redis_prefix)
@@ -253,7 +246,15 @@ class RedisQueue(JobQueue):
     def num_slots(self) -> int:
         return self._slots_of_workers
 
-    async def _run_at_worker(self, job: Job, lane: Lane) -> JobResult:
+    async def _run_at_worker(self, job: Job, lane: Lane, wait_s: float | None) -> JobResult:
+        await self._scheduler.take(lane, wait_s)
+        began = time.monotonic()
+        try:
+            return await self._sent(job, lane)
+        finally:
+            self._scheduler.give(lane, time.monotonic() - began)
+
+    async def _sent(self, job: Job, lane: Lane) -> JobResult:
         waiting = _Unanswered(uuid.uuid4().hex, lane, encode(job), asyncio.get_running_loop().create_future())
         self._jobs[waiting.id] = waiting
         self._send_soon(waiting)

@@ -14,12 +14,16 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from services.common.config.envgateway import LiveConfig, SandboxConfig
 from services.common.errors import CapacityError
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.lease import Job, LeaseOwner, RunMessage, SlotLease, SubmittedRun, profile_of
+from services.envgateway.sandbox.lease import Job, RunMessage, SlotLease, SubmittedRun, profile_of
 from services.envgateway.sandbox.records import OPEN_FILES, ExecutionResult
+
+if TYPE_CHECKING:
+    from services.envgateway.sandbox.pool import SandboxPool
 
 _FRAME = struct.Struct("!I")
 _ANSWER_BYTES = 4096  # a frame has a number, an outcome and a name
@@ -45,7 +49,7 @@ class CellResult:
 class LiveSlots:
     """The places of live processes, which are the supervisor's last slots."""
 
-    def __init__(self, pool: LeaseOwner, num: int) -> None:
+    def __init__(self, pool: SandboxPool, num: int) -> None:
         self._pool = pool
         self._num = num
         self._free = num

@@ -15,10 +15,11 @@ from services.common.rpc.server import Server
 from services.common.telemetry.metrics import Lane
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, JudgeResult, StdinCase, StdinTests
-from services.envgateway.queue.local import Job, JobQueue, Scheduler
+from services.envgateway.queue.local import Job, JobQueue
 from services.envgateway.rpc import JudgeServicer
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
+from services.envgateway.scheduler import Scheduler
 from tests.integration.envgateway.conftest import SLEEP_LONG, long_programs
 from tests.integration.envgateway.sandbox_state import assert_clean
 from tests.waiting import WAIT_S, until
@@ -34,7 +35,7 @@ class _Recording:
         self._judge = judge
         self.lanes: list[Lane] = []
 
-    async def __call__(self, job: Job, lane: Lane) -> JudgeResult:
+    async def __call__(self, job: Job, lane: Lane, wait_s: float | None) -> JudgeResult:
         assert isinstance(job, JudgeRequest)
         self.lanes.append(lane)
         return await self._judge.judge(job)

@@ -71,7 +71,7 @@ class Poison:
         self.beside: list[list[str]] = []
         self.running: list[str] = []
 
-    async def __call__(self, job: Job, lane: Lane) -> JobResult:
+    async def __call__(self, job: Job, lane: Lane, wait_s: float | None) -> JobResult:
         self.running.append(job.code)
         try:
             if job.code == "poison":
@@ -82,7 +82,7 @@ class Poison:
                 self._farm.add_worker(self)
                 self._farm.kill(dead)
                 await asyncio.sleep(30)
-            return await self._farm.programs(job, lane)
+            return await self._farm.programs(job, lane, wait_s)
         finally:
             self.running.remove(job.code)
 
