@@ -104,7 +104,6 @@ def _sweep_orphans() -> None:
 
 
 _PACKAGE_PARENT = str(Path(__file__).parent)
-FORK_SERVER_RUNS = 10_000  # programs after which a fork server is replaced; also after growth by 64 MiB
 _HELLO_TIMEOUT_S = 60.0
 _PREFIX = "rollmill-sandbox-"
 _BARE_FLAGS = ("-I", "-S", "-X", "utf8")
@@ -170,7 +169,6 @@ class SupervisorLauncher:
             "num_live": self._config.num_live,
             "packages": _packages(self._config.packages),
             "profiles": ["scientific"] if self._config.prewarm_scientific else [],
-            "fork_server_runs": FORK_SERVER_RUNS,
             "links": WRITABLE,
             "memory_cgroup": self._config.memory_cgroup,
         }

@@ -20,7 +20,7 @@ from services.common.config.envgateway import LiveConfig, SandboxConfig
 from services.common.errors import CapacityError
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.lease import Job, RunMessage, SlotLease, SubmittedRun, profile_of
-from services.envgateway.sandbox.records import OPEN_FILES, ExecutionResult
+from services.envgateway.sandbox.records import ExecutionLimits, ExecutionResult
 
 if TYPE_CHECKING:
     from services.envgateway.sandbox.pool import SandboxPool
@@ -206,15 +206,11 @@ def _parsed(heard: bytes, number: int) -> dict[str, str] | None:
 
 def _limits(config: LiveConfig, sandbox: SandboxConfig) -> dict[str, float | int]:
     return {
+        **ExecutionLimits().within(sandbox),
         "wall_s": config.lifetime_s,
         "cpu_s": config.cpu_time_s,
         "memory_bytes": config.memory_bytes,
-        "processes": sandbox.num_processes,
         "output_bytes": config.output_bytes,
         "answer_bytes": _ANSWER_BYTES,
-        "file_bytes": sandbox.file_bytes,
-        "open_files": OPEN_FILES,
-        "disk_bytes": sandbox.disk_bytes,
-        "num_files": sandbox.num_files,
         "turn_s": config.cell_time_s,
     }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.common.config.envgateway import SandboxConfig
+from services.envgateway.judge.judge import Judge
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
 from tests import needs
@@ -42,6 +43,11 @@ async def pool(request: pytest.FixtureRequest) -> AsyncIterator[SandboxPool]:
 
 
 @pytest.fixture
+def judge(pool: SandboxPool) -> Judge:
+    return Judge(pool)
+
+
+@pytest.fixture
 async def isolated_pool(pool: SandboxPool) -> SandboxPool:
     """For tests that need isolation."""
     if pool.tier == "0":
@@ -56,8 +62,3 @@ def execute(pool: SandboxPool) -> Execute:
         return await pool.run(ExecutionRequest(code=code, stdin=stdin, echo=echo, limits=ExecutionLimits(**limits)))
 
     return run
-
-
-@pytest.fixture
-def execute_isolated(isolated_pool: SandboxPool, execute: Execute) -> Execute:
-    return execute

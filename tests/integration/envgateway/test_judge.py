@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.envgateway.judge.judge import Judge
@@ -22,12 +24,6 @@ from tests.integration.envgateway.sandbox_state import assert_clean
 
 V = RunStatus
 SQUARES = StdinTests(cases=tuple(StdinCase(stdin=f"{n}\n", expected=f"{n * n}\n") for n in range(4)))
-SLEEP = "import time; time.sleep(30)"
-
-
-@pytest.fixture
-def judge(pool: SandboxPool) -> Judge:
-    return Judge(pool)
 
 
 def verdicts(result: JudgeResult) -> list[RunStatus]:
@@ -262,3 +258,17 @@ async def test_the_number_of_a_file_without_a_name_counts_no_case_before(judge: 
     result = await judge.judge(JudgeRequest(code=code, tests=tests))
     assert verdicts(result) == [V.OK] * 3
     assert result.tier != "2" or len({case.stderr for case in result.cases}) == 1
+
+
+async def test_all_cases_together_have_a_time(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_config", pool.config.model_copy(update={"judging_time_s": 1.5}))
+    cases = StdinTests(cases=tuple(StdinCase(stdin="", expected="1") for _ in range(130)))
+    slow = JudgeRequest(code="import time\ntime.sleep(60)", tests=cases, limits=ExecutionLimits(wall_s=0.25))
+    honest = replace(slow, code="import time\ntime.sleep(.4)\nprint(1)", limits=ExecutionLimits())
+    for request in (slow, honest):
+        result = await Judge(pool).judge(request)
+        assert result.verdict is V.TIME_LIMIT and len(result.cases) == result.num_cases == 130
+        assert "judging_time_s" in result.cases[-1].detail
+    assert 1 <= sum(case.verdict is V.OK for case in result.cases) <= 4
+    early = await Judge(pool).judge(replace(honest, stop_early=True))
+    assert early.verdict is V.TIME_LIMIT and len(early.cases) <= 6

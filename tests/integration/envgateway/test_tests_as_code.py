@@ -11,8 +11,6 @@ from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, CallCase, CallTests, JudgeRequest, JudgeResult
 from services.envgateway.rewards.registry import CodeReward
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.pool import SandboxPool
-from tests.integration.envgateway.cases import exchange
 
 RAISES = "def f(n): raise ValueError('a b')"
 POINT = "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef f(n): return P(n)"
@@ -80,11 +78,6 @@ LISTED = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def judge(pool: SandboxPool) -> Judge:
-    return Judge(pool)
-
-
 async def verdicts(judge: Judge, program: str = "") -> dict[str, JudgeResult]:
     """Of the right programs, or of one for all."""
     requests = [
@@ -103,12 +96,6 @@ async def test_wrong_programs_fail_the_same_tests(judge: Judge) -> None:
     wrong = (RunStatus.WRONG_ANSWER, RunStatus.RUNTIME_ERROR)
     told = await verdicts(judge, "def f(n): return 'other'")
     assert {name: result for name, result in told.items() if result.verdict not in wrong} == {}
-
-
-async def test_no_early_end_and_no_lying_object_makes_a_wrong_program_right(judge: Judge) -> None:
-    results = await asyncio.gather(*(judge.judge(case.request) for case in exchange.CASES))
-    told = [case.wrong(result) for case, result in zip(exchange.CASES, results, strict=True)]
-    assert [line for line in told if line] == []
 
 
 @pytest.mark.parametrize("body", ["return 7 * n", "raise KeyError", "\n    import os\n    os._exit(0)"])

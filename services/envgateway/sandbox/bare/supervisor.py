@@ -243,12 +243,12 @@ class Supervisor:
                           "accounted": memory is not None},
         )  # fmt: skip
         self._orphans = Orphans(tier, self._forks, {memory.mover_pid} if memory is not None else set())
-        self._forks.start("plain")
+        self._forks.get(wire.PLAIN)
 
     def start_profiles(self, profiles: list[str]) -> None:
         """Start their fork servers now rather than at the first run that asks for them."""
         for profile in profiles:
-            self._forks.start(profile)
+            self._forks.get(profile)
 
     def _fork_server_died(self, server: ForkServer) -> None:
         """A fork server died, and its children with the server; the machine is at fault for their runs.
@@ -514,7 +514,7 @@ def become_supervisor() -> None:
 # --- The entry: finds the strongest tier that works here, reports the tier, serves.
 #
 # ``argv[1]`` is a JSON object: channel, tiers (strongest first), base_dir, uids (of programs, then of live processes; tiers 2
-# and 1), marks (as many), num_slots, num_live, packages, profiles, fork_server_runs, links (of a shell), memory_cgroup. The
+# and 1), marks (as many), num_slots, num_live, packages, profiles, links (of a shell), memory_cgroup. The
 # first frame to the gateway is ``hello`` with the tier, or ``refused`` with the failure of each tier.
 
 
@@ -567,8 +567,8 @@ def _try_tier(
         return f"tier {tier}: no directory can be made for user {uids[0]}: {error}"
     for name in ("root", "packages"):
         os.makedirs(os.path.join(base_dir, name), mode=0o755, exist_ok=True)
-    fork_settings = {"packages": settings["packages"], "link_dir": os.path.join(base_dir, "packages"),
-              "runs": settings["fork_server_runs"], "links": settings["links"]}  # fmt: skip
+    link_dir = os.path.join(base_dir, "packages")
+    fork_settings = {"packages": settings["packages"], "link_dir": link_dir, "links": settings["links"]}
     try:
         supervisor = Supervisor(gateway, tier, slots, settings["num_slots"], fork_settings, memory)
         head, blobs = supervisor.run_alone(_PROBE, _PROBE_LIMITS)
