@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from services.common.config.envgateway import SandboxConfig
 from services.envgateway.judge.judge import Judge
@@ -42,13 +43,21 @@ async def pool(request: pytest.FixtureRequest) -> AsyncIterator[SandboxPool]:
     await started.close()
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_pool(request: pytest.FixtureRequest) -> AsyncIterator[SandboxPool]:
+    """One sandbox for a file whose tests leave it as it was: ``pool = shared_pool`` there, and a loop for the file."""
+    started = SandboxPool.start_before_threads(getattr(request, "param", CONFIG))
+    yield started
+    await started.close()
+
+
 @pytest.fixture
 def judge(pool: SandboxPool) -> Judge:
     return Judge(pool)
 
 
 @pytest.fixture
-async def isolated_pool(pool: SandboxPool) -> SandboxPool:
+def isolated_pool(pool: SandboxPool) -> SandboxPool:
     """For tests that need isolation."""
     if pool.tier == "0":
         needs.unmet("isolating sandbox", "the sandbox runs at tier 0")
