@@ -20,9 +20,12 @@ from services.envgateway.queue.local import decode, encode
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits
+from tests.integration.envgateway.conftest import shared_pool
 from tests.integration.envgateway.sandbox_state import assert_clean
 
 V = RunStatus
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+pool = shared_pool
 SQUARES = StdinTests(cases=tuple(StdinCase(stdin=f"{n}\n", expected=f"{n * n}\n") for n in range(4)))
 
 

@@ -11,6 +11,10 @@ from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, CallCase, CallTests, JudgeRequest, JudgeResult
 from services.envgateway.rewards.registry import CodeReward
 from services.envgateway.sandbox.bare.statuses import RunStatus
+from tests.integration.envgateway.conftest import shared_pool
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+pool = shared_pool
 
 RAISES = "def f(n): raise ValueError('a b')"
 POINT = "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef f(n): return P(n)"
