@@ -117,38 +117,12 @@ async def test_lists_and_trees_of_nodes_are_data(judge: Judge, test: str, verdic
     assert (await judge.judge(JudgeRequest(code=NODES, tests=AssertTests(tests=test)))).verdict is verdict
 
 
-COUNTER = """
-class Counter:
-    def __init__(self, start): self.value = start
-    def add(self, n):
-        if n < 0: raise ValueError('negative')
-        self.value += n
-        return self.value
-def make(start): return Counter(start)
-"""
-COUNTER_TESTS = """
-import math
-counter = make(5)
-assert counter.add(2) == 7
-for n in range(3):
-    assert counter.add(n) >= 7
-assert counter.value == 10
-try:
-    counter.add(-1)
-    assert False, 'no error'
-except ValueError as error:
-    assert 'negative' in str(error)
-assert math.isclose(counter.add(0.5), 10.5)
-assert counter.add(1) == LAST
-"""
-
-
-@pytest.mark.parametrize(("last", "verdict"), [("11.5", V.OK), ("1", V.WRONG_ANSWER)])
+@pytest.mark.parametrize(("wanted", "verdict"), [(20, V.OK), (22, V.WRONG_ANSWER)])
 async def test_opaque_tests_run_with_the_program_and_mark_the_verdict(
-    judge: Judge, last: str, verdict: RunStatus
+    judge: Judge, wanted: int, verdict: RunStatus
 ) -> None:
-    tests = AssertTests(tests=COUNTER_TESTS.replace("LAST", last))
-    result = await judge.judge(JudgeRequest(code=COUNTER, tests=tests))
+    tests = AssertTests(tests=f"for n in [3]:\n    assert candidate(n) > {wanted}", entry_point="f")
+    result = await judge.judge(JudgeRequest(code="def f(n): return 7 * n", tests=tests))
     assert (result.verdict, result.opaque, len(result.cases)) == (verdict, True, 1), result
     assert decode(encode(result)) == result
 
