@@ -147,22 +147,10 @@ class LiveProcess:
         self._lease.leave()
 
     async def _read_result(self, number: int) -> CellResult:
-        heard = b""
-        stdout, stderr = bytearray(), bytearray()
-        while (message := await self._run.messages.get()) is not None:
-            heard += message.data
-            stdout += message.stdout
-            stderr += message.stderr
-            if len(heard) < _FRAME.size or len(heard) < _FRAME.size + _FRAME.unpack_from(heard)[0]:
-                continue
-            answer = _parsed(heard, number)
-            if answer is None:
-                break
+        message = await self._run.messages.get()
+        if message is not None and (answer := _parsed(message.data, number)) is not None:
             return CellResult(
-                status=_status(message, answer),
-                stdout=bytes(stdout),
-                stderr=bytes(stderr),
-                error=answer["error"],
+                status=_status(message, answer), stdout=message.stdout, stderr=message.stderr, error=answer["error"]
             )
         await self.close()
         ended = await self._lease.wait(self._run, 0.0)
@@ -175,8 +163,8 @@ class LiveProcess:
             detail = detail or f"the process died of signal {ended.signal}"
         return CellResult(
             status=status,
-            stdout=bytes(stdout) + ended.stdout,
-            stderr=bytes(stderr) + ended.stderr,
+            stdout=(message.stdout if message is not None else b"") + ended.stdout,
+            stderr=(message.stderr if message is not None else b"") + ended.stderr,
             alive=False,
             detail=detail or "the process ended",
         )
@@ -192,10 +180,10 @@ def _status(message: RunMessage, answer: dict[str, str]) -> RunStatus:
     return RunStatus.MEMORY_LIMIT if answer["error"] == "MemoryError" else RunStatus.RUNTIME_ERROR
 
 
-def _parsed(heard: bytes, number: int) -> dict[str, str] | None:
+def _parsed(frame: bytes, number: int) -> dict[str, str] | None:
     """The answer to cell ``number``; None for a frame that our harness never writes: the code has used its descriptor."""
     try:
-        answer = json.loads(heard[_FRAME.size :])
+        answer = json.loads(frame[_FRAME.size :])
         if answer["cell"] != number or answer["outcome"] not in ("ok", "raised"):
             return None
         answer["error"].encode()  # no lone surrogate, which no message could carry

@@ -348,17 +348,15 @@ class Supervisor:
         if requests is None:
             return False
         for head, blobs in requests:
+            run_id = head["id"]
             if head["kind"] == "run":
                 self._start(head, Limits(**head["limits"]), *blobs)
-            elif head["kind"] == "say":
-                self._write_to(head["id"], blobs[0])
-            elif head["kind"] == "cancel":
-                self._cancel(head["id"])
+            elif head["kind"] == "say" and run_id in self._channels:
+                self._runs[run_id].ask(time.monotonic())
+                self._channels[run_id].write(blobs[0])
+            elif head["kind"] == "cancel" and run_id in self._runs:
+                self._stop(self._runs[run_id], RunStatus.CANCELLED)
         return True
-
-    def _cancel(self, run_id: int) -> None:
-        if run_id in self._runs:
-            self._stop(self._runs[run_id], RunStatus.CANCELLED)
 
     def _serve_channel(self, fd: int) -> None:
         for channel in list(self._channels.values()):
@@ -366,12 +364,6 @@ class Supervisor:
                 channel.flush()
             elif fd == channel.answer_fd:
                 self._send_output(channel)
-
-    def _write_to(self, run_id: int, data: bytes) -> None:
-        if run_id in self._channels:
-            channel = self._channels[run_id]
-            channel.run.ask(time.monotonic())
-            channel.write(data)
 
     def _send_output(self, channel: InteractiveChannel, last: bool = False) -> None:
         run = channel.run
