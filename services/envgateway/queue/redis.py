@@ -101,14 +101,6 @@ def connect(uri: str, allow_plain: bool) -> Client:
         raise ConfigError(f"{without_user(uri)} is no URI of Redis: {error}") from None
 
 
-def raise_if_cancelled() -> None:
-    """Call between commands: the client writes under ``asyncio.wait_for``, which in Python 3.11 loses a cancellation
-    that comes in the moment when the write ends."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
-
-
 @dataclass(frozen=True, slots=True)
 class Keys:
     """Keys under one prefix.
@@ -161,7 +153,10 @@ class RedisLoops:
         while True:
             try:
                 await work()
-                raise_if_cancelled()
+                # the client writes under ``asyncio.wait_for``, which in Python 3.11 loses a cancellation that comes in the moment
+                # when the write ends
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise asyncio.CancelledError
                 pauses = backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
                 if not self.connected:
                     self.connected = True
@@ -249,16 +244,10 @@ class RedisQueue(JobQueue):
     async def _run_at_worker(self, job: Job, lane: Lane, wait_s: float | None) -> JobResult:
         await self._scheduler.take(lane, wait_s)
         began = time.monotonic()
-        try:
-            return await self._sent(job, lane)
-        finally:
-            self._scheduler.give(lane, time.monotonic() - began)
-
-    async def _sent(self, job: Job, lane: Lane) -> JobResult:
         waiting = _Unanswered(uuid.uuid4().hex, lane, encode(job), asyncio.get_running_loop().create_future())
         self._jobs[waiting.id] = waiting
-        self._send_soon(waiting)
         try:
+            self._send_soon(waiting)
             payload = await waiting.answer
         except asyncio.CancelledError:
             self._withdrawn.append(waiting)
@@ -267,6 +256,7 @@ class RedisQueue(JobQueue):
         finally:
             del self._jobs[waiting.id]
             self._unsent.pop(waiting.id, None)
+            self._scheduler.give(lane, time.monotonic() - began)
         try:
             result: JobResult = decode(payload)
         except InvalidRequestError as error:

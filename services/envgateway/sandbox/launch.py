@@ -6,6 +6,7 @@ The first start happens before the gateway has threads. A restart after a crash 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import json
@@ -140,7 +141,14 @@ class SupervisorLauncher:
         self._tiers = tiers if tiers is not None else _allowed_tiers(config)
         self._num_users = config.num_slots + config.num_live
         self._users = SlotUsers(self._num_users)
-        _remove_directories_of_dead_gateways()
+        for path in Path(tempfile.gettempdir()).glob(
+            f"{_PREFIX}*"
+        ):  # of gateways that were killed: the names carry their pids
+            match = re.fullmatch(rf"{_PREFIX}(\d+)-.*", path.name)
+            if match and not os.path.exists(f"/proc/{match[1]}"):
+                with contextlib.suppress(FileNotFoundError):  # another gateway that starts now was quicker
+                    if path.lstat().st_uid == os.getuid():
+                        remove_tree(str(path))
         self.base_dir = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
         os.chmod(self.base_dir, 0o711)  # slot users pass through, and cannot list each other's directories
 
@@ -250,18 +258,3 @@ def _refusal(reasons: list[str], tier_0_allowed: bool) -> str:
             "profile deploy/docker/seccomp.json). To run code with resource limits only, without isolation (trusted code only!), add this line to the recipe: envgateway.sandbox.allow_tier_0: true"
         )
     return message
-
-
-def _remove_directories_of_dead_gateways() -> None:
-    """Work dirs of gateways that were killed. Their names carry the gateway's pid."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        match = re.fullmatch(rf"{_PREFIX}(\d+)-.*", path.name)
-        if match and not os.path.exists(f"/proc/{match[1]}") and _is_ours(path):
-            remove_tree(str(path))
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        return path.lstat().st_uid == os.getuid()
-    except FileNotFoundError:  # another gateway that starts now was quicker
-        return False

@@ -114,7 +114,7 @@ def looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
             return shares
 
         monkeypatch.setattr(procfs, "proportional_bytes", proportional)
-        monkeypatch.setattr(procfs, "least_bytes", lambda family: 50 << 20)
+        monkeypatch.setattr(procfs, "resident_bytes", lambda pid: 50 << 20)
         monkeypatch.setattr(procfs, "buffer_bytes", lambda family: 0)
         monkeypatch.setattr("time.monotonic", lambda: next(clock) * shares_take_s)
         return made, read

@@ -363,7 +363,7 @@ class Run:
         if resident_bytes <= self.limits.memory_bytes:
             return False
         if len(family) > 1:
-            resident_bytes = procfs.least_bytes(family) + self._buffer_bytes
+            resident_bytes = max(map(procfs.resident_bytes, family)) + self._buffer_bytes
             in_doubt = resident_bytes <= self.limits.memory_bytes and self._group is None
             if in_doubt and now >= self._next_shares:
                 began = time.monotonic()

@@ -368,7 +368,7 @@ def refuse_common(tier: str, may_execute: bool, accounted: bool) -> None:
     _install(_common_filter(tier, may_execute, accounted))
 
 
-def refuse_for_child(processes: bool = False) -> None:
+def refuse_for_child(processes: bool) -> None:
     """Install the short filter, which knows the caller's pid, on top of the common one.
 
     Any installation costs some 0.4 ms, so where a slot has a user of its own, which bounds signals equally well, the

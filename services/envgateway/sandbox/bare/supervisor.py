@@ -238,17 +238,12 @@ class Supervisor:
         self._channels: dict[int, InteractiveChannel] = {}
         self._epoll = select.epoll()
         self._gateway = GatewayEnd(self._epoll, gateway)
-        self._forks = ForkServers(
+        self.forks = ForkServers(
             self._epoll, {**fork_settings, "tier": tier, "slot_dirs": [slot.directory for slot in self._slots],
                           "accounted": memory is not None},
         )  # fmt: skip
-        self._orphans = Orphans(tier, self._forks, {memory.mover_pid} if memory is not None else set())
-        self._forks.get(wire.PLAIN)
-
-    def start_profiles(self, profiles: list[str]) -> None:
-        """Start their fork servers now rather than at the first run that asks for them."""
-        for profile in profiles:
-            self._forks.get(profile)
+        self._orphans = Orphans(tier, self.forks, {memory.mover_pid} if memory is not None else set())
+        self.forks.get(wire.PLAIN)
 
     def _fork_server_died(self, server: ForkServer) -> None:
         """A fork server died, and its children with the server; the machine is at fault for their runs.
@@ -256,14 +251,14 @@ class Supervisor:
         A child that was about to ask for the parent-death signal cannot see, from its own pid namespace, that its parent
         is dead: the end of the namespace kills it.
         """
-        for run_id in self._forks.died(server):
+        for run_id in self.forks.died(server):
             if run_id in self._runs:
                 run = self._runs[run_id]
                 if run.stop_status is None:
                     run.stop_status, run.detail = RunStatus.INFRA_ERROR, "the fork server died"
                 run.slot.kill_namespace()
                 self._begin_cleaning(run, time.monotonic())
-        self._forks.get(server.profile)
+        self.forks.get(server.profile)
 
     # -- loop ---------------------------------------------------------------------------------------------------
 
@@ -286,7 +281,7 @@ class Supervisor:
         return frame
 
     def close(self) -> None:
-        self._forks.close()
+        self.forks.close()
         for slot in self._slots:
             slot.close()
 
@@ -303,7 +298,7 @@ class Supervisor:
             for run in self._runs.values():
                 run.stood_still(stood_still_s)
         for fd, event in events:
-            server = self._forks.of_fd(fd)
+            server = self.forks.of_fd(fd)
             if server is not None:
                 self._receive_from(server)
             elif fd == self._gateway.fd:
@@ -312,7 +307,11 @@ class Supervisor:
                 if event & ~select.EPOLLOUT and not self._receive_requests():
                     return False
             else:
-                self._serve_channel(fd)
+                for channel in list(self._channels.values()):
+                    if fd == channel.ask_fd:
+                        channel.flush()
+                    elif fd == channel.answer_fd:
+                        self._send_output(channel)
         now = time.monotonic()
         due = [run for run in self._runs.values() if run.next_look <= now]
         if due:
@@ -358,13 +357,6 @@ class Supervisor:
                 self._stop(self._runs[run_id], RunStatus.CANCELLED)
         return True
 
-    def _serve_channel(self, fd: int) -> None:
-        for channel in list(self._channels.values()):
-            if fd == channel.ask_fd:
-                channel.flush()
-            elif fd == channel.answer_fd:
-                self._send_output(channel)
-
     def _send_output(self, channel: InteractiveChannel, last: bool = False) -> None:
         run = channel.run
         channel.read()
@@ -398,7 +390,7 @@ class Supervisor:
         (out, write_out), (err, write_err), (note, write_note) = pipes[:3]
         answer, write_answer = pipes[3] if answers else (None, source_fd)  # its place is not empty; the child closes it
         run = Run(head["id"], slot, limits, (out, err, note, answer), time.monotonic())
-        run.fork_server = self._forks.get(head["profile"])
+        run.fork_server = self.forks.get(head["profile"])
         run.adopted_before_s = slot.adopted_cpu_s()
         self._runs[run.id] = run
         if run.is_live:
@@ -424,7 +416,7 @@ class Supervisor:
             os.close(fd)
 
     def _receive_from(self, server: ForkServer) -> None:
-        message = self._forks.receive(server)
+        message = self.forks.receive(server)
         if message is None:
             self._fork_server_died(server)
             return
@@ -493,14 +485,6 @@ def _no_pipe() -> tuple[int, int]:
         socket.AF_UNIX, socket.SOCK_STREAM
     )  # without the wrapper's questions about each end
     return ours.detach(), theirs.detach()
-
-
-def become_supervisor() -> None:
-    """Process attributes: adopt orphans, survive a terminal's Ctrl-C until the gateway ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 # --- The entry: finds the strongest tier that works here, reports the tier, serves.
@@ -599,7 +583,10 @@ def _not_confined(tier: str, seen: dict[str, Any], uids: list[int]) -> str:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     gateway = socket.socket(fileno=settings["channel"])
-    become_supervisor()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):  # adopt orphans
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the gateway
     reasons: list[str] = []
     num_all = settings["num_slots"] + settings["num_live"]
     granted = memcg.grant(num_all) if settings["memory_cgroup"] else "it is switched off"
@@ -608,7 +595,8 @@ def main() -> None:
         outcome = _try_tier(gateway, tier, settings, memory)
         if not isinstance(outcome, str):
             supervisor, refused = outcome
-            supervisor.start_profiles(settings["profiles"])
+            for profile in settings["profiles"]:  # now rather than at the first run that asks for them
+                supervisor.forks.get(profile)
             facts = {
                 "refused": refused,
                 "seccomp": seccomp.is_supported(),
