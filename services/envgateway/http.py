@@ -198,8 +198,8 @@ class Submissions:
 def _executed(result: ExecutionResult, expected: str | None) -> SubmissionOutcome:
     ran = result.status is RunStatus.OK
     success = ran and (expected is None or not difference(expected, result.stdout, _STRIPPED))
-    texts = [text.decode(errors="replace") for text in (result.stdout, result.stderr)]
-    return _outcome(result.status, success, result.wall_s, *texts, result.detail)
+    stdout, stderr = result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")
+    return _outcome(result.status, success, result.wall_s, stdout, stderr, result.detail)
 
 
 def _judged(result: JudgeResult) -> SubmissionOutcome:

@@ -40,13 +40,11 @@ from services.envgateway.judge.records import (
     case_result,
     last_line,
     one_frame,
-    refused,
-    unusable,
     whole_result,
 )
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.lease import Job, SlotLease, profile_of, why_unusable
-from services.envgateway.sandbox.pool import SandboxPool, compile_cpp, cpp_job
+from services.envgateway.sandbox.lease import Job, profile_of, why_unusable
+from services.envgateway.sandbox.pool import SandboxPool, SlotLease, compile_cpp, cpp_job
 from services.envgateway.sandbox.records import ANSWER_BYTES, ExecutionResult
 
 MAX_CASES = 10_000
@@ -73,7 +71,7 @@ class Judge:
             CapacityError: no slot came free within ``wait_s``; says when to come back.
         """
         if wrong := _why_refused(request):
-            return refused(wrong, self._sandbox.tier)
+            return JudgeResult(verdict=RunStatus.INVALID_REQUEST, detail=wrong, tier=self._sandbox.tier)
         direct: tuple[AssertedCall, ...] | None = None
         broken = _why_unusable_tests(request.tests)
         if isinstance(request.tests, AssertTests):
@@ -82,7 +80,7 @@ class Judge:
             except UnusableTestsError as error:
                 broken = str(error)
         if broken:
-            return unusable(broken, self._sandbox.tier)
+            return JudgeResult(verdict=RunStatus.INVALID_TESTS, detail=broken, tier=self._sandbox.tier)
         async with self._sandbox.lease(lane, wait_s) as slot:
             return await _Judgement(slot, request, self._sandbox.tier, self._compare).run(direct)
 
@@ -180,7 +178,7 @@ class _Judgement:
 
     def _not_made(self, made: ExecutionResult, num_cases: int) -> JudgeResult:
         if made.status is RunStatus.INVALID_REQUEST:
-            return refused(made.detail, self._tier)
+            return JudgeResult(verdict=made.status, detail=made.detail, tier=self._tier)
         first = case_result(0, made)
         count = 1 if self._request.stop_early else num_cases
         return whole_result([dataclasses.replace(first, index=i) for i in range(count)], num_cases, self._tier)

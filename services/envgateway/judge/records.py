@@ -202,16 +202,6 @@ def whole_result(cases: Sequence[CaseResult], num_cases: int, tier: str) -> Judg
     )
 
 
-def refused(detail: str, tier: str) -> JudgeResult:
-    """The result of a request that cannot be judged."""
-    return JudgeResult(verdict=RunStatus.INVALID_REQUEST, detail=detail, tier=tier)
-
-
-def unusable(detail: str, tier: str) -> JudgeResult:
-    """The result of tests that cannot judge any program: the program gets no verdict."""
-    return JudgeResult(verdict=RunStatus.INVALID_TESTS, detail=detail, tier=tier)
-
-
 def one_frame(data: bytes) -> bytes | None:
     """The content of data that are one whole frame."""
     content = data[FRAME.size :]

@@ -1,23 +1,18 @@
-"""One slot's turn: the runs of one caller, one after the other."""
+"""Runs on their way to the supervisor, and the gateway's end of its channel."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
-import structlog
 
 from services.envgateway.sandbox.bare import wire
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionResult
-
-if TYPE_CHECKING:
-    from services.envgateway.sandbox.pool import SandboxPool
 
 # --- Jobs for the supervisor: a source, a mode, a profile and complete limits.
 
@@ -168,64 +163,3 @@ class SubmittedRun:
 
 def _broken(why: str) -> ExecutionResult:
     return ExecutionResult(status=RunStatus.INFRA_ERROR, detail=why)
-
-
-log = structlog.get_logger()
-_ANSWER_GRACE_S = 40.0  # a fork server's start, the wipe of a slot
-
-
-class SlotLease:
-    """One slot's turn. The slot is free again when the holder has left and all its runs have ended."""
-
-    def __init__(
-        self, pool: SandboxPool, on_empty: Callable[[], None], count: Callable[[ExecutionResult], None]
-    ) -> None:
-        """``on_empty`` is called once, when no run uses the slot any more; ``count`` at the end of each run."""
-        self._pool = pool
-        self._on_empty = on_empty
-        self._count = count
-        self._live: set[SubmittedRun] = set()
-        self._left = False
-        self._given_back = False
-        self.config = pool.config
-        self.has_cpp = pool.has_cpp
-
-    async def start(self, job: Job) -> SubmittedRun:
-        """A run that has begun; the caller waits for its ``result``, which is an INFRA_ERROR without a supervisor."""
-        run = await self._pool.submit(job)
-        self._live.add(run)
-        run.result.add_done_callback(lambda _: self._ended(run))  # before any that waits goes on
-        return run
-
-    async def run(self, job: Job) -> ExecutionResult:
-        """The result of a run. Cancelling the caller kills the run."""
-        return await self.wait(await self.start(job), float(job.limits["wall_s"]))
-
-    async def wait(self, run: SubmittedRun, limit_s: float) -> ExecutionResult:
-        """The run's result. A supervisor that does not end the run within its limit and a grace is killed; the result is
-        INFRA_ERROR then. Cancelling the caller kills the run."""
-        try:
-            await asyncio.wait([run.result], timeout=limit_s + _ANSWER_GRACE_S)
-            if not run.result.done():
-                log.error("sandbox.supervisor_stalled", waited_s=limit_s + _ANSWER_GRACE_S)
-                self._pool.kill_supervisor()  # which breaks the channel, and so ends the run
-                await asyncio.wait([run.result])
-        except asyncio.CancelledError:
-            run.cancel()
-            raise
-        return run.result.result()
-
-    def leave(self) -> None:
-        """No more runs; leaving twice is fine."""
-        self._left = True
-        self._release_when_empty()
-
-    def _ended(self, run: SubmittedRun) -> None:
-        self._count(run.result.result())
-        self._live.discard(run)
-        self._release_when_empty()
-
-    def _release_when_empty(self) -> None:
-        if self._left and not self._live and not self._given_back:
-            self._given_back = True
-            self._on_empty()

@@ -11,23 +11,17 @@ import itertools
 import json
 import struct
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from services.common.config.envgateway import LiveConfig, SandboxConfig
-from services.common.errors import CapacityError
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.lease import Job, RunMessage, SlotLease, SubmittedRun, profile_of
+from services.envgateway.sandbox.lease import Job, RunMessage, SubmittedRun, profile_of
+from services.envgateway.sandbox.pool import LiveSlots, SlotLease
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionResult
-
-if TYPE_CHECKING:
-    from services.envgateway.sandbox.pool import SandboxPool
 
 _FRAME = struct.Struct("!I")
 _ANSWER_BYTES = 4096  # a frame has a number, an outcome and a name
-_RETRY_S = 2.0
 # Beyond a cell's own time: the fork server's start, the interruption's grace, a busy machine.
 _BACKSTOP_S = 45.0
 
@@ -44,43 +38,6 @@ class CellResult:
     wall_s: float = 0.0
     alive: bool = True
     detail: str = ""
-
-
-class LiveSlots:
-    """The places of live processes, which are the supervisor's last slots."""
-
-    def __init__(self, pool: SandboxPool, num: int) -> None:
-        self._pool = pool
-        self._num = num
-        self._free = num
-        self.config: SandboxConfig = pool.config
-        self.counts: Counter[str] = Counter()
-
-    def lease(self) -> SlotLease:
-        """A place, until the lease is left and its process has ended.
-
-        Raises:
-            CapacityError: all are taken; says when to come back.
-        """
-        if not self._free:
-            self.counts["refused"] += 1
-            raise CapacityError(f"all {self._num} live processes of the sandbox are in use", retry_after_s=_RETRY_S)
-        self._free -= 1
-        return SlotLease(self._pool, self._give_back, self._count)
-
-    @property
-    def gauges(self) -> dict[str, float]:
-        """Numbers for GetStatus."""
-        return {
-            "live_processes": float(self._num - self._free),
-            **{f"live_{k}": float(n) for k, n in self.counts.items()},
-        }
-
-    def _count(self, result: ExecutionResult) -> None:
-        self.counts[result.status.lower()] += 1
-
-    def _give_back(self) -> None:
-        self._free += 1
 
 
 class LiveProcess:

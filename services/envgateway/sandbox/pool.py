@@ -11,26 +11,24 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import structlog
 
 from services.common.config.envgateway import SandboxConfig
-from services.common.errors import InfrastructureError, SandboxRefusedError
+from services.common.errors import CapacityError, InfrastructureError, SandboxRefusedError
 from services.common.telemetry.metrics import Lane
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.launch import LaunchedSupervisor, SupervisorLauncher
 from services.envgateway.sandbox.lease import (
     Job,
-    SlotLease,
     SubmittedRun,
     SupervisorConnection,
     profile_of,
     why_unusable,
 )
-from services.envgateway.sandbox.live import LiveSlots
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 from services.envgateway.scheduler import Scheduler, batch_share
 
@@ -88,7 +86,111 @@ def cpp_job(artefact: bytes, stdin: bytes, limits: dict[str, float | int]) -> Jo
     return Job(mode="binary", profile="native", source=artefact, stdin=stdin, limits=limits)
 
 
+# --- Turns of slots.
+
+
 log = structlog.get_logger()
+_RETRY_S = 2.0  # of a live process, while all places are taken
+_ANSWER_GRACE_S = 40.0  # a fork server's start, the wipe of a slot
+
+
+class SlotLease:
+    """One slot's turn. The slot is free again when the holder has left and all its runs have ended."""
+
+    def __init__(
+        self, pool: SandboxPool, on_empty: Callable[[], None], count: Callable[[ExecutionResult], None]
+    ) -> None:
+        """``on_empty`` is called once, when no run uses the slot any more; ``count`` at the end of each run."""
+        self._pool = pool
+        self._on_empty = on_empty
+        self._count = count
+        self._live: set[SubmittedRun] = set()
+        self._left = False
+        self._given_back = False
+        self.config = pool.config
+        self.has_cpp = pool.has_cpp
+
+    async def start(self, job: Job) -> SubmittedRun:
+        """A run that has begun; the caller waits for its ``result``, which is an INFRA_ERROR without a supervisor."""
+        run = await self._pool.submit(job)
+        self._live.add(run)
+        run.result.add_done_callback(lambda _: self._ended(run))  # before any that waits goes on
+        return run
+
+    async def run(self, job: Job) -> ExecutionResult:
+        """The result of a run. Cancelling the caller kills the run."""
+        return await self.wait(await self.start(job), float(job.limits["wall_s"]))
+
+    async def wait(self, run: SubmittedRun, limit_s: float) -> ExecutionResult:
+        """The run's result. A supervisor that does not end the run within its limit and a grace is killed; the result is
+        INFRA_ERROR then. Cancelling the caller kills the run."""
+        try:
+            await asyncio.wait([run.result], timeout=limit_s + _ANSWER_GRACE_S)
+            if not run.result.done():
+                log.error("sandbox.supervisor_stalled", waited_s=limit_s + _ANSWER_GRACE_S)
+                self._pool.kill_supervisor()  # which breaks the channel, and so ends the run
+                await asyncio.wait([run.result])
+        except asyncio.CancelledError:
+            run.cancel()
+            raise
+        return run.result.result()
+
+    def leave(self) -> None:
+        """No more runs; leaving twice is fine."""
+        self._left = True
+        self._release_when_empty()
+
+    def _ended(self, run: SubmittedRun) -> None:
+        self._count(run.result.result())
+        self._live.discard(run)
+        self._release_when_empty()
+
+    def _release_when_empty(self) -> None:
+        if self._left and not self._live and not self._given_back:
+            self._given_back = True
+            self._on_empty()
+
+
+class LiveSlots:
+    """The places of live processes, which are the supervisor's last slots."""
+
+    def __init__(self, pool: SandboxPool, num: int) -> None:
+        self._pool = pool
+        self._num = num
+        self._free = num
+        self.config: SandboxConfig = pool.config
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def lease(self) -> SlotLease:
+        """A place, until the lease is left and its process has ended.
+
+        Raises:
+            CapacityError: all are taken; says when to come back.
+        """
+        if not self._free:
+            self.counts["refused"] += 1
+            raise CapacityError(f"all {self._num} live processes of the sandbox are in use", retry_after_s=_RETRY_S)
+        self._free -= 1
+        return SlotLease(self._pool, self._give_back, self._count)
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Numbers for GetStatus."""
+        return {
+            "live_processes": float(self._num - self._free),
+            **{f"live_{k}": float(n) for k, n in self.counts.items()},
+        }
+
+    def _count(self, result: ExecutionResult) -> None:
+        self.counts[result.status.lower()] += 1
+
+    def _give_back(self) -> None:
+        self._free += 1
+
+
+# --- The pool.
+
+
 _RESTART_PAUSE_S = 1.0
 
 

@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import memcg, native, procfs, seccomp, wire
@@ -150,65 +150,13 @@ class InteractiveChannel:
             self._stop_listening()
 
 
-# --- Processes without a run: orphans of programs, and others that the kernel counts with a program's own.
-
-
-_COUNT_USER_EVERY_S = 1.0
-
-
-class Orphans:
-    """Processes that this process, the child subreaper, has adopted."""
-
-    def __init__(self, tier: str, forks: ForkServers, helpers: Set[int]) -> None:
-        """``helpers``: our own children that are no fork servers."""
-        self._tier = tier
-        self._forks = forks
-        self._helpers = helpers
-        self._pid = os.getpid()
-        self._user_tasks = 0
-        self._count_again = 0.0
-
-    def found(self) -> list[int]:
-        """Children of ours that we did not start. At tier 2 there are none: the first process of each pid namespace adopts them."""
-        if self._tier == "2":
-            return []
-        ours = self._forks.pids | self._helpers
-        return [pid for pid in procfs.children(self._pid) if pid not in ours]
-
-    def reap(self, runs: Sequence[Run]) -> None:
-        """Reap the dead, and charge them to the run of their user."""
-        while True:
-            try:
-                state = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if state is None:
-                return
-            _, _, usage = os.wait4(state.si_pid, 0)
-            for run in runs:
-                if run.slot.own_user and run.slot.uid == state.si_uid:
-                    run.strays_cpu_s += usage.ru_utime + usage.ru_stime
-
-    def num_others_of_user(self) -> int:
-        """Processes that the kernel counts with a program's own: at tier 0 those of the gateway's user.
-
-        Without a limit in the kernel a fork bomb doubles in less time than passes between two looks.
-        """
-        if self._tier != "0":
-            return 0
-        now = time.monotonic()
-        if now >= self._count_again:
-            self._user_tasks = procfs.num_tasks_of(os.getuid())
-            self._count_again = now + _COUNT_USER_EVERY_S
-        return self._user_tasks
-
-
 # --- The supervisor.
 
 
 _PR_SET_CHILD_SUBREAPER = 36
 _WITHOUT_ANSWER = ("program", "judged", "echo")  # modes whose only outputs are stdout and stderr
 _CLEANING_LOOK_S = 0.002
+_COUNT_USER_EVERY_S = 1.0
 _KILL_TAKES_S = 0.05  # before a run that was stopped is looked at again
 
 
@@ -242,7 +190,10 @@ class Supervisor:
             self._epoll, {**fork_settings, "tier": tier, "slot_dirs": [slot.directory for slot in self._slots],
                           "accounted": memory is not None},
         )  # fmt: skip
-        self._orphans = Orphans(tier, self.forks, {memory.mover_pid} if memory is not None else set())
+        self._helpers = {memory.mover_pid} if memory is not None else set()  # our own children that are no fork servers
+        self._pid = os.getpid()
+        self._user_tasks = 0
+        self._count_again = 0.0
         self.forks.get(wire.PLAIN)
 
     def _fork_server_died(self, server: ForkServer) -> None:
@@ -315,7 +266,7 @@ class Supervisor:
         now = time.monotonic()
         due = [run for run in self._runs.values() if run.next_look <= now]
         if due:
-            orphans = self._orphans.found()
+            orphans = self._orphans()
             for run in due:
                 self._check_limits(run, now, orphans)
         for run in list(self._cleaning.values()):
@@ -402,7 +353,7 @@ class Supervisor:
             ask_fd = source_fd
         message = wire.START_STRUCT.pack(
             *Start(wire.START, run.id, wire.MODES[head["mode"]], slot.index, slot.uid, limits.cpu_s,
-                   limits.memory_bytes, limits.processes + self._orphans.num_others_of_user(), limits.file_bytes,
+                   limits.memory_bytes, limits.processes + self._num_others_of_user(), limits.file_bytes,
                    limits.open_files, limits.disk_bytes, limits.num_files, slot.mark, len(source))
         )  # fmt: skip
         if slot.own_user:
@@ -456,8 +407,8 @@ class Supervisor:
 
     def _clean(self, run: Run, now: float) -> None:
         """Answer if the slot is empty; else kill the remaining processes and check again soon."""
-        self._orphans.reap([*self._runs.values(), *self._cleaning.values()])
-        strays = run.slot.strays(self._orphans.found())
+        self._reap()
+        strays = run.slot.strays(self._orphans())
         if strays:
             used = procfs.usage(procfs.descendants(strays))
             run.cpu_s = max(run.cpu_s, used.cpu_s + run.strays_cpu_s)
@@ -471,6 +422,41 @@ class Supervisor:
         run.close()
         (self._free_live if run.is_live else self._free).append(run.slot)
         self._gateway.send(*run.result(self._tier))
+
+    def _orphans(self) -> list[int]:
+        """Orphans of programs, which this process, the child subreaper, has adopted. At tier 2 there are none: the first
+        process of each pid namespace adopts them."""
+        if self._tier == "2":
+            return []
+        ours = self.forks.pids | self._helpers
+        return [pid for pid in procfs.children(self._pid) if pid not in ours]
+
+    def _reap(self) -> None:
+        """Reap the dead, and charge them to the run of their user."""
+        while True:
+            try:
+                state = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if state is None:
+                return
+            _, _, usage = os.wait4(state.si_pid, 0)
+            for run in (*self._runs.values(), *self._cleaning.values()):
+                if run.slot.own_user and run.slot.uid == state.si_uid:
+                    run.strays_cpu_s += usage.ru_utime + usage.ru_stime
+
+    def _num_others_of_user(self) -> int:
+        """Processes that the kernel counts with a program's own: at tier 0 those of the gateway's user.
+
+        Without a limit in the kernel a fork bomb doubles in less time than passes between two looks.
+        """
+        if self._tier != "0":
+            return 0
+        now = time.monotonic()
+        if now >= self._count_again:
+            self._user_tasks = procfs.num_tasks_of(os.getuid())
+            self._count_again = now + _COUNT_USER_EVERY_S
+        return self._user_tasks
 
 
 def _empty_input() -> int:
