@@ -31,7 +31,7 @@ import orjson
 import structlog
 from redis.exceptions import ResponseError
 
-from services.common.aio import TaskOwner, backoff
+from services.common.aio import TaskOwner
 from services.common.config.processes import MetricsConfig
 from services.common.errors import InvalidRequestError, RollmillError
 from services.common.prometheus import metrics_server
@@ -83,16 +83,20 @@ _FORGET_CONSUMERS_EVERY = 1000  # looks
 _CONSUMER_FORGOTTEN_MS = 3_600_000
 _LEAVE_S = 5.0
 
-# An answer is in its gateway's list and the job is gone, or neither.
-#   keys: the list, the job, the stream
-#   arguments: seconds that the list lasts, the group, the entry, and the job's id with the result
+# A worker answers jobs: an answer is in its gateway's list and the job is gone, or neither.
+#   keys: for each answer the list, the job, the stream
+#   arguments: seconds that a list lasts, the group, then for each answer the entry, and the job's id with the result
 _ANSWER = """
-redis.call('RPUSH', KEYS[1], ARGV[4])
-redis.call('EXPIRE', KEYS[1], ARGV[1])
-redis.call('DEL', KEYS[2])
-redis.call('XACK', KEYS[3], ARGV[2], ARGV[3])
-redis.call('XDEL', KEYS[3], ARGV[3])
+for i = 1, #KEYS, 3 do
+  local entry = ARGV[2 * (i - 1) / 3 + 3]
+  redis.call('RPUSH', KEYS[i], ARGV[2 * (i - 1) / 3 + 4])
+  redis.call('EXPIRE', KEYS[i], ARGV[1])
+  redis.call('DEL', KEYS[i + 1])
+  redis.call('XACK', KEYS[i + 2], ARGV[2], entry)
+  redis.call('XDEL', KEYS[i + 2], entry)
+end
 """
+_ANSWER_AT_ONCE = 64
 
 
 class WorkerBackoff:
@@ -161,6 +165,8 @@ class Worker:
         self._mean_s = 0.05  # of a job
         self._backoff = WorkerBackoff(longest_s=lease_s)
         self._last_attempt = asyncio.Lock()
+        self._answers: list[tuple[Delivery, bytes, asyncio.Future[None]]] = []
+        self._answer_is_there = asyncio.Event()
         self._reads = 0  # of the streams, under way
         self._cursors = dict.fromkeys(Lane, "0-0")  # where the next search for the jobs of the dead goes on
         self._loops = RedisLoops("worker", lambda: len(self.held), self._mend)
@@ -180,6 +186,7 @@ class Worker:
             for lane in Lane:
                 taking.start(self._loops.for_ever(partial(self._take, lane)), f"worker: take {lane}")
             keeping.start(self._loops.for_ever(self._look), "worker: look")
+            keeping.start(self._loops.for_ever(self._send_answers), "worker: answers")
             log.info(LogEvent.WORKER_READY, worker=self.name, slots=self._slots[Lane.INTERACTIVE], **self._about)
             stop = taking.start(self._stopped(), "worker: stop")
             broken = [tasks.start(tasks.failed(), "worker: first failure") for tasks in (taking, keeping)]
@@ -347,15 +354,30 @@ class Worker:
         return result
 
     async def _answer(self, delivery: Delivery, payload: bytes) -> None:
-        """Wait until Redis has the answer, through any outage."""
-        keys = self._keys.results(delivery.gateway), self._keys.job(delivery.job_id), self._keys.jobs(delivery.lane)
-        answer = delivery.job_id.encode() + payload
-        for pause_s in backoff():
-            try:
-                await self._client.eval(_ANSWER, 3, *keys, RESULTS_EXPIRE_S, GROUP, delivery.entry, answer)  # type: ignore[misc]
-                return
-            except UNREACHABLE:
-                await asyncio.sleep(pause_s)
+        """Wait until Redis has the answer; answers of one moment go together."""
+        sent = asyncio.get_running_loop().create_future()
+        self._answers.append((delivery, payload, sent))
+        self._answer_is_there.set()
+        await sent
+
+    async def _send_answers(self) -> None:
+        await self._answer_is_there.wait()
+        answers, keys = self._answers[:_ANSWER_AT_ONCE], []
+        arguments: list[Any] = [RESULTS_EXPIRE_S, GROUP]
+        for delivery, payload, _ in answers:
+            keys += [
+                self._keys.results(delivery.gateway),
+                self._keys.job(delivery.job_id),
+                self._keys.jobs(delivery.lane),
+            ]
+            arguments += [delivery.entry, delivery.job_id.encode() + payload]
+        await self._client.eval(_ANSWER, len(keys), *keys, *arguments)  # type: ignore[misc]
+        del self._answers[: len(answers)]
+        if not self._answers:
+            self._answer_is_there.clear()
+        for _, _, sent in answers:
+            if not sent.done():
+                sent.set_result(None)
 
     async def _give_back(self, deliveries: Iterable[Delivery], attempt_counts: bool) -> None:
         """Let others have them at once."""
