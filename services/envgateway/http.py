@@ -42,7 +42,7 @@ from services.envgateway.queue.local import JobQueue
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
-from services.envgateway.scheduler import on_behalf_of
+from services.envgateway.sandbox.scheduler import on_behalf_of
 
 CLIENT_HEADER = "X-Client-Id"
 SHOWN_CHARACTERS = 1000  # of each of stdout and stderr

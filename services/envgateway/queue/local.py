@@ -27,7 +27,7 @@ from services.envgateway.sandbox.bare.plain import from_tree
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
-from services.envgateway.scheduler import Scheduler, current_client
+from services.envgateway.sandbox.scheduler import Scheduler, current_client
 
 Job: TypeAlias = ExecutionRequest | JudgeRequest
 JobResult: TypeAlias = ExecutionResult | JudgeResult

@@ -41,7 +41,7 @@ from services.common.errors import ConfigError, InvalidRequestError
 from services.common.telemetry.metrics import Lane, QueueGauge
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
 from services.envgateway.queue.local import Job, JobQueue, JobResult, decode, encode, infrastructure_failure
-from services.envgateway.scheduler import Scheduler
+from services.envgateway.sandbox.scheduler import Scheduler
 from services.envgateway.variables import check_redis, without_user
 
 log = structlog.get_logger()

@@ -30,7 +30,7 @@ from services.envgateway.sandbox.lease import (
     why_unusable,
 )
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
-from services.envgateway.scheduler import Scheduler, batch_share
+from services.envgateway.sandbox.scheduler import Scheduler, batch_share
 
 # --- C++: compiles a program once in the sandbox, and runs the binary as often as asked.
 

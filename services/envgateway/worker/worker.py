@@ -64,7 +64,7 @@ from services.envgateway.queue.redis import (
 from services.envgateway.rewards.pool import comparisons
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
-from services.envgateway.scheduler import batch_share
+from services.envgateway.sandbox.scheduler import batch_share
 from services.envgateway.variables import WorkerSettings
 
 log = structlog.get_logger()

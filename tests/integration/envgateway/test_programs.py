@@ -14,7 +14,7 @@ from services.common.errors import CapacityError
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
-from services.envgateway.scheduler import Scheduler
+from services.envgateway.sandbox.scheduler import Scheduler
 from tests import needs
 from tests.integration.envgateway.conftest import CONFIG, LONG_S, SLEEP_LONG, Execute, long_programs, shared_pool
 from tests.waiting import until

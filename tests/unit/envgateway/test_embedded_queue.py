@@ -24,7 +24,7 @@ from services.envgateway.judge.records import (
 from services.envgateway.queue.local import JobQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
-from services.envgateway.scheduler import Scheduler, batch_share, on_behalf_of
+from services.envgateway.sandbox.scheduler import Scheduler, batch_share, on_behalf_of
 from tests.waiting import WAIT_S
 
 
