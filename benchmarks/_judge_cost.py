@@ -89,7 +89,7 @@ async def measure(num_programs: int) -> dict[str, float]:
         SandboxConfig(num_slots=4, prewarm_scientific=False, allow_tier_0=os.getuid() != 0)
     )
     try:
-        queue = local_queue(pool, Judge(pool), num_slots=4, lane_size=10_000)
+        queue = local_queue(pool, Judge(pool))
 
         async def judged(request: JudgeRequest, number: int = 0) -> None:
             own = replace(request, code=f"{request.code}\n# {number}")  # equal judgements at the same time are one

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import statistics
 import subprocess
@@ -38,27 +37,18 @@ from services.common.errors import SandboxRefusedError
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.lease import profile_of
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest
 from tests.integration.envgateway.cases import ALL
-from tests.integration.envgateway.cases.containment import CASES
-from tests.integration.envgateway.cases.model import CONFIG, HONEST, Bad, World, open_world
-from tests.integration.envgateway.sandbox_state import assert_clean, processes_of_slots, slot_dirs
+from tests.integration.envgateway.cases.model import HONEST, Bad, World, open_world
+from tests.integration.envgateway.cases.trial import OTHERWISE, TIERS, cases_at, dirt, faults, open_pool
+from tests.integration.envgateway.sandbox_state import processes_of_slots, slot_dirs
 
 # --- For ``judge_hostile``: the effect of one program on the others' time, and the tiers available to this user.
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# U and 0 are for other users than root, who has 2 and 1 (and at 0 would run strangers' code as root)
-TIERS = ("2", "1") if os.getuid() == 0 else ("U", "0")
-# Bad inputs whose expectation is of tiers 2 and 1 only, and why; that they leave nothing behind is tested at all the same
-OTHERWISE = {
-    "links-to-host-files": "U and 0 tell a program that a change of mode has worked, and do nothing",
-    "renames-its-work-dir": "at U and 0 a slot's directory is the program's to change, and is made anew",
-    "fork-bomb": "at 0 the kernel counts the gateway's own processes, too, so the supervisor ends it",
-}
 _RUNS = 15
 _MAPPINGS = """
 import ctypes, mmap, os, time
@@ -102,7 +92,6 @@ async def _median_ms(pool: SandboxPool) -> float:
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-SIDE_BY_SIDE = 3  # sandboxes that go through the bad inputs together
 _ROOT = Path(__file__).resolve().parent.parent
 _SUMS = StdinTests(cases=tuple(StdinCase(stdin=f"{n} {n}", expected=f"{2 * n}") for n in range(3)))
 _PATIENT = ExecutionLimits(wall_s=8.0)  # an honest job is judged under load, and must not be slow because others are
@@ -167,31 +156,13 @@ def _sleeper(seconds: float = 8.0) -> JudgeRequest:
 
 
 async def one_by_one(pool: SandboxPool, world: World, cases: Sequence[Bad]) -> dict[str, Any]:
-    """Each bad input alone in a sandbox; a row passes when all of its forms do. Several sandboxes work side by side; a
-    failed input is judged again alone, which decides, because some limits are of time."""
+    """Each bad input alone in a sandbox; a row passes when all of its forms do."""
     wrong: dict[int, list[str]] = {case.number: [] for case in cases}
-    doubtful: list[Bad] = []
-    todo = list(reversed(cases))
-    warm = [case for case in todo if profile_of(case.request.code.encode(errors="replace")) == "scientific"]
-    cold = [case for case in todo if case not in warm]
-
-    async def work(own: SandboxPool, lists: Sequence[list[Bad]]) -> None:
-        for todo in lists:
-            while todo:
-                case = todo.pop()
-                if await _wrong(own, world, case):
-                    doubtful.append(case)
-
-    others = [_pool(pool.tier) for _ in range(SIDE_BY_SIDE - 1)]
-    try:
-        await asyncio.gather(work(pool, (warm, cold)), *(work(other, (cold,)) for other in others))
-    finally:
-        await asyncio.gather(*(other.close() for other in others))
-    for case in doubtful:
-        if told := await _wrong(pool, world, case):
-            wrong[case.number].append(told)
+    failures, doubtful = await faults(pool, world, cases)
+    for told in failures:
+        wrong[int(told.partition("-")[0])].append(told)
     for number, special in ((49, cancelled), (50, supervisor_killed)):
-        told = await special(pool) or await _dirt(pool, str(number))
+        told = await special(pool) or await dirt(pool, str(number))
         wrong[number] = [told] if told else []
     failures = [told for row in wrong.values() for told in row]
     for told in failures:
@@ -201,25 +172,8 @@ async def one_by_one(pool: SandboxPool, world: World, cases: Sequence[Bad]) -> d
         "passed": sum(not row for row in wrong.values()),
         "inputs": len(cases) + 2,
         "inputs_passed": len(cases) + 2 - len(failures),
-        "judged_twice": len(doubtful),
+        "judged_twice": doubtful,
     }
-
-
-def _pool(tier: str, **changes: Any) -> SandboxPool:
-    return SandboxPool.start_before_threads(CONFIG.model_copy(update={"tier": tier, "allow_tier_0": True, **changes}))
-
-
-async def _wrong(pool: SandboxPool, world: World, case: Bad) -> str:
-    """The deviations: a wrong answer, or remaining processes and files."""
-    return case.wrong(await Judge(pool).judge(case.request_in(world))) or await _dirt(pool, str(case))
-
-
-async def _dirt(pool: SandboxPool, name: str) -> str:
-    try:
-        await assert_clean(pool)
-    except AssertionError as error:
-        return f"{name}: left something behind: {error}"
-    return ""
 
 
 async def mixed(pool: SandboxPool, world: World, cases: Sequence[Bad], seconds: float, seed: int) -> dict[str, Any]:
@@ -244,7 +198,7 @@ async def mixed(pool: SandboxPool, world: World, cases: Sequence[Bad], seconds: 
     await asyncio.gather(*(feed(hostile=index % 2 == 0) for index in range(2 * pool.config.num_slots)))
     leaked = processes_of_slots(pool)
     files = [path for slot in slot_dirs(pool) for path in slot.rglob("*") if path != slot / "work"]
-    clean = await _dirt(pool, "the mix")
+    clean = await dirt(pool, "the mix")
     return {
         "seconds": seconds,
         "honest": count["honest"],
@@ -278,12 +232,12 @@ async def measure(seconds: float, seed: int) -> None:
     with open_world() as world:
         for tier in TIERS:
             try:
-                pool = _pool(tier, prewarm_scientific=True)
+                pool = open_pool(tier, prewarm_scientific=True)
             except SandboxRefusedError as refusal:
                 left_out[f"tier {tier}"] = refusal.message
                 continue
             try:
-                every = [case for case in (*ALL, *CASES) if tier in ("2", "1") or case.name not in OTHERWISE]
+                every = cases_at(tier, ALL)
                 if tier in ("U", "0"):
                     left_out |= OTHERWISE
                 cases = [case for case in every if pool.has_cpp or case.request.language != "cpp"]
@@ -295,7 +249,7 @@ async def measure(seconds: float, seed: int) -> None:
                 alone = {**await one_by_one(pool, world, cases), **await slowed(pool)}
             finally:
                 await pool.close()
-            pool = _pool(tier, num_slots=4)
+            pool = open_pool(tier, num_slots=4)
             try:
                 print(f"tier {tier}: {seconds / len(TIERS):g} s of everything at once")
                 together = await mixed(pool, world, cases, seconds / len(TIERS), seed)

@@ -16,7 +16,7 @@ LONGEST = (
     "tests/e2e/test_two_nodes.py",
     "tests/integration/trainer_service/test_trainer_process.py",
     "tests/e2e/test_ring_survives.py",
-    "tests/integration/envgateway/test_bad_inputs.py",
+    "tests/integration/envgateway/test_hostile.py",
     "tests/e2e/test_trainer_over_nodes.py",
     "tests/unit/benchmarks/test_study.py",
     "tests/integration/envgateway/queue/test_processes.py",

@@ -28,7 +28,8 @@ from services.common.text.tools import MalformedCall, cut_text, find_call, parse
 from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.bare.wire import SHELL
-from services.envgateway.sandbox.live import CellResult, LiveProcess, LiveSlots
+from services.envgateway.sandbox.live import CellResult, LiveProcess
+from services.envgateway.sandbox.pool import LiveSlots
 from services.envgateway.sandbox.records import WRITABLE
 
 if TYPE_CHECKING:

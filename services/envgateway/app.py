@@ -128,8 +128,7 @@ class Gateway:
         if redis_uri:
             self.queue = RedisQueue(config.queue, redis_uri)
         else:
-            judge, limits = Judge(sandbox, self._comparisons.failure), config.sandbox
-            self.queue = local_queue(sandbox, judge, num_slots=limits.num_slots)
+            self.queue = local_queue(sandbox, Judge(sandbox, self._comparisons.failure))
         self._reasoning = MathPool(config.reasoning_gym, BuiltInReward.REASONING_GYM)
         self._rewards = Rewards(
             self._math,

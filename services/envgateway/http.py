@@ -38,10 +38,11 @@ from services.envgateway.judge.records import (
     StdinCase,
     StdinTests,
 )
-from services.envgateway.queue.local import JobQueue, on_behalf_of
+from services.envgateway.queue.local import JobQueue
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
+from services.envgateway.sandbox.scheduler import on_behalf_of
 
 CLIENT_HEADER = "X-Client-Id"
 SHOWN_CHARACTERS = 1000  # of each of stdout and stderr
@@ -103,15 +104,7 @@ class SubmissionOutcome(BaseModel):
 
     def shown(self, with_output: bool) -> dict[str, Any]:
         """The fields of /run (with output) or of /judge (without)."""
-        output = {"stdout": self.stdout, "stderr": self.stderr} if with_output else {}
-        return {
-            "sub_id": self.sub_id,
-            "success": self.success,
-            "run_success": self.run_success,
-            "cost": self.cost,
-            **output,
-            "reason": self.reason.value,
-        }
+        return self.model_dump(exclude=None if with_output else {"stdout", "stderr"})
 
 
 _REASON = {
@@ -151,17 +144,15 @@ class Submissions:
 
     async def run_all(self, submissions: Sequence[Submission], lane: Lane, wait_s: float) -> list[SubmissionOutcome]:
         """A batch, in its order."""
-        outcomes: list[SubmissionOutcome | None] = [None] * len(submissions)
-        waiting = iter(enumerate(submissions))
+        places = asyncio.Semaphore(_IN_FLIGHT)
 
-        async def run_some() -> None:
-            for index, submission in waiting:
-                outcomes[index] = await self.run(submission, lane, wait_s)
+        async def one(submission: Submission) -> SubmissionOutcome:
+            async with places:
+                return await self.run(submission, lane, wait_s)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(_IN_FLIGHT, len(submissions))):
-                group.create_task(run_some())
-        return [outcome for outcome in outcomes if outcome is not None]
+            tasks = [group.create_task(one(submission)) for submission in submissions]
+        return [task.result() for task in tasks]
 
     async def _program(self, submission: Submission, lane: Lane, end: float) -> SubmissionOutcome:
         expected = submission.expected_output
@@ -205,30 +196,28 @@ class Submissions:
 
 
 def _executed(result: ExecutionResult, expected: str | None) -> SubmissionOutcome:
-    stdout = result.stdout.decode(errors="replace")
     ran = result.status is RunStatus.OK
-    return SubmissionOutcome(
-        success=ran and (expected is None or not difference(expected, result.stdout, _STRIPPED)),
-        run_success=ran,
-        cost=result.wall_s,
-        stdout=stdout[:SHOWN_CHARACTERS],
-        stderr=_with_why(result.stderr.decode(errors="replace"), result.status, result.detail),
-        reason=_REASON.get(result.status, Reason.NONE),
-    )
+    success = ran and (expected is None or not difference(expected, result.stdout, _STRIPPED))
+    stdout, stderr = result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")
+    return _outcome(result.status, success, result.wall_s, stdout, stderr, result.detail)
 
 
 def _judged(result: JudgeResult) -> SubmissionOutcome:
     if not result.cases:
         return SubmissionOutcome(stderr=result.detail, reason=_REASON.get(result.verdict, Reason.NONE))
     [case] = result.cases
-    wrong = case.verdict is RunStatus.WRONG_ANSWER
-    status = RunStatus.OK if wrong else case.verdict
+    if case.verdict is RunStatus.WRONG_ANSWER:
+        return _outcome(RunStatus.OK, False, case.wall_s, case.stdout, case.stderr, "")
+    return _outcome(case.verdict, case.verdict is RunStatus.OK, case.wall_s, case.stdout, case.stderr, case.detail)
+
+
+def _outcome(status: RunStatus, success: bool, cost: float, stdout: str, stderr: str, detail: str) -> SubmissionOutcome:
     return SubmissionOutcome(
-        success=case.verdict is RunStatus.OK,
+        success=success,
         run_success=status is RunStatus.OK,
-        cost=case.wall_s,
-        stdout=case.stdout[:SHOWN_CHARACTERS],
-        stderr=_with_why(case.stderr, status, "" if wrong else case.detail),
+        cost=cost,
+        stdout=stdout[:SHOWN_CHARACTERS],
+        stderr=_with_why(stderr, status, detail),
         reason=_REASON.get(status, Reason.NONE),
     )
 

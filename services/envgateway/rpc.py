@@ -45,9 +45,10 @@ from services.envgateway.judge.records import (
     StdinTests,
     Tests,
 )
-from services.envgateway.queue.local import JobQueue, on_behalf_of
+from services.envgateway.queue.local import JobQueue
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
+from services.envgateway.sandbox.scheduler import on_behalf_of
 
 _MODE = {judge_pb.ComparisonMode.Value(f"COMPARISON_MODE_{mode.name}"): mode for mode in ComparisonMode}
 codec.DISPLAYED |= {CaseResult, ExecutionResult, JudgeResult}  # texts of programs

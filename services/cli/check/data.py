@@ -553,7 +553,7 @@ async def _fault(judge: Judge, row: Mapping[str, Any], case_time_s: float | None
     request = JudgeRequest(code=solution, tests=tests, limits=ExecutionLimits(wall_s=case_time_s), stop_early=True)
     told = ""
     for _ in range(_ATTEMPTS):
-        result = await judge.judge(request, queue_timeout_s=QUEUE_TIMEOUT_S)
+        result = await judge.judge(request, wait_s=QUEUE_TIMEOUT_S)
         if result.verdict is RunStatus.OK:
             return ""
         told = f"{result.verdict.value}, {result.detail}"

@@ -68,7 +68,7 @@ def equal(expected: Tree, actual: Tree, rule: ValueRule) -> bool:
                 return False
             actual = _listed(actual)
         if rule.unordered and _is_sequence(expected) and _is_sequence(actual):
-            return _same_multiset(expected[1:], actual[1:], rule)
+            return len(expected) == len(actual) and Counter(map(key, expected[1:])) == Counter(map(key, actual[1:]))
         return _equal(expected, actual, rule)
     except NO_TREE:
         return False
@@ -307,12 +307,6 @@ def _spelt(tree: Tree, texts: dict[str, Tree]) -> str:
     return next((text for text in spelt if text in texts), spelt[0])
 
 
-def _same_multiset(a: list[Any], b: list[Any], rule: ValueRule) -> bool:
-    if len(a) != len(b):
-        return False
-    return Counter(map(key, a)) == Counter(map(key, b))
-
-
 def key(tree: Tree) -> str:
     """A text that equal values share. Raises ``ValueError`` for NaN and for a tree that is not data."""
     number = _number(tree)
@@ -391,7 +385,7 @@ def difference(expected: str, printed: bytes, comparison: Comparison) -> str:
     if mode is ComparisonMode.FLOAT:
         return _float_difference(wanted.split(), printed.split(), comparison.tolerance)
     if mode is ComparisonMode.JSON:
-        return _parsed_difference(_json_tree, "JSON", wanted, printed)
+        return _parsed_difference(lambda text: to_tree(json.loads(text)), "JSON", wanted, printed)
     if mode is ComparisonMode.LITERAL:
         return _parsed_difference(_literal_tree, "literal", wanted, printed)
     if mode is ComparisonMode.LINES:
@@ -530,10 +524,6 @@ def _why_no_value(printed: bytes) -> str:
             case ast.Call() | ast.BinOp():
                 return "the output is no literal: it is an expression"
     return ""
-
-
-def _json_tree(text: bytes) -> Any:
-    return to_tree(json.loads(text))
 
 
 def _literal_tree(text: bytes) -> Any:

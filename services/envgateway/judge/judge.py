@@ -17,8 +17,7 @@ import asyncio
 import dataclasses
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from services.common.telemetry.metrics import Lane
@@ -30,7 +29,6 @@ from services.envgateway.judge import test_code
 from services.envgateway.judge.checks import Check, TextCheck, ValueCheck, failure, packed
 from services.envgateway.judge.compare import VALUE_MODES, value_rule
 from services.envgateway.judge.records import (
-    RETRYABLE,
     AssertTests,
     CallTests,
     CaseResult,
@@ -42,25 +40,15 @@ from services.envgateway.judge.records import (
     case_result,
     last_line,
     one_frame,
-    refused,
-    unusable,
     whole_result,
 )
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.lease import Job, SlotLease, SubmittedRun, profile_of, why_unusable
-from services.envgateway.sandbox.pool import SandboxPool, compile_cpp, cpp_job
+from services.envgateway.sandbox.lease import Job, profile_of, why_unusable
+from services.envgateway.sandbox.pool import SandboxPool, SlotLease, compile_cpp, cpp_job
 from services.envgateway.sandbox.records import ANSWER_BYTES, ExecutionResult
 
 MAX_CASES = 10_000
 _SLOW_TO_COMPARE = 1 << 12  # bytes from which comparing leaves the event loop, for a process that can be killed
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """Input of a case; ``judged`` gets the case's index, its result and its answer."""
-
-    job: Callable[[], Job]
-    judged: Callable[[int, ExecutionResult, bytes], Awaitable[CaseResult]]
 
 
 class Judge:
@@ -74,14 +62,16 @@ class Judge:
         self._sandbox = sandbox
         self._compare_apart = compare_apart
 
-    async def judge(self, request: JudgeRequest, lane: Lane = Lane.BATCH, queue_timeout_s: float = 60.0) -> JudgeResult:
+    async def judge(
+        self, request: JudgeRequest, lane: Lane = Lane.INTERACTIVE, wait_s: float | None = None
+    ) -> JudgeResult:
         """Every case's verdict. Cancelling the caller kills the running programs.
 
         Raises:
-            CapacityError: no slot came free in time; says when to come back.
+            CapacityError: no slot came free within ``wait_s``; says when to come back.
         """
         if wrong := _why_refused(request):
-            return refused(wrong, self._sandbox.tier)
+            return JudgeResult(verdict=RunStatus.INVALID_REQUEST, detail=wrong, tier=self._sandbox.tier)
         direct: tuple[AssertedCall, ...] | None = None
         broken = _why_unusable_tests(request.tests)
         if isinstance(request.tests, AssertTests):
@@ -90,8 +80,8 @@ class Judge:
             except UnusableTestsError as error:
                 broken = str(error)
         if broken:
-            return unusable(broken, self._sandbox.tier)
-        async with self._sandbox.lease(lane, queue_timeout_s) as slot:
+            return JudgeResult(verdict=RunStatus.INVALID_TESTS, detail=broken, tier=self._sandbox.tier)
+        async with self._sandbox.lease(lane, wait_s) as slot:
             return await _Judgement(slot, request, self._sandbox.tier, self._compare).run(direct)
 
     async def _compare(self, check: Check, answer: bytes) -> str:
@@ -121,27 +111,33 @@ class _Judgement:
     async def run(self, direct: tuple[AssertedCall, ...] | None) -> JudgeResult:
         match self._request.tests:
             case StdinTests(cases=cases):
-                return await self._stdin(cases)
+                artefact: bytes | None = None
+                if self._request.language == "cpp":
+                    made = await compile_cpp(self._slot, self._request.code)
+                    if isinstance(made, ExecutionResult):
+                        return self._not_made(made, len(cases))
+                    artefact = made
+                return await self._all((self._program(case, artefact) for case in cases), len(cases))
             case CallTests() as tests:
                 rule = value_rule(self._request.comparison)
-
-                calls = [
+                calls = (
                     self._call(tests.entry_point, to_tree(case.args), to_tree(case.kwargs),
                                ValueCheck(to_tree(case.expected), rule, [*map(to_tree, case.also)]))
                     for case in tests.cases
-                ]  # fmt: skip
-                return await self._all(calls)
+                )  # fmt: skip
+                return await self._all(calls, len(tests.cases))
             case AssertTests() as tests:
                 if direct is None:
                     return await self._opaque(tests)
-                return await self._all([self._call(d.entry_point, d.args, d.kwargs, d, d.applied) for d in direct])
+                calls = (self._call(one.entry_point, one.args, one.kwargs, one, one.applied) for one in direct)
+                return await self._all(calls, len(direct))
 
-    async def _all(self, cases: list[_Case]) -> JudgeResult:
+    async def _all(self, cases: Iterable[tuple[Job, Check | None]], num_cases: int) -> JudgeResult:
         """The result of each case, until their total time is used up; a program that does not compile is not tried
         again."""
         results: list[CaseResult] = []
         longest_s = self._slot.config.judging_time_s
-        for index, case in enumerate(cases):
+        for index, (job, check) in enumerate(cases):
             if self._request.stop_early and results and results[-1].verdict is not RunStatus.OK:
                 break
             if self._spent_s >= longest_s:
@@ -150,82 +146,54 @@ class _Judgement:
             elif results and results[-1].verdict is RunStatus.COMPILE_ERROR:
                 results.append(dataclasses.replace(results[-1], index=index))
             else:
-                run = await self._run(case.job())
-                results.append(await case.judged(index, run.result.result(), run.answer))
-        return whole_result(results, len(cases), self._tier)
+                results.append(await self._judged(index, await self._run(job), check))
+        return whole_result(results, num_cases, self._tier)
 
-    async def _run(self, job: Job) -> SubmittedRun:
+    async def _run(self, job: Job) -> ExecutionResult:
         """Run a case, and repeat the run once after a failure of the machinery: the program is not at fault."""
-        run = await self._slot.run(job)
-        if run.result.result().status in RETRYABLE:
-            run = await self._slot.run(job)
-        self._spent_s += run.result.result().slot_s
-        return run
+        result = await self._slot.run(job)
+        if result.status is RunStatus.INFRA_ERROR:
+            result = await self._slot.run(job)
+        self._spent_s += result.slot_s
+        return result
 
-    # -- programs -------------------------------------------------------------------------------------------------
+    async def _judged(self, index: int, result: ExecutionResult, check: Check | None) -> CaseResult:
+        if result.status is not RunStatus.OK or check is None:
+            return case_result(index, result)
+        answer = result.stdout if isinstance(check, TextCheck) else one_frame(result.answer)
+        wrong = "the program ended before the call returned"
+        if answer is not None:
+            wrong = await self._compare(check, answer)
+        return case_result(index, result, RunStatus.WRONG_ANSWER if wrong else RunStatus.OK, wrong)
 
-    async def _stdin(self, cases: tuple[StdinCase, ...]) -> JudgeResult:
-        artefact: bytes | None = None
-        if self._request.language == "cpp":
-            made = await compile_cpp(self._slot, self._request.code)
-            if isinstance(made, ExecutionResult):
-                return self._not_made(made, len(cases))
-            artefact = made
-        return await self._all([self._program(case, artefact) for case in cases])
+    def _program(self, case: StdinCase, artefact: bytes | None) -> tuple[Job, Check | None]:
+        limits, stdin = dict(self._limits), case.stdin.encode()
+        check: Check | None = None
+        if case.expected is not None:  # room for an answer as long as the right one, and a wrong one to be seen
+            check = TextCheck(case.expected, self._request.comparison)
+            limits["output_bytes"] = max(limits["output_bytes"], min(2 * len(case.expected) + 4096, ANSWER_BYTES))
+        if artefact is not None:
+            return cpp_job(artefact, stdin, limits), check
+        return Job(mode="judged", profile=self._profile, source=self._source, stdin=stdin, limits=limits), check
 
     def _not_made(self, made: ExecutionResult, num_cases: int) -> JudgeResult:
         if made.status is RunStatus.INVALID_REQUEST:
-            return refused(made.detail, self._tier)
+            return JudgeResult(verdict=made.status, detail=made.detail, tier=self._tier)
         first = case_result(0, made)
         count = 1 if self._request.stop_early else num_cases
         return whole_result([dataclasses.replace(first, index=i) for i in range(count)], num_cases, self._tier)
 
-    def _program(self, case: StdinCase, artefact: bytes | None) -> _Case:
-        limits = dict(self._limits)
-        if case.expected is not None:  # room for an answer as long as the right one, and a wrong one to be seen
-            room = min(2 * len(case.expected) + 4096, ANSWER_BYTES)
-            limits["output_bytes"] = max(limits["output_bytes"], room)
-        stdin = case.stdin.encode()
-
-        def job() -> Job:
-            if artefact is not None:
-                return cpp_job(artefact, stdin, limits)
-            return Job(mode="judged", profile=self._profile, source=self._source, stdin=stdin, limits=limits)
-
-        async def judged(index: int, result: ExecutionResult, answer: bytes) -> CaseResult:
-            if result.status is not RunStatus.OK or case.expected is None:
-                return case_result(index, result)
-            wrong = await self._compare(TextCheck(case.expected, self._request.comparison), result.stdout)
-            return case_result(index, result, RunStatus.WRONG_ANSWER if wrong else RunStatus.OK, wrong)
-
-        return _Case(job, judged)
-
-    # -- calls ----------------------------------------------------------------------------------------------------
-
-    def _call(self, entry_point: str, args: Any, kwargs: Any, check: Check, applied: Sequence[str] = ()) -> _Case:
+    def _call(
+        self, entry_point: str, args: Any, kwargs: Any, check: Check, applied: Sequence[str] = ()
+    ) -> tuple[Job, Check]:
         call = {"entry_point": entry_point, "args": args, "kwargs": kwargs, "applied": applied}
-
-        def job() -> Job:
-            payload = json.dumps(call).encode()
-            return Job(mode="call", profile=self._profile, source=self._source, payload=payload, limits=self._limits)
-
-        async def judged(index: int, result: ExecutionResult, answer: bytes) -> CaseResult:
-            if result.status is not RunStatus.OK:
-                return case_result(index, result)
-            value = one_frame(answer)
-            if value is None:
-                return case_result(index, result, RunStatus.WRONG_ANSWER, "the program ended before the call returned")
-            wrong = await self._compare(check, value)
-            return case_result(index, result, RunStatus.WRONG_ANSWER if wrong else RunStatus.OK, wrong)
-
-        return _Case(job, judged)
-
-    # -- opaque tests ---------------------------------------------------------------------------------------------
+        payload = json.dumps(call).encode()
+        return Job(mode="call", profile=self._profile, source=self._source, payload=payload, limits=self._limits), check
 
     async def _opaque(self, tests: AssertTests) -> JudgeResult:
         """One run of the program with its tests. Whatever fails there is wrong, because the program may be the cause."""
         nonce = secrets.token_hex(16)
-        run = await self._run(
+        result = await self._run(
             Job(
                 mode="tests",
                 profile=profile_of(b"\n".join([self._source, tests.tests.encode(), tests.preamble.encode()])),
@@ -234,32 +202,22 @@ class _Judgement:
                 limits=test_code.longest(tests, self._limits, self._slot.config.judging_time_s),
             )
         )
-        result = run.result.result()
         case = case_result(0, result)
-        if result.status is RunStatus.OK and one_frame(run.answer) != nonce.encode():
-            case = case_result(
-                0, result, RunStatus.WRONG_ANSWER, last_line(result) or "the program ended before its tests"
-            )
+        if result.status is RunStatus.OK and one_frame(result.answer) != nonce.encode():
+            why = last_line(result) or "the program ended before its tests"
+            case = case_result(0, result, RunStatus.WRONG_ANSWER, why)
         return dataclasses.replace(whole_result([case], 1, self._tier), opaque=True)
 
 
 def _why_refused(request: JudgeRequest) -> str:
-    unusable = why_unusable(request.code)
-    if unusable:
-        return unusable
-    if request.language not in ("python", "cpp"):
-        return f"no language {request.language!r}; there are python and cpp"
-    tests = request.tests
+    if wrong := why_unusable(request.code, request.language):
+        return wrong
+    tests, mode = request.tests, request.comparison.mode
     if request.language == "cpp" and not isinstance(tests, StdinTests):
         return "C++ programs are judged by stdin and stdout only"
-    mode = request.comparison.mode
-    if (
-        not isinstance(tests, AssertTests)
-        and mode is not None
-        and (mode in VALUE_MODES) is not isinstance(tests, CallTests)
-    ):
-        return f"comparison {mode.value!r} does not suit these tests"
-    return ""
+    if mode is None or isinstance(tests, AssertTests) or (mode in VALUE_MODES) is isinstance(tests, CallTests):
+        return ""
+    return f"comparison {mode.value!r} does not suit these tests"
 
 
 def _why_unusable_tests(tests: Tests) -> str:

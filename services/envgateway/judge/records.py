@@ -161,7 +161,6 @@ class JudgeResult:
 _SHOWN_BYTES = 2000
 _SHOWN_LINE = 300
 _FAILED = (RunStatus.RUNTIME_ERROR, RunStatus.COMPILE_ERROR)
-RETRYABLE = (RunStatus.INFRA_ERROR,)
 
 
 def case_result(index: int, run: ExecutionResult, verdict: RunStatus | None = None, detail: str = "") -> CaseResult:
@@ -201,16 +200,6 @@ def whole_result(cases: Sequence[CaseResult], num_cases: int, tier: str) -> Judg
         tier=tier,
         detail=f"case {first.index}: {first.detail}" if first else "",
     )
-
-
-def refused(detail: str, tier: str) -> JudgeResult:
-    """The result of a request that cannot be judged."""
-    return JudgeResult(verdict=RunStatus.INVALID_REQUEST, detail=detail, tier=tier)
-
-
-def unusable(detail: str, tier: str) -> JudgeResult:
-    """The result of tests that cannot judge any program: the program gets no verdict."""
-    return JudgeResult(verdict=RunStatus.INVALID_TESTS, detail=detail, tier=tier)
 
 
 def one_frame(data: bytes) -> bytes | None:

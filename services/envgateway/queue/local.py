@@ -1,8 +1,6 @@
 """The queue of executions and judgements in front of a sandbox, which is here or at workers (``queue.redis``).
 
-    run ──> same key? ──> equal judgement in flight? ──> a place ──> Scheduler: lane, client ──> runner ──> result
-
-Servers set the client of a call at their edge (``on_behalf_of``); every task that the call starts inherits the client.
+run ──> same key? ──> equal judgement in flight? ──> a place ──> runner: waits for a slot, runs the job ──> result
 """
 
 from __future__ import annotations
@@ -12,16 +10,14 @@ import base64
 import enum
 import hashlib
 import json
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
-from typing import Any, TypeAlias, TypeVar, get_args, get_type_hints, overload
+from typing import Any, TypeAlias, get_args, get_type_hints, overload
 
 from services.common.aio import deadline
-from services.common.errors import CapacityError, DeadlineError, InvalidRequestError
-from services.common.telemetry.metrics import Lane, waiting_gauge
+from services.common.errors import DeadlineError, InvalidRequestError
+from services.common.telemetry.metrics import Lane
 from services.common.text.literals import to_tree
 from services.envgateway.calls import SharedCalls, take_place
 from services.envgateway.judge import records
@@ -31,42 +27,24 @@ from services.envgateway.sandbox.bare.plain import from_tree
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
+from services.envgateway.sandbox.scheduler import Scheduler, current_client
 
 Job: TypeAlias = ExecutionRequest | JudgeRequest
 JobResult: TypeAlias = ExecutionResult | JudgeResult
-Runner: TypeAlias = Callable[[Job, Lane], Awaitable[JobResult]]  # cancelling it kills the job
-Result = TypeVar("Result")
+# Waits for a slot, for so many seconds at most, and runs the job there; cancelling it kills the job.
+Runner: TypeAlias = Callable[[Job, Lane, float | None], Awaitable[JobResult]]
 
-LANE_SIZE = 4096  # jobs waiting in each lane, before callers are told to come back
 _STORED_RESULTS = 16384
 _STORED_BYTES = 64 << 20
-_RETRY_FROM_S = 0.5
-_RETRY_AT_MOST_S = 30.0
-_BRIEF_S = 0.03  # of a turn, on average
-
-_client: ContextVar[str] = ContextVar("client", default="")
-
-
-def current_client() -> str:
-    """Empty for the gateway itself."""
-    return _client.get()
-
-
-@contextmanager
-def on_behalf_of(client: str) -> Iterator[None]:
-    """The code inside, and the tasks that the code starts, work for this client."""
-    token = _client.set(client)
-    try:
-        yield
-    finally:
-        _client.reset(token)
 
 
 def sandbox_runner(sandbox: SandboxPool, judge: Judge) -> Runner:
     """Runs jobs in this process's own sandbox."""
 
-    async def run(job: Job, lane: Lane) -> JobResult:
-        return await (judge.judge(job, lane) if isinstance(job, JudgeRequest) else sandbox.run(job, lane))
+    async def run(job: Job, lane: Lane, wait_s: float | None) -> JobResult:
+        if isinstance(job, JudgeRequest):
+            return await judge.judge(job, lane, wait_s)
+        return await sandbox.run(job, lane, wait_s)
 
     return run
 
@@ -82,136 +60,6 @@ def infrastructure_failure(job: Job, detail: str) -> JobResult:
     if isinstance(job, JudgeRequest):
         return JudgeResult(verdict=RunStatus.INFRA_ERROR, detail=detail)
     return ExecutionResult(status=RunStatus.INFRA_ERROR, detail=detail)
-
-
-def batch_share(num_slots: int) -> int:
-    """The most slots that batch requests may use together: one less than there are, where there are several.
-
-    >>> [batch_share(n) for n in (1, 2, 8)]
-    [1, 1, 7]
-    """
-    return max(1, num_slots - 1)
-
-
-class Scheduler:
-    """Decides the next user of a slot: ``await scheduler.run(lane, client, work)`` holds one while the work is done.
-
-        interactive (a rollout waits) --> |
-                                          | --> at most ``num_slots`` at once
-        batch (judging)               --> |     at most ``batch_slots`` of them for batch
-
-    Interactive goes before batch. Within a lane clients take turns, and each client's jobs are first come first served.
-    A full lane refuses the client with the most waiting jobs there, not the last one to arrive. While jobs are brief,
-    some are let through ahead of a slot, so that no slot is idle between two of them; these wait at the sandbox, which
-    has the same order of lanes.
-    """
-
-    def __init__(self, *, num_slots: int, batch_slots: int, lane_size: int, sends_ahead: bool = False) -> None:
-        """``sends_ahead``: behind the slots is a sandbox, where a job may wait for one."""
-        self._lane_size = lane_size
-        self._sends_ahead = sends_ahead
-        # by client, whose turn is next the first; no client without turns is kept
-        self._waiting: dict[Lane, OrderedDict[str, OrderedDict[asyncio.Future[None], None]]] = {
-            lane: OrderedDict() for lane in Lane
-        }
-        self._running: Counter[Lane] = Counter()
-        self._mean_s = 0.05  # of a job, for telling when to come back
-        self._num_refused = 0
-        self.num_slots = num_slots
-        self._batch_slots = batch_slots
-
-    def resize(self, num_slots: int, batch_slots: int) -> None:
-        """Change the number of slots, from the next turn on."""
-        self.num_slots = num_slots
-        self._batch_slots = batch_slots
-        self._wake()
-
-    def num_waiting(self, lane: Lane) -> int:
-        return sum(map(len, self._waiting[lane].values()))
-
-    @property
-    def gauges(self) -> dict[str, float]:
-        return {
-            **{waiting_gauge(lane): float(self.num_waiting(lane)) for lane in Lane},
-            **{f"queue_{lane}_running": float(self._running[lane]) for lane in Lane},
-            "queue_mean_s": self._mean_s,
-            "queue_refused": float(self._num_refused),
-        }
-
-    async def run(
-        self, lane: Lane, client: str, work: Callable[[], Awaitable[Result]], wait_s: float | None = None
-    ) -> Result:
-        """Await a call while the caller holds a slot.
-
-        Raises ``CapacityError`` when too many wait, or after a wait of ``wait_s``. Cancelling the waiter gives up its place.
-        """
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._take(lane, client)
-        except TimeoutError:
-            raise self._full(lane) from None
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        try:
-            return await work()
-        finally:
-            self._mean_s += 0.05 * (clock() - began - self._mean_s)
-            self._running[lane] -= 1
-            self._wake()
-
-    async def _take(self, lane: Lane, client: str) -> None:
-        waiting = self._waiting[lane]
-        if self._may_start(lane) and not waiting:
-            self._running[lane] += 1
-            return
-        if self.num_waiting(lane) >= self._lane_size:
-            self._num_refused += 1
-            longest = max(waiting.values(), key=len)
-            if len(waiting.get(client, ())) + 1 >= len(longest):
-                raise self._full(lane)
-            newest, _ = longest.popitem()
-            if not newest.done():
-                newest.set_exception(self._full(lane))
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting.setdefault(client, OrderedDict())[turn] = None
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn in (own := waiting.get(client, OrderedDict())):
-                del own[turn]
-                if not own:
-                    del waiting[client]
-            elif not turn.cancelled() and turn.exception() is None:
-                self._running[lane] -= 1  # the turn was given in the very moment of leaving: pass the turn on
-                self._wake()
-            raise
-
-    def _full(self, lane: Lane) -> CapacityError:
-        num_waiting = self.num_waiting(lane)
-        drained_s = num_waiting * self._mean_s / self.num_slots
-        return CapacityError(
-            f"{num_waiting} executions are waiting in the {lane} lane for {self.num_slots} slots",
-            retry_after_s=min(max(drained_s / 2, _RETRY_FROM_S), _RETRY_AT_MOST_S),
-        )
-
-    def _may_start(self, lane: Lane) -> bool:
-        ahead = self.num_slots if self._sends_ahead and self._mean_s < _BRIEF_S else 0
-        interactive, batch = self._running[Lane.INTERACTIVE], self._running[Lane.BATCH]
-        if interactive + min(batch, self._batch_slots) >= self.num_slots + ahead:
-            return False
-        return lane is Lane.INTERACTIVE or (batch < self._batch_slots + ahead and not self._waiting[Lane.INTERACTIVE])
-
-    def _wake(self) -> None:
-        for lane in (Lane.INTERACTIVE, Lane.BATCH):
-            waiting = self._waiting[lane]
-            while waiting and self._may_start(lane):
-                client, turns = waiting.popitem(last=False)
-                turn, _ = turns.popitem(last=False)
-                if turns:
-                    waiting[client] = turns
-                if not turn.done():
-                    self._running[lane] += 1
-                    turn.set_result(None)
 
 
 class JobQueue:
@@ -275,7 +123,7 @@ class JobQueue:
             if places is not None:
                 await take_place(places, wait_s, "other programs of this task are being judged")
             try:
-                return await self._scheduler.run(lane, client, lambda: self._runner(job, lane), wait_s)
+                return await self._runner(job, lane, wait_s)
             finally:
                 if places is not None:
                     places.release()
@@ -321,12 +169,9 @@ class JobQueue:
         return self._scheduler.num_slots
 
 
-def local_queue(sandbox: SandboxPool, judge: Judge, *, num_slots: int, lane_size: int = LANE_SIZE) -> JobQueue:
-    """The queue in front of this process's own sandbox. Where there are several slots, one is never given to batch."""
-    scheduler = Scheduler(
-        num_slots=num_slots, batch_slots=batch_share(num_slots), lane_size=lane_size, sends_ahead=True
-    )
-    return JobQueue(sandbox_runner(sandbox, judge), scheduler)
+def local_queue(sandbox: SandboxPool, judge: Judge) -> JobQueue:
+    """The queue in front of this process's own sandbox."""
+    return JobQueue(sandbox_runner(sandbox, judge), sandbox.scheduler)
 
 
 def _weight(result: JobResult) -> int:

@@ -21,6 +21,7 @@ an entry is gone twice in a row, Redis has lost the job, and the job is sent aga
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -39,16 +40,8 @@ from services.common.config.envgateway import QueueConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.telemetry.metrics import Lane, QueueGauge
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
-from services.envgateway.queue.local import (
-    LANE_SIZE,
-    Job,
-    JobQueue,
-    JobResult,
-    Scheduler,
-    decode,
-    encode,
-    infrastructure_failure,
-)
+from services.envgateway.queue.local import Job, JobQueue, JobResult, decode, encode, infrastructure_failure
+from services.envgateway.sandbox.scheduler import Scheduler
 from services.envgateway.variables import check_redis, without_user
 
 log = structlog.get_logger()
@@ -108,14 +101,6 @@ def connect(uri: str, allow_plain: bool) -> Client:
         raise ConfigError(f"{without_user(uri)} is no URI of Redis: {error}") from None
 
 
-def raise_if_cancelled() -> None:
-    """Call between commands: the client writes under ``asyncio.wait_for``, which in Python 3.11 loses a cancellation
-    that comes in the moment when the write ends."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
-
-
 @dataclass(frozen=True, slots=True)
 class Keys:
     """Keys under one prefix.
@@ -168,7 +153,10 @@ class RedisLoops:
         while True:
             try:
                 await work()
-                raise_if_cancelled()
+                # the client writes under ``asyncio.wait_for``, which in Python 3.11 loses a cancellation that comes in the moment
+                # when the write ends
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise asyncio.CancelledError
                 pauses = backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
                 if not self.connected:
                     self.connected = True
@@ -199,7 +187,7 @@ class RedisQueue(JobQueue):
 
     def __init__(self, config: QueueConfig, redis_uri: str, *, expires_s: int = JOB_EXPIRES_S) -> None:
         """Raises ``ConfigError`` for a URI that cannot be used."""
-        scheduler = Scheduler(num_slots=_LEAST_WINDOW, batch_slots=_LEAST_WINDOW // 2, lane_size=LANE_SIZE)
+        scheduler = Scheduler(num_slots=_LEAST_WINDOW, batch_slots=_LEAST_WINDOW // 2)
         super().__init__(self._run_at_worker, scheduler)
         self._client = connect(redis_uri, config.allow_plain_redis)
         self._keys = Keys(config.redis_prefix)
@@ -253,11 +241,13 @@ class RedisQueue(JobQueue):
     def num_slots(self) -> int:
         return self._slots_of_workers
 
-    async def _run_at_worker(self, job: Job, lane: Lane) -> JobResult:
+    async def _run_at_worker(self, job: Job, lane: Lane, wait_s: float | None) -> JobResult:
+        await self._scheduler.take(lane, wait_s)
+        began = time.monotonic()
         waiting = _Unanswered(uuid.uuid4().hex, lane, encode(job), asyncio.get_running_loop().create_future())
         self._jobs[waiting.id] = waiting
-        self._send_soon(waiting)
         try:
+            self._send_soon(waiting)
             payload = await waiting.answer
         except asyncio.CancelledError:
             self._withdrawn.append(waiting)
@@ -266,6 +256,7 @@ class RedisQueue(JobQueue):
         finally:
             del self._jobs[waiting.id]
             self._unsent.pop(waiting.id, None)
+            self._scheduler.give(lane, time.monotonic() - began)
         try:
             result: JobResult = decode(payload)
         except InvalidRequestError as error:

@@ -6,6 +6,7 @@ The first start happens before the gateway has threads. A restart after a crash 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import json
@@ -104,7 +105,6 @@ def _sweep_orphans() -> None:
 
 
 _PACKAGE_PARENT = str(Path(__file__).parent)
-FORK_SERVER_RUNS = 10_000  # programs after which a fork server is replaced; also after growth by 64 MiB
 _HELLO_TIMEOUT_S = 60.0
 _PREFIX = "rollmill-sandbox-"
 _BARE_FLAGS = ("-I", "-S", "-X", "utf8")
@@ -141,7 +141,14 @@ class SupervisorLauncher:
         self._tiers = tiers if tiers is not None else _allowed_tiers(config)
         self._num_users = config.num_slots + config.num_live
         self._users = SlotUsers(self._num_users)
-        _remove_directories_of_dead_gateways()
+        for path in Path(tempfile.gettempdir()).glob(
+            f"{_PREFIX}*"
+        ):  # of gateways that were killed: the names carry their pids
+            match = re.fullmatch(rf"{_PREFIX}(\d+)-.*", path.name)
+            if match and not os.path.exists(f"/proc/{match[1]}"):
+                with contextlib.suppress(FileNotFoundError):  # another gateway that starts now was quicker
+                    if path.lstat().st_uid == os.getuid():
+                        remove_tree(str(path))
         self.base_dir = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
         os.chmod(self.base_dir, 0o711)  # slot users pass through, and cannot list each other's directories
 
@@ -170,7 +177,6 @@ class SupervisorLauncher:
             "num_live": self._config.num_live,
             "packages": _packages(self._config.packages),
             "profiles": ["scientific"] if self._config.prewarm_scientific else [],
-            "fork_server_runs": FORK_SERVER_RUNS,
             "links": WRITABLE,
             "memory_cgroup": self._config.memory_cgroup,
         }
@@ -252,18 +258,3 @@ def _refusal(reasons: list[str], tier_0_allowed: bool) -> str:
             "profile deploy/docker/seccomp.json). To run code with resource limits only, without isolation (trusted code only!), add this line to the recipe: envgateway.sandbox.allow_tier_0: true"
         )
     return message
-
-
-def _remove_directories_of_dead_gateways() -> None:
-    """Work dirs of gateways that were killed. Their names carry the gateway's pid."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        match = re.fullmatch(rf"{_PREFIX}(\d+)-.*", path.name)
-        if match and not os.path.exists(f"/proc/{match[1]}") and _is_ours(path):
-            remove_tree(str(path))
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        return path.lstat().st_uid == os.getuid()
-    except FileNotFoundError:  # another gateway that starts now was quicker
-        return False

@@ -1,20 +1,17 @@
-"""One slot's turn: the runs of one caller, one after the other."""
+"""Runs on their way to the supervisor, and the gateway's end of its channel."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
-import structlog
 
-from services.common.config.envgateway import SandboxConfig
 from services.envgateway.sandbox.bare import wire
-from services.envgateway.sandbox.bare.statuses import RunStatus, status_of_run
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionResult
 
 # --- Jobs for the supervisor: a source, a mode, a profile and complete limits.
@@ -46,8 +43,10 @@ def profile_of(source: bytes) -> str:
     return "scientific" if _SCIENTIFIC.search(source) else "plain"
 
 
-def why_unusable(code: str) -> str:
+def why_unusable(code: str, language: str = "python") -> str:
     """Why a text cannot be a program's source; empty for a valid text."""
+    if language not in ("python", "cpp"):
+        return f"no language {language!r}; there are python and cpp"
     try:
         size = len(code.encode())
     except UnicodeEncodeError as error:
@@ -59,6 +58,7 @@ def why_unusable(code: str) -> str:
 
 
 _ids = itertools.count(1)
+_OF_THE_FRAME = ("kind", "id", "status", "blobs")  # of a result; the other fields are those of the record
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +73,22 @@ class RunMessage:
 
 
 class SupervisorConnection(asyncio.Protocol):
-    """Every accepted run gets exactly one result: when the channel breaks, an INFRA_ERROR."""
+    """Every run gets exactly one result: an INFRA_ERROR when the channel breaks, or is not open."""
 
-    def __init__(self) -> None:
+    def __init__(self, why_closed: str = "the supervisor has gone") -> None:
+        self._why_closed = why_closed
         self._frames = wire.FrameReader(orjson.loads)
         self._runs: dict[int, SubmittedRun] = {}
-        self._transport: asyncio.WriteTransport | None = None
-        self.lost = asyncio.get_running_loop().create_future()
+        self._transport: asyncio.WriteTransport | None = None  # None before and after
 
     @property
     def is_open(self) -> bool:
-        return not self.lost.done()
+        return self._transport is not None
 
     def submit(self, job: Job) -> SubmittedRun:
         run = SubmittedRun(self, next(_ids))
-        if self._transport is None or self.lost.done():
-            run.finish(_broken("the supervisor has gone"), b"")
+        if self._transport is None:
+            run.finish(_broken(self._why_closed))
             return run
         self._runs[run.id] = run
         head = {"kind": "run", "id": run.id, "mode": job.mode, "profile": job.profile, "limits": job.limits}
@@ -119,13 +119,18 @@ class SupervisorConnection(asyncio.Protocol):
                 continue
             run = self._runs.pop(head["id"], None)
             if run is not None:
-                run.finish(_result(head, blobs[0], blobs[1]), blobs[2])
+                measured = {name: value for name, value in head.items() if name not in _OF_THE_FRAME}
+                stdout, stderr, answer = blobs
+                run.finish(
+                    ExecutionResult(
+                        status=RunStatus(head["status"]), stdout=stdout, stderr=stderr, answer=answer, **measured
+                    )
+                )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self.lost.done():
-            self.lost.set_result(None)
+        self._transport = None
         for run in self._runs.values():
-            run.finish(_broken("the supervisor died during the run"), b"")
+            run.finish(_broken("the supervisor died during the run"))
         self._runs.clear()
 
     def _write(self, head: dict[str, Any], blobs: list[bytes]) -> None:
@@ -134,21 +139,13 @@ class SupervisorConnection(asyncio.Protocol):
 
 
 class SubmittedRun:
-    """A submitted run; ``result`` always completes, ``answer`` is complete with the result."""
+    """A submitted run; ``result`` always completes."""
 
     def __init__(self, connection: SupervisorConnection, run_id: int) -> None:
         self._connection = connection
         self.id = run_id
         self.result: asyncio.Future[ExecutionResult] = asyncio.get_running_loop().create_future()
         self.messages: asyncio.Queue[RunMessage | None] = asyncio.Queue()  # of a live process; None at its end
-        self.answer = b""
-        self._on_end: Callable[[SubmittedRun], None] | None = None
-
-    def when_ended(self, on_end: Callable[[SubmittedRun], None]) -> None:
-        """Call this at the run's end, in the same round of the event loop; at once when the run has ended."""
-        self._on_end = on_end
-        if self.result.done():
-            on_end(self)
 
     def cancel(self) -> None:
         """Kill the run; the result still comes, as CANCELLED, when the slot is empty."""
@@ -158,114 +155,11 @@ class SubmittedRun:
         """Write to a live process."""
         self._connection.send("say", self.id, data)
 
-    def finish(self, result: ExecutionResult, answer: bytes) -> None:
-        self.answer = answer
+    def finish(self, result: ExecutionResult) -> None:
         if not self.result.done():
             self.result.set_result(result)
-            if self._on_end is not None:
-                self._on_end(self)
         self.messages.put_nowait(None)
 
 
 def _broken(why: str) -> ExecutionResult:
     return ExecutionResult(status=RunStatus.INFRA_ERROR, detail=why)
-
-
-def _result(head: dict[str, Any], stdout: bytes, stderr: bytes) -> ExecutionResult:
-    return ExecutionResult(
-        status=status_of_run(head["status"]),
-        exit_code=head["exit_code"],
-        signal=head["signal"],
-        stdout=stdout,
-        stderr=stderr,
-        truncated=head["truncated"],
-        wall_s=head["wall_s"],
-        cpu_s=head["cpu_s"],
-        peak_memory_bytes=head["peak_memory_bytes"],
-        tier=head["tier"],
-        detail=head["detail"],
-        slot_s=head["slot_s"],
-    )
-
-
-log = structlog.get_logger()
-_ANSWER_GRACE_S = 40.0  # a fork server's start, the wipe of a slot
-
-
-class LeaseOwner(Protocol):
-    """Operations that a lease needs of the pool, which is built on leases."""
-
-    @property
-    def config(self) -> SandboxConfig: ...
-    @property
-    def has_cpp(self) -> bool: ...
-
-    async def submit(self, job: Job) -> SubmittedRun | ExecutionResult: ...
-    def kill_supervisor(self) -> None: ...
-
-
-class SlotLease:
-    """One slot's turn. The slot is free again when the holder has left and all its runs have ended."""
-
-    def __init__(
-        self, pool: LeaseOwner, on_empty: Callable[[], None], count: Callable[[ExecutionResult], None]
-    ) -> None:
-        """``on_empty`` is called once, when no run uses the slot any more; ``count`` at the end of each run."""
-        self._pool = pool
-        self._on_empty = on_empty
-        self._count = count
-        self._live: set[SubmittedRun] = set()
-        self._left = False
-        self._given_back = False
-        self.config = pool.config
-        self.has_cpp = pool.has_cpp
-
-    async def start(self, job: Job) -> SubmittedRun:
-        """A run that has begun; the caller waits for its ``result``.
-
-        An unavailable supervisor gives the result INFRA_ERROR.
-        """
-        submitted = await self._pool.submit(job)
-        if isinstance(submitted, ExecutionResult):
-            self._count(submitted)
-            failed = SubmittedRun(SupervisorConnection(), 0)
-            failed.finish(submitted, b"")
-            return failed
-        self._live.add(submitted)
-        submitted.when_ended(self._ended)
-        return submitted
-
-    async def run(self, job: Job) -> SubmittedRun:
-        """A run that has ended. Cancelling the caller kills the run."""
-        run = await self.start(job)
-        await self.wait(run, float(job.limits["wall_s"]))
-        return run
-
-    async def wait(self, run: SubmittedRun, limit_s: float) -> ExecutionResult:
-        """The run's result. A supervisor that does not end the run within its limit and a grace is killed; the result is
-        INFRA_ERROR then. Cancelling the caller kills the run."""
-        try:
-            await asyncio.wait([run.result], timeout=limit_s + _ANSWER_GRACE_S)
-            if not run.result.done():
-                log.error("sandbox.supervisor_stalled", waited_s=limit_s + _ANSWER_GRACE_S)
-                self._pool.kill_supervisor()  # which breaks the channel, and so ends the run
-                await asyncio.wait([run.result])
-        except asyncio.CancelledError:
-            run.cancel()
-            raise
-        return run.result.result()
-
-    def leave(self) -> None:
-        """No more runs; leaving twice is fine."""
-        self._left = True
-        self._release_when_empty()
-
-    def _ended(self, run: SubmittedRun) -> None:
-        self._count(run.result.result())
-        self._live.discard(run)
-        self._release_when_empty()
-
-    def _release_when_empty(self) -> None:
-        if self._left and not self._live and not self._given_back:
-            self._given_back = True
-            self._on_empty()

@@ -11,19 +11,17 @@ import itertools
 import json
 import struct
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.common.config.envgateway import LiveConfig, SandboxConfig
-from services.common.errors import CapacityError
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.lease import Job, LeaseOwner, RunMessage, SlotLease, SubmittedRun, profile_of
-from services.envgateway.sandbox.records import OPEN_FILES, ExecutionResult
+from services.envgateway.sandbox.lease import Job, RunMessage, SubmittedRun, profile_of
+from services.envgateway.sandbox.pool import LiveSlots, SlotLease
+from services.envgateway.sandbox.records import ExecutionLimits, ExecutionResult
 
 _FRAME = struct.Struct("!I")
 _ANSWER_BYTES = 4096  # a frame has a number, an outcome and a name
-_RETRY_S = 2.0
 # Beyond a cell's own time: the fork server's start, the interruption's grace, a busy machine.
 _BACKSTOP_S = 45.0
 
@@ -40,43 +38,6 @@ class CellResult:
     wall_s: float = 0.0
     alive: bool = True
     detail: str = ""
-
-
-class LiveSlots:
-    """The places of live processes, which are the supervisor's last slots."""
-
-    def __init__(self, pool: LeaseOwner, num: int) -> None:
-        self._pool = pool
-        self._num = num
-        self._free = num
-        self.config: SandboxConfig = pool.config
-        self.counts: Counter[str] = Counter()
-
-    def lease(self) -> SlotLease:
-        """A place, until the lease is left and its process has ended.
-
-        Raises:
-            CapacityError: all are taken; says when to come back.
-        """
-        if not self._free:
-            self.counts["refused"] += 1
-            raise CapacityError(f"all {self._num} live processes of the sandbox are in use", retry_after_s=_RETRY_S)
-        self._free -= 1
-        return SlotLease(self._pool, self._give_back, self._count)
-
-    @property
-    def gauges(self) -> dict[str, float]:
-        """Numbers for GetStatus."""
-        return {
-            "live_processes": float(self._num - self._free),
-            **{f"live_{k}": float(n) for k, n in self.counts.items()},
-        }
-
-    def _count(self, result: ExecutionResult) -> None:
-        self.counts[result.status.lower()] += 1
-
-    def _give_back(self) -> None:
-        self._free += 1
 
 
 class LiveProcess:
@@ -143,22 +104,10 @@ class LiveProcess:
         self._lease.leave()
 
     async def _read_result(self, number: int) -> CellResult:
-        heard = b""
-        stdout, stderr = bytearray(), bytearray()
-        while (message := await self._run.messages.get()) is not None:
-            heard += message.data
-            stdout += message.stdout
-            stderr += message.stderr
-            if len(heard) < _FRAME.size or len(heard) < _FRAME.size + _FRAME.unpack_from(heard)[0]:
-                continue
-            answer = _parsed(heard, number)
-            if answer is None:
-                break
+        message = await self._run.messages.get()
+        if message is not None and (answer := _parsed(message.data, number)) is not None:
             return CellResult(
-                status=_status(message, answer),
-                stdout=bytes(stdout),
-                stderr=bytes(stderr),
-                error=answer["error"],
+                status=_status(message, answer), stdout=message.stdout, stderr=message.stderr, error=answer["error"]
             )
         await self.close()
         ended = await self._lease.wait(self._run, 0.0)
@@ -171,8 +120,8 @@ class LiveProcess:
             detail = detail or f"the process died of signal {ended.signal}"
         return CellResult(
             status=status,
-            stdout=bytes(stdout) + ended.stdout,
-            stderr=bytes(stderr) + ended.stderr,
+            stdout=(message.stdout if message is not None else b"") + ended.stdout,
+            stderr=(message.stderr if message is not None else b"") + ended.stderr,
             alive=False,
             detail=detail or "the process ended",
         )
@@ -188,10 +137,10 @@ def _status(message: RunMessage, answer: dict[str, str]) -> RunStatus:
     return RunStatus.MEMORY_LIMIT if answer["error"] == "MemoryError" else RunStatus.RUNTIME_ERROR
 
 
-def _parsed(heard: bytes, number: int) -> dict[str, str] | None:
+def _parsed(frame: bytes, number: int) -> dict[str, str] | None:
     """The answer to cell ``number``; None for a frame that our harness never writes: the code has used its descriptor."""
     try:
-        answer = json.loads(heard[_FRAME.size :])
+        answer = json.loads(frame[_FRAME.size :])
         if answer["cell"] != number or answer["outcome"] not in ("ok", "raised"):
             return None
         answer["error"].encode()  # no lone surrogate, which no message could carry
@@ -202,15 +151,11 @@ def _parsed(heard: bytes, number: int) -> dict[str, str] | None:
 
 def _limits(config: LiveConfig, sandbox: SandboxConfig) -> dict[str, float | int]:
     return {
+        **ExecutionLimits().within(sandbox),
         "wall_s": config.lifetime_s,
         "cpu_s": config.cpu_time_s,
         "memory_bytes": config.memory_bytes,
-        "processes": sandbox.num_processes,
         "output_bytes": config.output_bytes,
         "answer_bytes": _ANSWER_BYTES,
-        "file_bytes": sandbox.file_bytes,
-        "open_files": OPEN_FILES,
-        "disk_bytes": sandbox.disk_bytes,
-        "num_files": sandbox.num_files,
         "turn_s": config.cell_time_s,
     }

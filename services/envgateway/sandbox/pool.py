@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import heapq
-import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -26,14 +24,13 @@ from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.launch import LaunchedSupervisor, SupervisorLauncher
 from services.envgateway.sandbox.lease import (
     Job,
-    SlotLease,
     SubmittedRun,
     SupervisorConnection,
     profile_of,
     why_unusable,
 )
-from services.envgateway.sandbox.live import LiveSlots
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
+from services.envgateway.sandbox.scheduler import Scheduler, batch_share
 
 # --- C++: compiles a program once in the sandbox, and runs the binary as often as asked.
 
@@ -43,7 +40,6 @@ _ARTEFACT_BYTES = 32 << 20
 _PROCESSES = 16
 COMPILE_TIME_S = 20.0  # wall clock and CPU
 _COMPILE_MEMORY_BYTES = 1 << 30
-MOST_WAITING = 4096  # programs without a slot, before callers are told to come back
 _COMPILER_LIMITS = {
     RunStatus.TIME_LIMIT: "the compiler took too long",
     RunStatus.MEMORY_LIMIT: "the compiler used too much memory",
@@ -68,10 +64,9 @@ async def compile_cpp(slot: SlotLease, code: str) -> bytes | ExecutionResult:
         "disk_bytes": 4 * _ARTEFACT_BYTES,
         "num_files": 256,
     }
-    run = await slot.run(Job(mode="compile", profile="native", source=code.encode(), limits=limits))
-    result = run.result.result()
+    result = await slot.run(Job(mode="compile", profile="native", source=code.encode(), limits=limits))
     if result.status is RunStatus.OK:
-        return run.answer
+        return result.answer
     if result.status in (RunStatus.INFRA_ERROR, RunStatus.CANCELLED):
         return result
     return ExecutionResult(
@@ -91,9 +86,112 @@ def cpp_job(artefact: bytes, stdin: bytes, limits: dict[str, float | int]) -> Jo
     return Job(mode="binary", profile="native", source=artefact, stdin=stdin, limits=limits)
 
 
+# --- Turns of slots.
+
+
 log = structlog.get_logger()
+_RETRY_S = 2.0  # of a live process, while all places are taken
+_ANSWER_GRACE_S = 40.0  # a fork server's start, the wipe of a slot
+
+
+class SlotLease:
+    """One slot's turn. The slot is free again when the holder has left and all its runs have ended."""
+
+    def __init__(
+        self, pool: SandboxPool, on_empty: Callable[[], None], count: Callable[[ExecutionResult], None]
+    ) -> None:
+        """``on_empty`` is called once, when no run uses the slot any more; ``count`` at the end of each run."""
+        self._pool = pool
+        self._on_empty = on_empty
+        self._count = count
+        self._live: set[SubmittedRun] = set()
+        self._left = False
+        self._given_back = False
+        self.config = pool.config
+        self.has_cpp = pool.has_cpp
+
+    async def start(self, job: Job) -> SubmittedRun:
+        """A run that has begun; the caller waits for its ``result``, which is an INFRA_ERROR without a supervisor."""
+        run = await self._pool.submit(job)
+        self._live.add(run)
+        run.result.add_done_callback(lambda _: self._ended(run))  # before any that waits goes on
+        return run
+
+    async def run(self, job: Job) -> ExecutionResult:
+        """The result of a run. Cancelling the caller kills the run."""
+        return await self.wait(await self.start(job), float(job.limits["wall_s"]))
+
+    async def wait(self, run: SubmittedRun, limit_s: float) -> ExecutionResult:
+        """The run's result. A supervisor that does not end the run within its limit and a grace is killed; the result is
+        INFRA_ERROR then. Cancelling the caller kills the run."""
+        try:
+            await asyncio.wait([run.result], timeout=limit_s + _ANSWER_GRACE_S)
+            if not run.result.done():
+                log.error("sandbox.supervisor_stalled", waited_s=limit_s + _ANSWER_GRACE_S)
+                self._pool.kill_supervisor()  # which breaks the channel, and so ends the run
+                await asyncio.wait([run.result])
+        except asyncio.CancelledError:
+            run.cancel()
+            raise
+        return run.result.result()
+
+    def leave(self) -> None:
+        """No more runs; leaving twice is fine."""
+        self._left = True
+        self._release_when_empty()
+
+    def _ended(self, run: SubmittedRun) -> None:
+        self._count(run.result.result())
+        self._live.discard(run)
+        self._release_when_empty()
+
+    def _release_when_empty(self) -> None:
+        if self._left and not self._live and not self._given_back:
+            self._given_back = True
+            self._on_empty()
+
+
+class LiveSlots:
+    """The places of live processes, which are the supervisor's last slots."""
+
+    def __init__(self, pool: SandboxPool, num: int) -> None:
+        self._pool = pool
+        self._num = num
+        self._free = num
+        self.config: SandboxConfig = pool.config
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def lease(self) -> SlotLease:
+        """A place, until the lease is left and its process has ended.
+
+        Raises:
+            CapacityError: all are taken; says when to come back.
+        """
+        if not self._free:
+            self.counts["refused"] += 1
+            raise CapacityError(f"all {self._num} live processes of the sandbox are in use", retry_after_s=_RETRY_S)
+        self._free -= 1
+        return SlotLease(self._pool, self._give_back, self._count)
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Numbers for GetStatus."""
+        return {
+            "live_processes": float(self._num - self._free),
+            **{f"live_{k}": float(n) for k, n in self.counts.items()},
+        }
+
+    def _count(self, result: ExecutionResult) -> None:
+        self.counts[result.status.lower()] += 1
+
+    def _give_back(self) -> None:
+        self._free += 1
+
+
+# --- The pool.
+
+
 _RESTART_PAUSE_S = 1.0
-_keys = itertools.count(1)
 
 
 class SandboxPool:
@@ -107,11 +205,9 @@ class SandboxPool:
         self._refused = supervisor if isinstance(supervisor, SandboxRefusedError) else None
         self._supervisor = supervisor if isinstance(supervisor, LaunchedSupervisor) else None
         self._connection: SupervisorConnection | None = None
-        self._connecting: asyncio.Task[SupervisorConnection | ExecutionResult] | None = None
-        self._free = config.num_slots
-        self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []  # a heap: interactive first, then by arrival
+        self._connecting: asyncio.Task[SupervisorConnection] | None = None
+        self.scheduler = Scheduler(num_slots=config.num_slots, batch_slots=batch_share(config.num_slots))
         self._last_start = 0.0
-        self._mean_wall_s = 0.05
         self._closed = False
         facts = {} if self._supervisor is None else self._supervisor.facts
         self.tier = "none" if self._supervisor is None else self._supervisor.tier
@@ -145,20 +241,18 @@ class SandboxPool:
             raise
         return cls(config, launcher, supervisor)
 
-    async def run(self, request: ExecutionRequest, lane: Lane = Lane.INTERACTIVE) -> ExecutionResult:
+    async def run(
+        self, request: ExecutionRequest, lane: Lane = Lane.INTERACTIVE, wait_s: float | None = None
+    ) -> ExecutionResult:
         """Run one program. Cancelling the caller kills the program.
 
         Raises:
-            CapacityError: too many are waiting; gives a time to retry.
+            CapacityError: too many are waiting, or no slot came free within ``wait_s``; gives a time to retry.
         """
-        unusable = why_unusable(request.code)
-        if unusable:
+        if unusable := why_unusable(request.code, request.language):
             return ExecutionResult(status=RunStatus.INVALID_REQUEST, detail=unusable)
-        if request.language not in ("python", "cpp"):
-            detail = f"no language {request.language!r}; there are python and cpp"
-            return ExecutionResult(status=RunStatus.INVALID_REQUEST, detail=detail)
         source, limits = request.code.encode(), request.limits.within(self._config)
-        async with self.lease(lane, None) as slot:
+        async with self.lease(lane, wait_s) as slot:
             if request.language == "cpp":
                 artefact = await compile_cpp(slot, request.code)
                 if isinstance(artefact, ExecutionResult):
@@ -167,19 +261,18 @@ class SandboxPool:
             else:
                 mode = "echo" if request.echo else "program"
                 job = Job(mode=mode, profile=profile_of(source), source=source, stdin=request.stdin, limits=limits)
-            return (await slot.run(job)).result.result()
+            return await slot.run(job)
 
     @asynccontextmanager
-    async def lease(
-        self, lane: Lane = Lane.INTERACTIVE, queue_timeout_s: float | None = 60.0
-    ) -> AsyncIterator[SlotLease]:
+    async def lease(self, lane: Lane = Lane.INTERACTIVE, wait_s: float | None = None) -> AsyncIterator[SlotLease]:
         """A slot's turn: its runs start at once.
 
         Raises:
-            CapacityError: too many are waiting, or no slot came free in time; gives a time to retry.
+            CapacityError: too many are waiting, or no slot came free within ``wait_s``; gives a time to retry.
         """
-        await self._take_slot(lane, queue_timeout_s)
-        lease = SlotLease(self, self._give_slot, self._count)
+        await self.scheduler.take(lane, wait_s)
+        began = time.monotonic()
+        lease = SlotLease(self, lambda: self.scheduler.give(lane, time.monotonic() - began), self._count)
         try:
             yield lease
         finally:
@@ -209,22 +302,19 @@ class SandboxPool:
         """Whether there is a C++ compiler."""
         return self._has_cpp
 
-    async def submit(self, job: Job) -> SubmittedRun | ExecutionResult:
-        """For leases: a run on its way, or why there is no supervisor.
+    async def submit(self, job: Job) -> SubmittedRun:
+        """For leases: a run on its way.
 
         Raises:
             SandboxRefusedError: the pool is one without a sandbox.
         """
         if self._refused is not None:
             raise SandboxRefusedError(f"this gateway runs no programs: {self._refused.message}")
-        connection = await self._connected()
-        return connection if isinstance(connection, ExecutionResult) else connection.submit(job)
+        return (await self._connected()).submit(job)
 
     async def close(self) -> None:
         """End all runs and the supervisor."""
         self._closed = True
-        for *_, turn in self._waiting:
-            turn.cancel()
         if self._connecting is not None:
             await asyncio.wait([self._connecting])  # else a supervisor that is starting would be left behind
         if self._connection is not None:
@@ -237,71 +327,33 @@ class SandboxPool:
     def gauges(self) -> dict[str, float]:
         """Numbers for GetStatus."""
         return {
-            "sandbox_busy_slots": float(self._config.num_slots - self._free),
+            "sandbox_busy_slots": float(self.scheduler.num_running),
             "sandbox_memory_cgroup": float(self._memory_cgroup),
-            "sandbox_queued": float(self._num_waiting),
+            "sandbox_queued": float(sum(map(self.scheduler.num_waiting, Lane))),
             **{f"sandbox_{status.lower()}": float(count) for status, count in self.counts.items()},
             **{f"sandbox_{name}": value for name, value in self.live.gauges.items()},
         }
 
-    # -- slots --------------------------------------------------------------------------------------------------
-
-    async def _take_slot(self, lane: Lane, timeout_s: float | None) -> None:
-        if self._free:
-            self._free -= 1
-            return
-        if self._num_waiting >= MOST_WAITING:
-            raise self._full(f"{self._num_waiting} programs are waiting")
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (lane is Lane.BATCH, next(_keys), turn))
-        try:
-            async with asyncio.timeout(timeout_s):
-                await turn
-        except (TimeoutError, asyncio.CancelledError) as left:
-            if not turn.cancelled():
-                self._give_slot()  # the turn came in the very moment of leaving
-            if isinstance(left, TimeoutError):
-                raise self._full(f"no slot came free within {timeout_s:g} s") from None
-            raise
-
-    @property
-    def _num_waiting(self) -> int:
-        return sum(not turn.done() for *_, turn in self._waiting)
-
-    def _full(self, why: str) -> CapacityError:
-        wait_s = max(0.1, self._mean_wall_s * (self._num_waiting + 1) / self._config.num_slots)
-        return CapacityError(f"the sandbox is full: {why}", retry_after_s=min(wait_s, 30.0))
-
-    def _give_slot(self) -> None:
-        """To the next that waits: interactive before batch, each first come first served."""
-        while self._waiting:
-            *_, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1
-
     def _count(self, result: ExecutionResult) -> None:
-        self._mean_wall_s += 0.05 * (result.wall_s - self._mean_wall_s)
         self.counts[result.status.value] += 1
 
     # -- the supervisor -----------------------------------------------------------------------------------------
 
-    async def _connected(self) -> SupervisorConnection | ExecutionResult:
-        """A live connection, or why there is none. A caller that leaves ends no connection that others wait for."""
+    async def _connected(self) -> SupervisorConnection:
+        """A connection, open where there is a supervisor. A caller that leaves ends none that others wait for."""
         if self._connection is not None and self._connection.is_open:
             return self._connection
         if self._connecting is None or self._connecting.done():
             self._connecting = asyncio.create_task(self._connect(), name="sandbox: connect to the supervisor")
         return await asyncio.shield(self._connecting)
 
-    async def _connect(self) -> SupervisorConnection | ExecutionResult:
+    async def _connect(self) -> SupervisorConnection:
         if self._connection is not None or self._supervisor is None:
             try:
                 await self._restart()
             except (InfrastructureError, SandboxRefusedError) as error:
                 log.error("sandbox.restart_failed", error=error.message)
-                return ExecutionResult(status=RunStatus.INFRA_ERROR, detail=error.message)
+                return SupervisorConnection(error.message)
         assert self._supervisor is not None
         channel = self._supervisor.channel
         channel.setblocking(False)

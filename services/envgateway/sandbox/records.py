@@ -85,3 +85,4 @@ class ExecutionResult:
     tier: str = ""
     detail: str = ""  # for people: the exceeded limit, or the failed part
     slot_s: float = 0.0  # from the program's start until its slot was empty again
+    answer: bytes = b""  # of a harness: the value of a call, a compiled program

@@ -22,7 +22,8 @@ from services.common.tools import AnyTool, JupyterDescription, OfferedTool, Tool
 from services.envgateway.queue.local import JobQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.lease import why_unusable
-from services.envgateway.sandbox.live import CellResult, LiveProcess, LiveSlots
+from services.envgateway.sandbox.live import CellResult, LiveProcess
+from services.envgateway.sandbox.pool import LiveSlots
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest
 
 # --- Tools of the gateway: those of ``services.common.tools``, and the error of a state that is lost.

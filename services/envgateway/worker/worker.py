@@ -43,7 +43,6 @@ from services.envgateway.queue.local import (
     Job,
     JobResult,
     Runner,
-    batch_share,
     decode,
     encode,
     infrastructure_failure,
@@ -65,6 +64,7 @@ from services.envgateway.queue.redis import (
 from services.envgateway.rewards.pool import comparisons
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
+from services.envgateway.sandbox.scheduler import batch_share
 from services.envgateway.variables import WorkerSettings
 
 log = structlog.get_logger()
@@ -343,7 +343,7 @@ class Worker:
             return infrastructure_failure(job, detail)
         began = time.monotonic()
         try:
-            result = await self._runner(job, delivery.lane)
+            result = await self._runner(job, delivery.lane, None)
         except RollmillError as error:
             result = infrastructure_failure(job, f"worker {self.name}: {error.message}")
         except Exception as error:  # the boundary of a job: the trace stays here, the gateway gets an answer

@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from services.common.config.envgateway import SandboxConfig
+from services.envgateway.judge.judge import Judge
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
 from tests import needs
@@ -41,8 +43,21 @@ async def pool(request: pytest.FixtureRequest) -> AsyncIterator[SandboxPool]:
     await started.close()
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_pool(request: pytest.FixtureRequest) -> AsyncIterator[SandboxPool]:
+    """One sandbox for a file whose tests leave it as it was: ``pool = shared_pool`` there, and a loop for the file."""
+    started = SandboxPool.start_before_threads(getattr(request, "param", CONFIG))
+    yield started
+    await started.close()
+
+
 @pytest.fixture
-async def isolated_pool(pool: SandboxPool) -> SandboxPool:
+def judge(pool: SandboxPool) -> Judge:
+    return Judge(pool)
+
+
+@pytest.fixture
+def isolated_pool(pool: SandboxPool) -> SandboxPool:
     """For tests that need isolation."""
     if pool.tier == "0":
         needs.unmet("isolating sandbox", "the sandbox runs at tier 0")
@@ -56,8 +71,3 @@ def execute(pool: SandboxPool) -> Execute:
         return await pool.run(ExecutionRequest(code=code, stdin=stdin, echo=echo, limits=ExecutionLimits(**limits)))
 
     return run
-
-
-@pytest.fixture
-def execute_isolated(isolated_pool: SandboxPool, execute: Execute) -> Execute:
-    return execute

@@ -89,15 +89,18 @@ async def test_code_is_executed(gateway: Clients) -> None:
 
 async def test_programs_are_judged_case_by_case(gateway: Clients) -> None:
     cases = [judge_pb2.StdinCase(stdin=text, expected=str(sum(map(int, text.split())))) for text in ("1 2", "3 4")]
-    tests = judge_pb2.StdinTests(cases=cases)
-    right = judge_pb2.JudgeRequest(code="print(sum(map(int, input().split())))", stdin_tests=tests, request_id="right")
-    wrong = judge_pb2.JudgeRequest(code="print(3)", stdin_tests=tests, request_id="wrong")
-    found = {}
-    for request in (right, wrong):
-        answer = await gateway.judge.Judge(request, timeout=WAIT_S)
-        found[request.request_id] = [case.verdict for case in answer.cases]
+    call = judge_pb2.CallCase(args_json=b"[1]", kwargs_json=b'{"b": 2}', expected_json=b"[1, 2]")
     ok, no = judge_pb2.VERDICT_OK, judge_pb2.VERDICT_WRONG_ANSWER
-    assert found == {"right": [ok, ok], "wrong": [ok, no]}
+    for code, tests, verdicts in (
+        ("print(sum(map(int, input().split())))", {"stdin_tests": judge_pb2.StdinTests(cases=cases)}, [ok, ok]),
+        ("print(3)", {"stdin_tests": judge_pb2.StdinTests(cases=cases)}, [ok, no]),
+        ("def f(a, b): return [a, b]", {"call_tests": judge_pb2.CallTests(entry_point="f", cases=[call])}, [ok]),
+        ("def f(a): return a", {"assert_tests": judge_pb2.AssertTests(tests="assert f(1) == 2")}, [no]),
+    ):
+        answer = await gateway.judge.Judge(judge_pb2.JudgeRequest(code=code, **tests), timeout=WAIT_S)
+        assert [case.verdict for case in answer.cases] == verdicts
+        assert (answer.verdict, answer.num_cases) == (verdicts[-1], len(verdicts)) and answer.isolation_tier
+        assert answer.cases[0].exit_code == 0 and not answer.cases[0].HasField("signal")
 
 
 @pytest.mark.parametrize(

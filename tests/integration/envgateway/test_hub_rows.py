@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from services.common.config.data import DatasetConfig
 from services.common.config.envgateway import ScorerConfig
@@ -18,6 +19,10 @@ from services.envgateway.sandbox.pool import SandboxPool
 from services.orchestrator.tasks.datasets import TaskSource, open_source
 from services.orchestrator.tasks.rows import FORMS, KNOWN
 from tests.hub_rows import RIGHT, ROWS
+from tests.integration.envgateway.conftest import shared_pool
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+pool = shared_pool
 
 
 class AtOnce:
@@ -51,7 +56,7 @@ async def test_programs_are_right_or_wrong(name: str, pool: SandboxPool) -> None
         assert (await reward(data, "```python\nprint('other')\n```")).outcome is RewardOutcome.WRONG, data
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def math_pool() -> AsyncIterator[MathPool]:
     pool = MathPool(ScorerConfig(num_workers=1))
     yield pool

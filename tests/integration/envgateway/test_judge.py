@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.envgateway.judge.judge import Judge
@@ -18,16 +20,13 @@ from services.envgateway.queue.local import decode, encode
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits
+from tests.integration.envgateway.conftest import shared_pool
 from tests.integration.envgateway.sandbox_state import assert_clean
 
 V = RunStatus
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+pool = shared_pool
 SQUARES = StdinTests(cases=tuple(StdinCase(stdin=f"{n}\n", expected=f"{n * n}\n") for n in range(4)))
-SLEEP = "import time; time.sleep(30)"
-
-
-@pytest.fixture
-def judge(pool: SandboxPool) -> Judge:
-    return Judge(pool)
 
 
 def verdicts(result: JudgeResult) -> list[RunStatus]:
@@ -118,38 +117,12 @@ async def test_lists_and_trees_of_nodes_are_data(judge: Judge, test: str, verdic
     assert (await judge.judge(JudgeRequest(code=NODES, tests=AssertTests(tests=test)))).verdict is verdict
 
 
-COUNTER = """
-class Counter:
-    def __init__(self, start): self.value = start
-    def add(self, n):
-        if n < 0: raise ValueError('negative')
-        self.value += n
-        return self.value
-def make(start): return Counter(start)
-"""
-COUNTER_TESTS = """
-import math
-counter = make(5)
-assert counter.add(2) == 7
-for n in range(3):
-    assert counter.add(n) >= 7
-assert counter.value == 10
-try:
-    counter.add(-1)
-    assert False, 'no error'
-except ValueError as error:
-    assert 'negative' in str(error)
-assert math.isclose(counter.add(0.5), 10.5)
-assert counter.add(1) == LAST
-"""
-
-
-@pytest.mark.parametrize(("last", "verdict"), [("11.5", V.OK), ("1", V.WRONG_ANSWER)])
+@pytest.mark.parametrize(("wanted", "verdict"), [(20, V.OK), (22, V.WRONG_ANSWER)])
 async def test_opaque_tests_run_with_the_program_and_mark_the_verdict(
-    judge: Judge, last: str, verdict: RunStatus
+    judge: Judge, wanted: int, verdict: RunStatus
 ) -> None:
-    tests = AssertTests(tests=COUNTER_TESTS.replace("LAST", last))
-    result = await judge.judge(JudgeRequest(code=COUNTER, tests=tests))
+    tests = AssertTests(tests=f"for n in [3]:\n    assert candidate(n) > {wanted}", entry_point="f")
+    result = await judge.judge(JudgeRequest(code="def f(n): return 7 * n", tests=tests))
     assert (result.verdict, result.opaque, len(result.cases)) == (verdict, True, 1), result
     assert decode(encode(result)) == result
 
@@ -262,3 +235,17 @@ async def test_the_number_of_a_file_without_a_name_counts_no_case_before(judge: 
     result = await judge.judge(JudgeRequest(code=code, tests=tests))
     assert verdicts(result) == [V.OK] * 3
     assert result.tier != "2" or len({case.stderr for case in result.cases}) == 1
+
+
+async def test_all_cases_together_have_a_time(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_config", pool.config.model_copy(update={"judging_time_s": 1.5}))
+    cases = StdinTests(cases=tuple(StdinCase(stdin="", expected="1") for _ in range(130)))
+    slow = JudgeRequest(code="import time\ntime.sleep(60)", tests=cases, limits=ExecutionLimits(wall_s=0.25))
+    honest = replace(slow, code="import time\ntime.sleep(.4)\nprint(1)", limits=ExecutionLimits())
+    for request in (slow, honest):
+        result = await Judge(pool).judge(request)
+        assert result.verdict is V.TIME_LIMIT and len(result.cases) == result.num_cases == 130
+        assert "judging_time_s" in result.cases[-1].detail
+    assert 1 <= sum(case.verdict is V.OK for case in result.cases) <= 4
+    early = await Judge(pool).judge(replace(honest, stop_early=True))
+    assert early.verdict is V.TIME_LIMIT and len(early.cases) <= 6

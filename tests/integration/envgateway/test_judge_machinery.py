@@ -1,4 +1,4 @@
-"""Behaviour when callers leave and machinery dies; fork servers: preloaded modules, and replacement."""
+"""Behaviour when callers leave and machinery dies; what a sandbox starts with, and what it refuses."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from pathlib import Path
 
 import pytest
 
+from services.common.config.envgateway import SandboxConfig
+from services.common.errors import SandboxRefusedError
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, JudgeRequest, StdinCase, StdinTests
-from services.envgateway.sandbox import launch
 from services.envgateway.sandbox.bare import procfs
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
-from tests.integration.envgateway.conftest import CONFIG, SLEEP_LONG, long_programs
+from tests.integration.envgateway.conftest import CONFIG, SLEEP_LONG, Execute, long_programs
 from tests.integration.envgateway.sandbox_state import (
     assert_clean,
     children_of,
+    kill_fork_server_at_its_next_fork,
     kill_supervisor,
     processes_of_slots,
+    slot_dirs,
     supervisor_of,
     until_programs_run,
 )
@@ -37,11 +40,6 @@ SQUARES = StdinTests(cases=tuple(StdinCase(stdin=f"{n}\n", expected=f"{n * n}\n"
 SLEEP = "import time; time.sleep(30)"
 
 
-@pytest.fixture
-def judge(pool: SandboxPool) -> Judge:
-    return Judge(pool)
-
-
 async def test_numpy_and_sympy_are_warm_and_draw_their_own_numbers(pool: SandboxPool) -> None:
     code = "import numpy, os, threading\nprint(numpy.random.rand(), threading.active_count())"
     outputs = {(await pool.run(ExecutionRequest(code=code))).stdout for _ in range(3)}
@@ -49,7 +47,7 @@ async def test_numpy_and_sympy_are_warm_and_draw_their_own_numbers(pool: Sandbox
     result = await pool.run(
         ExecutionRequest(code="from sympy import symbols, integrate\nx = symbols('x')\nprint(integrate(x, x))")
     )
-    assert (result.status, result.stdout) == (RunStatus.OK, b"x**2/2\n")
+    assert (result.status, result.stdout) == (V.OK, b"x**2/2\n")
     result = await pool.run(
         ExecutionRequest(code="import numpy, os\nfor _ in range(3):\n  if os.fork() == 0: os._exit(0)\nprint(1)")
     )
@@ -59,7 +57,7 @@ async def test_numpy_and_sympy_are_warm_and_draw_their_own_numbers(pool: Sandbox
 async def test_other_packages_of_the_gateway_are_not_there(pool: SandboxPool) -> None:
     for name in ("grpc", "pydantic", "services", "pytest"):
         result = await pool.run(ExecutionRequest(code=f"import {name}"))
-        assert result.status is RunStatus.RUNTIME_ERROR and b"ModuleNotFoundError" in result.stderr
+        assert result.status is V.RUNTIME_ERROR and b"ModuleNotFoundError" in result.stderr
 
 
 @long_programs
@@ -86,7 +84,7 @@ async def test_a_caller_that_leaves_at_any_moment_of_connecting_leaves_the_sandb
     for killed in (False, True):  # the first connection, and that to a new supervisor
         if killed:
             kill_supervisor(pool)
-            assert (await pool.run(ExecutionRequest(code="print(0)"))).status in (RunStatus.INFRA_ERROR, RunStatus.OK)
+            assert (await pool.run(ExecutionRequest(code="print(0)"))).status in (V.INFRA_ERROR, V.OK)
         leaving = asyncio.create_task(pool.run(ExecutionRequest(code="print(1)")))
         for _ in range(num_rounds):
             await asyncio.sleep(0)
@@ -180,21 +178,6 @@ def _alive_of(uids: list[str]) -> list[int]:
     return found
 
 
-async def test_replacing_fork_servers_does_not_affect_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "FORK_SERVER_RUNS", 4)
-    pool = SandboxPool.start_before_threads(CONFIG)
-    try:
-        before = set(children_of(supervisor_of(pool)))
-        running = asyncio.create_task(pool.run(ExecutionRequest(code="import time; time.sleep(0.5); print('slow')")))
-        results = [await pool.run(ExecutionRequest(code="print(1)")) for _ in range(20)]
-        assert {r.stdout for r in results} == {b"1\n"} and (await running).stdout == b"slow\n"
-        assert pool.counts["infra_error".upper()] == 0
-        after = set(children_of(supervisor_of(pool)))
-        assert len(after) <= len(before) + 2 and after != before  # at tier 2 the slots' rooms are there as well
-    finally:
-        await pool.close()
-
-
 @pytest.mark.needs("sandbox tier 2")  # no other has such processes
 async def test_a_slot_whose_first_process_dies_is_infrastructure_and_is_mended(pool: SandboxPool) -> None:
     running = asyncio.create_task(pool.run(ExecutionRequest(code=SLEEP)))
@@ -202,11 +185,11 @@ async def test_a_slot_whose_first_process_dies_is_infrastructure_and_is_mended(p
     for child in children_of(supervisor_of(pool)):
         if os.readlink(f"/proc/{child}/ns/pid") != os.readlink("/proc/self/ns/pid"):
             os.kill(child, signal.SIGKILL)
-    assert (await running).status is RunStatus.INFRA_ERROR
+    assert (await running).status is V.INFRA_ERROR
     await assert_clean(pool)
 
 
-BUSY = "import time\nbegan = time.process_time()\nwhile time.process_time() - began < 0.5: pass\n"
+SLOW = "import time\ntime.sleep(0.6)\n"  # whatever else the machine has to do
 
 
 async def stand_still(pool: SandboxPool) -> None:
@@ -224,17 +207,109 @@ async def stand_still(pool: SandboxPool) -> None:
 @pytest.mark.needs("root")  # to stop programs
 @pytest.mark.parametrize("pool", [CONFIG.model_copy(update={"wall_time_s": 1.8})], indirect=True)
 async def test_a_time_in_which_the_machine_stood_still_is_no_programs(pool: SandboxPool, judge: Judge) -> None:
-    assert (await pool.run(ExecutionRequest(code="print(1)"))).status is RunStatus.OK
-    one, _ = await asyncio.gather(pool.run(ExecutionRequest(code=f"{BUSY}print(2)")), stand_still(pool))
-    assert (one.status, one.stdout) == (RunStatus.OK, b"2\n") and one.wall_s < 1.8
-    request = JudgeRequest(code=f"{BUSY}print(int(input()) ** 2)", tests=SQUARES)
+    assert (await pool.run(ExecutionRequest(code="print(1)"))).status is V.OK
+    one, _ = await asyncio.gather(pool.run(ExecutionRequest(code=f"{SLOW}print(2)")), stand_still(pool))
+    assert (one.status, one.stdout) == (V.OK, b"2\n") and one.wall_s < 1.8
+    request = JudgeRequest(code=f"{SLOW}print(int(input()) ** 2)", tests=SQUARES)
     several, _ = await asyncio.gather(judge.judge(request), stand_still(pool))
     assert several.verdict is V.OK, several.detail
-    tests = AssertTests(tests="def check(f):\n  for n in range(2):\n    assert f(n) == n\n", entry_point="f")
-    asked, _ = await asyncio.gather(
-        judge.judge(JudgeRequest(code="import time\ndef f(n):\n  time.sleep(0.4)\n  return n", tests=tests)),
-        stand_still(pool),
-    )
-    assert asked.verdict is V.OK, asked.detail
     late = await pool.run(ExecutionRequest(code=SLEEP))
-    assert late.status is RunStatus.TIME_LIMIT
+    assert late.status is V.TIME_LIMIT
+
+
+async def test_another_slots_directory_is_closed(isolated_pool: SandboxPool) -> None:
+    slots = slot_dirs(isolated_pool)
+    writer = "open('private', 'w').write('mine')\nimport time; time.sleep(0.7)"
+    reader = f"""
+import os, time
+time.sleep(0.3)
+mine = os.getcwd()
+for path in {[str(s / "work") for s in slots]}:
+    if path != mine:
+        for attempt in (lambda: os.listdir(path), lambda: open(path + "/private").read(), lambda: open(path + "/x", "w")):
+            try:
+                print("open", attempt())
+            except (PermissionError, FileNotFoundError):
+                print("closed")
+"""
+    _, result = await asyncio.gather(
+        isolated_pool.run(ExecutionRequest(code=writer)), isolated_pool.run(ExecutionRequest(code=reader))
+    )
+    # at tier 2 every work dir has the same name, and none is there but one's own
+    expected = len(slots) - (0 if isolated_pool.tier == "2" else 1)
+    assert result.stdout == b"closed\n" * 3 * expected, result
+
+
+async def test_the_supervisors_death_is_an_infrastructure_error_and_mends_itself(
+    execute: Execute, pool: SandboxPool
+) -> None:
+    # what the program leaves behind must not survive either: a grandchild has no parent-death signal
+    code = "import os, time\nif os.fork() == 0: time.sleep(20)\ntime.sleep(20)"
+    running = asyncio.create_task(execute(code, wall_s=10.0))
+    await until_programs_run(pool, at_least=2)
+    kill_supervisor(pool)
+    result = await running
+    assert result.status is V.INFRA_ERROR
+    assert (await execute("print(1)")).stdout == b"1\n"
+    assert pool.counts["restarts"] == 1
+    await assert_clean(pool)
+
+
+async def test_the_fork_servers_death_is_an_infrastructure_error_and_mends_itself(
+    execute: Execute, pool: SandboxPool
+) -> None:
+    supervisor = supervisor_of(pool)
+    running = asyncio.create_task(execute("import time; time.sleep(20)", wall_s=10.0))
+    await until_programs_run(pool)
+    (fork_server,) = (child for child in children_of(supervisor) if children_of(child))
+    os.kill(fork_server, 9)
+    result = await running
+    assert (result.status, result.detail) == (V.INFRA_ERROR, "the fork server died")
+    assert (await execute("print(1)")).stdout == b"1\n"
+    assert pool.counts["restarts"] == 0
+    await assert_clean(pool)
+
+
+async def test_a_program_whose_fork_server_dies_at_the_programs_start_dies_as_well(
+    execute: Execute, pool: SandboxPool
+) -> None:
+    # the program has no parent-death signal yet
+    for _ in range(5):
+        assert (await execute("print(1)")).stdout == b"1\n"
+        killed = asyncio.create_task(asyncio.to_thread(kill_fork_server_at_its_next_fork, pool))
+        result = await execute("import time; time.sleep(20)", wall_s=10.0)
+        await killed
+        assert (result.status, result.detail) == (V.INFRA_ERROR, "the fork server died")
+        await assert_clean(pool)
+
+
+async def test_closing_the_pool_leaves_no_process_and_no_file() -> None:
+    pool = SandboxPool.start_before_threads(CONFIG)
+    base = pool.base_dir
+    running = asyncio.create_task(pool.run(ExecutionRequest(code="import os, time\nos.fork()\ntime.sleep(20)")))
+    await until_programs_run(pool, at_least=2)
+    await pool.close()
+    assert (await running).status in (V.INFRA_ERROR, V.CANCELLED)
+    assert not os.path.exists(base)
+    assert processes_of_slots(pool) == []
+
+
+def test_a_refusal_names_the_line_to_add() -> None:
+    with pytest.raises(SandboxRefusedError, match=r"envgateway\.sandbox\.allow_tier_0: true"):
+        SandboxPool.start_before_threads(SandboxConfig(num_slots=1), tiers=())
+
+
+@pytest.mark.needs("a user other than root")  # tier 0 would run code as root
+async def test_tier_0_runs_when_the_config_says_so() -> None:
+    pool = SandboxPool.start_before_threads(CONFIG, tiers=("0",))
+    try:
+        result = await pool.run(ExecutionRequest(code="print(47*38)"))
+        assert (result.status, result.stdout, result.tier) == (V.OK, b"1786\n", "0")
+    finally:
+        await pool.close()
+
+
+@pytest.mark.needs("root")
+async def test_root_never_runs_code_as_root(pool: SandboxPool) -> None:
+    result = await pool.run(ExecutionRequest(code="import os; print(os.getuid() != 0, os.getgroups())"))
+    assert result.stdout == b"True []\n"

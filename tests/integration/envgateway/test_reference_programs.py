@@ -22,7 +22,7 @@ from tests.integration.envgateway.reference_programs import PROGRAMS, Program
 async def reward() -> AsyncIterator[CodeReward]:
     config = SandboxConfig(num_slots=2, wall_time_s=6, cpu_time_s=6, memory_bytes=2 << 30, prewarm_scientific=False)
     pool = SandboxPool.start_before_threads(config.model_copy(update={"allow_tier_0": True}))
-    yield CodeReward(local_queue(pool, Judge(pool), num_slots=2, lane_size=100))
+    yield CodeReward(local_queue(pool, Judge(pool)))
     await pool.close()
 
 

@@ -25,7 +25,7 @@ async def test_slow_programs_of_a_group_are_wrong_and_hold_no_other_task_up(
     pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "WAIT_S", 0.2)
-    reward = registry.CodeReward(local_queue(pool, Judge(pool), num_slots=2, lane_size=100))
+    reward = registry.CodeReward(local_queue(pool, Judge(pool)))
     asked_again = 0
 
     async def judged(number: int) -> RewardResult:

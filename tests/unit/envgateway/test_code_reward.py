@@ -13,9 +13,10 @@ from services.common.telemetry.metrics import Lane
 from services.common.text.programs import program_of, with_preamble
 from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.records import AssertTests, CallCase, CallTests, CaseResult, JudgeRequest, JudgeResult
-from services.envgateway.queue.local import decode, encode, local_queue
+from services.envgateway.queue.local import decode, encode
 from services.envgateway.rewards.registry import CodeReward, read_tests
 from services.envgateway.sandbox.bare.statuses import RunStatus
+from tests.unit.envgateway.test_embedded_queue import queue_over
 
 STDIN = {"tests": {"kind": "stdin", "cases": [{"stdin": "1", "expected": "1"}]}}
 
@@ -216,7 +217,7 @@ async def test_slow_programs_of_one_task_leave_a_slot_to_others() -> None:
             await end.wait()
             return await self.run(request)
 
-    reward = CodeReward(local_queue(None, Slow(), num_slots=4, lane_size=100))  # type: ignore[arg-type]
+    reward = CodeReward(queue_over(Slow().judge, 4))
     other = {"tests": {"kind": "stdin", "cases": [{"stdin": "2", "expected": "2"}]}}
     group = [asyncio.create_task(reward(STDIN, f"print({n})")) for n in range(8)]
     group.append(asyncio.create_task(reward(other, "print('other')")))
@@ -238,7 +239,7 @@ async def test_equal_programs_of_a_group_are_judged_once_though_the_task_has_few
             await end.wait()
             return await self.run(request)
 
-    reward = CodeReward(local_queue(None, Slow(), num_slots=2, lane_size=100))  # type: ignore[arg-type]
+    reward = CodeReward(queue_over(Slow().judge, 2))
     group = [asyncio.create_task(reward(STDIN, f"print({n % 2})")) for n in range(8)]
     while not judged:
         await asyncio.sleep(0)

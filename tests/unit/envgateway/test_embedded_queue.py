@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,10 @@ from services.envgateway.judge.records import (
     StdinCase,
     StdinTests,
 )
-from services.envgateway.queue.local import local_queue, on_behalf_of
+from services.envgateway.queue.local import JobQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
+from services.envgateway.sandbox.scheduler import Scheduler, batch_share, on_behalf_of
 from tests.waiting import WAIT_S
 
 
@@ -36,29 +38,43 @@ class Slots:
         self.gates: dict[str, asyncio.Event] = {}
         self.status = RunStatus.OK
 
-    async def run(self, request: ExecutionRequest, lane: Lane = Lane.INTERACTIVE) -> ExecutionResult:
-        self.started.append(request.code)
+    async def run(self, code: str) -> ExecutionResult:
+        self.started.append(code)
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            await self.gates.setdefault(request.code, asyncio.Event()).wait()
+            await self.gates.setdefault(code, asyncio.Event()).wait()
         finally:
             self.running -= 1
-        return ExecutionResult(status=self.status, stdout=request.code.encode())
+        return ExecutionResult(status=self.status, stdout=code.encode())
 
-    async def judge(self, request: JudgeRequest, lane: Lane = Lane.BATCH) -> JudgeResult:
-        await self.run(ExecutionRequest(code=request.code))
-        return JudgeResult(verdict=RunStatus.OK)
+    async def work(self, job: Any, lane: Lane) -> ExecutionResult | JudgeResult:
+        result = await self.run(job.code)
+        return JudgeResult(verdict=RunStatus.OK) if isinstance(job, JudgeRequest) else result
 
     def end(self, *names: str) -> None:
         for name in names:
             self.gates.setdefault(name, asyncio.Event()).set()
 
 
+def queue_over(work: Callable[[Any, Lane], Awaitable[Any]], num_slots: int, lane_size: int = 100) -> JobQueue:
+    """A queue whose jobs wait for a slot, as in a sandbox, and are then given to ``work``."""
+    scheduler = Scheduler(num_slots=num_slots, batch_slots=batch_share(num_slots), lane_size=lane_size)
+
+    async def run(job: Any, lane: Lane, wait_s: float | None) -> Any:
+        await scheduler.take(lane, wait_s)
+        try:
+            return await work(job, lane)
+        finally:
+            scheduler.give(lane, 0.05)
+
+    return JobQueue(run, scheduler)
+
+
 class World:
     def __init__(self, num_slots: int = 2, queue_size: int = 100) -> None:
         self.slots = Slots()
-        self.queue = local_queue(self.slots, self.slots, num_slots=num_slots, lane_size=queue_size)  # type: ignore[arg-type]
+        self.queue = queue_over(self.slots.work, num_slots, queue_size)
 
     async def submit(
         self, name: str, lane: Lane, deadline_s: float = 20.0, client: str = "", key: str = ""
@@ -294,20 +310,6 @@ async def test_tests_that_are_no_data_reach_the_judge(value: object) -> None:
     request = replace(REQUEST, tests=CallTests(entry_point="f", cases=(CallCase(args=(value,)),)))
     await (await judge(world, request))
     assert world.slots.started == ["j"]
-
-
-async def test_brief_batch_jobs_are_sent_ahead_of_a_slot_and_long_ones_are_not() -> None:
-    world = World(num_slots=3, queue_size=1000)
-    world.slots.end(*(f"brief{n}" for n in range(40)))
-    for n in range(40):
-        await (await world.submit(f"brief{n}", Lane.BATCH))
-    tasks = [await world.submit(f"b{n}", Lane.BATCH) for n in range(9)]
-    assert world.slots.running == 5  # two slots of batch, and as many ahead as there are slots
-    tasks += [await world.submit(f"i{n}", Lane.INTERACTIVE) for n in range(4)]
-    assert [name for name in world.slots.started if name[0] == "i"] == ["i0", "i1", "i2", "i3"]
-    world.slots.end(*(f"b{n}" for n in range(9)), *(f"i{n}" for n in range(4)))
-    async with asyncio.timeout(WAIT_S):
-        await asyncio.gather(*tasks)
 
 
 async def test_stored_results_are_bounded() -> None:

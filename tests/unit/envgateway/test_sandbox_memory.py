@@ -18,32 +18,41 @@ FILES = {"memory.current": "7000\n", "memory.max": "", "memory.swap.max": "", "m
 
 
 @pytest.fixture
-def slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[memcg.SlotMemory]:
-    """A directory with the files that the kernel would make."""
+def orders() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The channel to the process that moves others."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.fixture
+def slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orders: tuple[socket.socket, socket.socket]
+) -> Iterator[memcg.SlotMemory]:
+    """A directory with the files that the kernel would make."""
     directory = tmp_path / "slot-3"
     directory.mkdir()
     for name, text in FILES.items():
         (directory / name).write_text(text)
     with monkeypatch.context() as patched:
         patched.setattr("os.mkdir", lambda path: None)
-        made = memcg.SlotMemory(str(directory), ours)
+        made = memcg.SlotMemory(str(directory), orders[0])
     yield made
     made.close()
-    ours.close()
-    theirs.close()
 
 
-def test_a_cgroup_is_limited_with_its_swap_and_read(slot: memcg.SlotMemory) -> None:
+def test_a_cgroup_is_limited_with_its_swap_and_read(
+    slot: memcg.SlotMemory, orders: tuple[socket.socket, socket.socket]
+) -> None:
     slot.limit(256 << 20)
     written = {path.name: path.read_text() for path in Path(slot.directory).iterdir()}
     assert (written["memory.max"], written["memory.swap.max"]) == (str(256 << 20), "0")
-    slot.begin()
-    assert (slot.usage_bytes(), slot.has_killed(), slot.was_at_limit()) == (7000, False, False)
-    assert memcg.missing([10, 11, 12, 13], slot) == [10, 13]
-    moves = [slot.move(1000 + n) for n in range(5000)]
-    assert moves[0] and not moves[-1]  # no process reads: the order is given again at the next look
+    assert (slot.usage_bytes(), slot.look([7], 256 << 20)) == (7000, None)
+    slot.look([10, 11, 12, 13], 256 << 20)
+    assert [orders[1].recv(64) for _ in range(3)] == [b"slot-3 7", b"slot-3 10", b"slot-3 13"]  # two are there already
+    slot.look([*range(1000, 6000)], 256 << 20)
+    assert 1000 in slot._moved and 5999 not in slot._moved  # nobody reads: it is ordered again at the next look
 
 
 @pytest.mark.parametrize("at_own_limit", [True, False])
@@ -105,7 +114,7 @@ def looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
             return shares
 
         monkeypatch.setattr(procfs, "proportional_bytes", proportional)
-        monkeypatch.setattr(procfs, "least_bytes", lambda family: 50 << 20)
+        monkeypatch.setattr(procfs, "resident_bytes", lambda pid: 50 << 20)
         monkeypatch.setattr(procfs, "buffer_bytes", lambda family: 0)
         monkeypatch.setattr("time.monotonic", lambda: next(clock) * shares_take_s)
         return made, read

@@ -137,14 +137,6 @@ def test_at_its_start_the_supervisor_waits_for_the_removal(tmp_path: Path) -> No
     assert os.listdir(slot.directory) == ["work"] and os.listdir(slot.work_dir) == []
 
 
-def test_a_small_tree_is_removed_at_once(tmp_path: Path) -> None:
-    slot = Slot(0, os.getuid(), 0, "0", str(tmp_path))
-    (Path(slot.work_dir) / "a" / "b").mkdir(parents=True)
-    (Path(slot.work_dir) / "a" / "file").touch()
-    slot.wipe()
-    assert os.listdir(slot.directory) == ["work"] and os.listdir(slot.work_dir) == []
-
-
 _STOPS_ITS_USER = """
 import os, signal, sys
 os.setgroups([])

@@ -259,11 +259,6 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         os.close(fd)
 
 
-def restriction(ruleset: int) -> tuple[Any, tuple[int, int, int], bool]:
-    """The call that restricts a process to the rule set, its arguments, and that it returns 0; needs no_new_privs or CAP_SYS_ADMIN."""
-    return _libc.syscall, (_RESTRICT_SELF, ruleset, 0), True
-
-
 # --- The steps that confine a child, per tier.
 
 
@@ -399,7 +394,8 @@ class Confinement:
         found += [(_libc.prctl, (_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), True), alive]
         rulesets = self._compiler_rulesets if run.mode == wire.COMPILE else self._rulesets
         if rulesets:
-            found.append(restriction(rulesets[run.slot if self._jail is None else 0]))
+            ruleset = rulesets[run.slot if self._jail is None else 0]
+            found.append((_libc.syscall, (_RESTRICT_SELF, ruleset, 0), True))  # needs no_new_privs or CAP_SYS_ADMIN
         if self._filtered and self._tier in ("U", "0"):
             # RLIMIT_NPROC does not bind root, and a container may force root on tier 0
             found.append((seccomp.refuse_for_child, (self._tier == "0" and os.getuid() == 0,), False))

@@ -7,7 +7,7 @@ A profile names the preloaded modules: ``plain`` the common part of the standard
 on top, ``native`` none: its children may execute, and become the compiler or its output. ``shell`` is ``plain`` with
 children that may execute the machine's programs; only tier 2 has it.
 
-    ForkServers       in the supervisor: one fork server for each profile; worn and dead ones are replaced
+    ForkServers       in the supervisor: one fork server for each profile; a dead one is replaced
     ForkServerChild   the fork server's own process
 """
 
@@ -76,8 +76,6 @@ class ForkServer:
         self.profile = profile
         self.channel = ours
         self.runs: set[int] = set()
-        self._started = 0
-        self._most_runs = settings["runs"]
 
     def send(self, message: bytes, fds: Sequence[int] = ()) -> None:
         try:
@@ -85,46 +83,32 @@ class ForkServer:
         except (BrokenPipeError, ConnectionResetError):
             pass  # its end of file is the next event, and marks its runs
 
-    def is_worn(self) -> bool:
-        """True after many runs; called once per start of a run."""
-        self._started += 1
-        return bool(self._started > self._most_runs)
-
 
 class ForkServers:
-    """All fork servers, registered with the supervisor's epoll."""
+    """The fork server of each profile, registered with the supervisor's epoll."""
 
     def __init__(self, epoll: select.epoll, settings: dict[str, Any]) -> None:
         self._epoll = epoll
         self._settings = settings
-        self._current: dict[str, ForkServer] = {}
-        self._by_fd: dict[int, ForkServer] = {}
+        self._of_profile: dict[str, ForkServer] = {}
         self._deaths: dict[str, int] = {}
 
     def get(self, profile: str) -> ForkServer:
         """The profile's, started when there is none; the plain one where the profile's cannot live."""
         if self._deaths.get(profile, 0) > _MAX_DEATHS:
             profile = PLAIN
-        server = self._current.get(profile)
-        if server is not None and server.is_worn():
-            del self._current[profile]
-            self._retire_when_idle(server)
-            server = None
-        return server if server is not None else self.start(profile)
-
-    def start(self, profile: str) -> ForkServer:
-        server = ForkServer(profile, self._settings)
-        self._current[profile] = server
-        self._by_fd[server.channel.fileno()] = server
-        self._epoll.register(server.channel, select.EPOLLIN)
+        server = self._of_profile.get(profile)
+        if server is None:
+            server = self._of_profile[profile] = ForkServer(profile, self._settings)
+            self._epoll.register(server.channel, select.EPOLLIN)
         return server
 
     def of_fd(self, fd: int) -> ForkServer | None:
-        return self._by_fd.get(fd)
+        return next((server for server in self._of_profile.values() if server.channel.fileno() == fd), None)
 
     @property
     def pids(self) -> set[int]:
-        return {server.pid for server in self._by_fd.values()}
+        return {server.pid for server in self._of_profile.values()}
 
     def receive(self, server: ForkServer) -> tuple[Any, ...] | None:
         """The next message; None when the fork server has died."""
@@ -138,7 +122,6 @@ class ForkServers:
         if message[0] == wire.ENDED:
             self._deaths[server.profile] = 0
             server.runs.discard(message[1])
-            self._retire_when_idle(server)
         return message
 
     def died(self, server: ForkServer) -> set[int]:
@@ -155,25 +138,16 @@ class ForkServers:
         return server.runs
 
     def close(self) -> None:
-        for server in list(self._by_fd.values()):
+        for server in list(self._of_profile.values()):
             self._forget(server)
             try:
                 os.waitpid(server.pid, 0)
             except ChildProcessError:  # already reaped with the strays
                 pass
 
-    def _retire_when_idle(self, server: ForkServer) -> None:
-        if self._current.get(server.profile) is not server and not server.runs and not self._is_forgotten(server):
-            self._forget(server)  # the fork server ends with its channel, and is reaped with the strays
-
-    def _is_forgotten(self, server: ForkServer) -> bool:
-        return server.channel.fileno() not in self._by_fd
-
     def _forget(self, server: ForkServer) -> None:
         self._epoll.unregister(server.channel)
-        del self._by_fd[server.channel.fileno()]
-        if self._current.get(server.profile) is server:
-            del self._current[server.profile]
+        del self._of_profile[server.profile]
         server.channel.close()
 
 

@@ -279,10 +279,6 @@ FRAME = struct.Struct("!I")
 _RECURSION_FOR_ENCODING = 10_000
 
 
-def write_frame(fd: int, text: str) -> None:
-    write_bytes(fd, framed(text.encode()))
-
-
 def framed(data: bytes) -> bytes:
     return FRAME.pack(len(data)) + data
 
@@ -427,7 +423,7 @@ def serve_cells(note_fd: int, ask_fd: int, answer_fd: int) -> int:
         flush([sys.stdout, sys.stderr, *streams])
         if os.getpid() != own_pid:  # a process that the cell has forked and not ended: the answer is its parent's
             return 0
-        write_frame(answer_fd, json.dumps({"cell": request["cell"], **outcome}))
+        write_bytes(answer_fd, framed(json.dumps({"cell": request["cell"], **outcome}).encode()))
     return 0
 
 

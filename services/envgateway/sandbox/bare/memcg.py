@@ -15,7 +15,8 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterable
+
+from .statuses import RunStatus
 
 _PREFIX = "rollmill-sandbox-"
 _PR_SET_PDEATHSIG = 1
@@ -23,7 +24,7 @@ _LONGEST_ORDER = 64
 
 
 class SlotMemory:
-    """The cgroup of one slot. ``limit`` before its first process; numbers are of all its processes together."""
+    """The cgroup of one slot; numbers are of all processes of one run together, from its first ``look`` on."""
 
     def __init__(self, directory: str, orders: socket.socket) -> None:
         os.mkdir(directory)
@@ -33,6 +34,9 @@ class SlotMemory:
         self._usage_fd = self._open("memory.current")
         self._kills_fd = self._open("memory.events")
         self._kills_before = self._refusals_before = 0
+        self._bytes_before = 0
+        self._moved: set[int] = set()
+        self.peak_bytes = 0
 
     def _open(self, name: str) -> int:
         return os.open(f"{self.directory}/{name}", os.O_RDONLY | os.O_CLOEXEC)
@@ -46,14 +50,35 @@ class SlotMemory:
         _write_if_there(f"{self.directory}/memory.oom.group", "1")
         self._limit = limit_bytes
 
-    def move(self, pid: int) -> bool:
-        """Order a process into the cgroup, soon. False when the helper is behind: ask again."""
+    def renew(self) -> None:
+        """Another run begins."""
+        self._moved.clear()
+        self.peak_bytes = 0
+
+    def look(self, family: list[int], limit_bytes: int) -> RunStatus | None:
+        """Order the run's new processes into the cgroup; ``killed``."""
+        if not self._moved:
+            try:
+                self.limit(limit_bytes)
+            except OSError:  # memory that the kernel cannot free yet; the old limit stays
+                pass
+            self._kills_before, self._refusals_before = self._count(b"oom_kill"), self._count(b"oom")
+            self._bytes_before = self.usage_bytes()  # files that are read stay there until they are in the way
+        new = [pid for pid in family if pid not in self._moved]
+        if self._moved and new:
+            inside = set(map(int, _lines(f"{self.directory}/cgroup.procs")))
+            new = [pid for pid in new if pid not in inside]
+        self._moved.update(pid for pid in new if self._move(pid))
+        return self.killed()
+
+    def _move(self, pid: int) -> bool:
+        """Order a process into the cgroup, soon. False when the helper is behind: the next look orders it again."""
         try:
             self._orders.send(f"{os.path.basename(self.directory)} {pid}".encode())
         except BlockingIOError:
             return False
         except (BrokenPipeError, ConnectionResetError):  # the helper is gone; its end is the supervisor's
-            return True
+            pass
         return True
 
     def usage_bytes(self) -> int:
@@ -63,18 +88,15 @@ class SlotMemory:
         except (OSError, ValueError):
             return 0
 
-    def begin(self) -> None:
-        """Begin to watch for kills and for the limit."""
-        self._kills_before, self._refusals_before = self._count(b"oom_kill"), self._count(b"oom")
-
-    def has_killed(self) -> bool:
-        """Whether the kernel has killed a process here for want of memory, since ``begin``: at this cgroup's limit, at that
-        of a cgroup above, or because the machine had none."""
-        return self._count(b"oom_kill") > self._kills_before
-
-    def was_at_limit(self) -> bool:
-        """Whether this cgroup's own limit has refused memory since ``begin``."""
-        return self._count(b"oom") > self._refusals_before
+    def killed(self) -> RunStatus | None:
+        """Why the kernel has killed a process for want of memory: at the run's limit (MEMORY_LIMIT), or because the machine,
+        or a cgroup above, had none (INFRA_ERROR). None when it has killed none."""
+        if not self._moved:
+            return None
+        self.peak_bytes = max(self.peak_bytes, self.usage_bytes() - self._bytes_before)
+        if self._count(b"oom_kill") <= self._kills_before:
+            return None
+        return RunStatus.MEMORY_LIMIT if self._count(b"oom") > self._refusals_before else RunStatus.INFRA_ERROR
 
     def _count(self, event: bytes) -> int:
         """How often an event has happened since the cgroup was made."""
@@ -216,9 +238,3 @@ def _remove(directory: str) -> None:
         os.rmdir(directory)
     except OSError:  # a process is still in the cgroup: the next supervisor sweeps
         pass
-
-
-def missing(procs: Iterable[int], slot: SlotMemory) -> list[int]:
-    """Processes that are not in the slot's cgroup."""
-    inside = {int(line) for line in _lines(f"{slot.directory}/cgroup.procs")}
-    return [pid for pid in procs if pid not in inside]

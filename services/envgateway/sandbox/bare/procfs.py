@@ -129,11 +129,6 @@ def proportional_bytes(pids: Iterable[int]) -> int:
     return total
 
 
-def least_bytes(pids: Iterable[int]) -> int:
-    """A lower bound of the processes' memory, with any sharing: the largest resident set."""
-    return max((resident_bytes(pid) for pid in pids), default=0)
-
-
 def buffer_bytes(pids: Iterable[int]) -> int:
     """Upper bound of kernel memory in the sockets and pipes of these processes, each counted once."""
     found: dict[str, int] = {}

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from . import memcg, procfs, wire
+from . import procfs, wire
 from .fork_server import ForkServer
 from .slots import DiskQuota, Room, Slot
 from .statuses import RunStatus
@@ -229,8 +229,10 @@ class Run:
         self.strays_cpu_s = 0.0
         self.adopted_before_s = 0.0  # CPU time that the slot's first process had reaped before this run
         self.peak_memory_bytes = 0
-        self._group = _InGroup(slot) if slot.memory is not None else None
-        self._oom_kills_before = 0 if slot.memory is not None else procfs.oom_kills()
+        self._group = slot.memory
+        if self._group is not None:
+            self._group.renew()
+        self._oom_kills_before = 0 if self._group is not None else procfs.oom_kills()
         self._room = None if slot.has_own_disk else Room(slot.directory, limits.disk_bytes, limits.num_files)
         self._disk_was_full = False
         self._buffer_bytes = 0  # kernel memory of its sockets and pipes, where no cgroup counts them
@@ -361,7 +363,7 @@ class Run:
         if resident_bytes <= self.limits.memory_bytes:
             return False
         if len(family) > 1:
-            resident_bytes = procfs.least_bytes(family) + self._buffer_bytes
+            resident_bytes = max(map(procfs.resident_bytes, family)) + self._buffer_bytes
             in_doubt = resident_bytes <= self.limits.memory_bytes and self._group is None
             if in_doubt and now >= self._next_shares:
                 began = time.monotonic()
@@ -454,43 +456,3 @@ class Run:
         may_be_killed = end.signal == signal.SIGKILL or end.status is RunStatus.COMPILE_ERROR
         watched = self._group is None and may_be_killed
         return _NO_MEMORY if watched and procfs.oom_kills() > self._oom_kills_before else ""
-
-
-class _InGroup:
-    """A run in its slot's cgroup: moved there at its first look, killed when the kernel kills one of its processes."""
-
-    def __init__(self, slot: Slot) -> None:
-        assert slot.memory is not None
-        self._memory: memcg.SlotMemory = slot.memory
-        self._moved: set[int] = set()
-        self._bytes_before = 0
-        self.peak_bytes = 0
-
-    def look(self, family: list[int], limit_bytes: int) -> RunStatus | None:
-        """Order new processes into the cgroup; ``killed``."""
-        if not self._moved:
-            self._begin(limit_bytes)
-        new = [pid for pid in family if pid not in self._moved]
-        for pid in new if not self._moved else memcg.missing(new, self._memory):
-            if not self._memory.move(pid):
-                new.remove(pid)
-        self._moved.update(new)
-        return self.killed()
-
-    def _begin(self, limit_bytes: int) -> None:
-        try:
-            self._memory.limit(limit_bytes)
-        except OSError:  # memory that the kernel cannot free yet; the old limit stays
-            pass
-        self._memory.begin()
-        self._bytes_before = self._memory.usage_bytes()  # files that are read stay there until they are in the way
-
-    def killed(self) -> RunStatus | None:
-        """Why the kernel has killed a process for want of memory: at the run's limit (MEMORY_LIMIT), or because the machine,
-        or a cgroup above, had none (INFRA_ERROR). None when it has killed none."""
-        if not self._moved:
-            return None
-        self.peak_bytes = max(self.peak_bytes, self._memory.usage_bytes() - self._bytes_before)
-        if not self._memory.has_killed():
-            return None
-        return RunStatus.MEMORY_LIMIT if self._memory.was_at_limit() else RunStatus.INFRA_ERROR

@@ -12,7 +12,7 @@ import errno
 import mmap
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 PR_SET_NO_NEW_PRIVS = 38
 PR_SET_SECCOMP = 22
@@ -222,36 +222,42 @@ _EXECUTING = ("execve", "execveat")
 _NAMESPACING = ("setns", "mount")
 
 
-def _when(condition: list[bytes], answer: bytes) -> bytes:
-    """``answer`` when one of the conditions holds; each condition is an instruction that compares the loaded value and
-    jumps by (0, 1)."""
-    return b"".join(part for one in condition for part in (one, answer))
+def _any(calls: Iterable[int], answer: bytes) -> bytes:
+    """``answer`` to these calls; like all parts of a filter it expects the call's number as the loaded value, and keeps the
+    number loaded."""
+    return b"".join(part for call in calls for part in (_instruction(_JEQ, call, 0, 1), answer))
 
 
 def _of_call(number: int, offset: int, values: Iterable[int], answer: bytes, how: int = _JEQ) -> bytes:
-    """``answer`` when a call has one of these values (with ``_JSET`` one of these bits) as its argument; expects the
-    call's number as the loaded value, and keeps the number loaded."""
-    compared = _when([_instruction(how, value, 0, 1) for value in values], answer)
-    body = _instruction(_LD_W_ABS, offset) + compared + _instruction(_LD_W_ABS, _OFFSET_NR)
+    """``answer`` when a call has one of these values (with ``_JSET`` one of these bits) as its argument."""
+    compared = b"".join(part for value in values for part in (_instruction(how, value, 0, 1), answer))
+    return _if_call(number, _instruction(_LD_W_ABS, offset) + compared)
+
+
+def _unless(number: int, offset: int, values: Sequence[int], how: int = _JEQ) -> bytes:
+    """Refuse a call unless it has one of these values (with ``_JSET`` one of these bits) as its argument."""
+    compared = b"".join(_instruction(how, value, len(values) - place) for place, value in enumerate(values))
+    return _if_call(number, _instruction(_LD_W_ABS, offset) + compared + _REFUSE)
+
+
+def _if_call(number: int, body: bytes) -> bytes:
+    body += _instruction(_LD_W_ABS, _OFFSET_NR)
     return _instruction(_JEQ, number, 0, len(body) // 8) + body
 
 
 def _unaccounted_memory() -> bytes:
     """Where no cgroup counts memory: refuse memory outside of resident sets, and large buffers in the kernel."""
     number = _numbers(_ARGUMENT_FILTERED)
-    refused = _instruction(_RET, _RET_ERRNO | errno.ENOMEM)
     shared = [
         _instruction(_LD_W_ABS, _OFFSET_ARG3),
         _instruction(_JSET, _MAP_SHARED, 0, 2),
         _instruction(_JSET, _MAP_ANONYMOUS, 0, 1),
-        refused,
-        _instruction(_LD_W_ABS, _OFFSET_NR),
+        _instruction(_RET, _RET_ERRNO | errno.ENOMEM),
     ]
     return b"".join(
         [
-            _instruction(_JEQ, number["mmap"], 0, len(shared)),
-            *shared,
-            _when([_instruction(_JEQ, call, 0, 1) for call in _numbers(_SPLICES).values()], _REFUSE),
+            _if_call(number["mmap"], b"".join(shared)),
+            _any(_numbers(_SPLICES).values(), _REFUSE),
             _of_call(number["fcntl"], _OFFSET_ARG1, (_F_SETPIPE_SZ,), _REFUSE),
             _of_call(number["setsockopt"], _OFFSET_ARG2, _BUFFER_OPTIONS, _PRETEND),
         ]
@@ -261,57 +267,36 @@ def _unaccounted_memory() -> bytes:
 def _common_filter(tier: str, may_execute: bool, accounted: bool) -> bytes:
     """Refuse calls that no process of the sandbox needs after its start, fork server and children alike."""
     number = _numbers(_ARGUMENT_FILTERED)
-    refused_numbers = _numbers(
-        {
-            name: numbers
-            for name, numbers in _REFUSED.items()
-            if not (may_execute and name in _EXECUTING) and not (tier == "2" and name in _NAMESPACING)
-        }
-    )
+    needed = (_EXECUTING if may_execute else ()) + (_NAMESPACING if tier == "2" else ())
+    refused = {name: numbers for name, numbers in _REFUSED.items() if name not in needed}
+    if tier in ("1", "0"):
+        refused["unshare"] = _ARGUMENT_FILTERED["unshare"]
+    unknown = _instruction(_RET, _RET_ERRNO | errno.ENOSYS)
     parts = [
         _instruction(_LD_W_ABS, _OFFSET_ARCH),
         _instruction(_JEQ, _ARCHITECTURES[machine()], 1, 0),
         _instruction(_RET, _RET_KILL_PROCESS),
         _instruction(_LD_W_ABS, _OFFSET_NR),
-    ]
-    # also the x32 calling convention, which would slip past the numbers below
-    parts += [_instruction(_JGE, _FIRST_UNKNOWN, 0, 1), _instruction(_RET, _RET_ERRNO | errno.ENOSYS)]
-    for refused in refused_numbers.values():
-        parts += [_instruction(_JEQ, refused, 0, 1), _REFUSE]
-    # A lock on a library that all may read would be a message to other readers, too: the call pretends to lock. A
-    # program that shares its files with no other process cannot see the difference.
-    parts += [
-        _instruction(_JEQ, number["flock"], 0, 1),
-        _PRETEND,
+        # also the x32 calling convention, which would slip past the numbers below
+        _instruction(_JGE, _FIRST_UNKNOWN, 0, 1),
+        unknown,
+        _any(_numbers(refused).values(), _REFUSE),
+        # A lock on a library that all may read would be a message to other readers, too: the call pretends to lock. A
+        # program that shares its files with no other process cannot see the difference.
+        _any([number["flock"]], _PRETEND),
         _of_call(number["fcntl"], _OFFSET_ARG1, _LOCK_COMMANDS, _PRETEND),
         _of_call(number["fcntl"], _OFFSET_ARG1, _WATCH_COMMANDS, _REFUSE),
         _of_call(number["ioctl"], _OFFSET_ARG1, _FILE_REQUESTS, _REFUSE),
         # a datagram goes to any address in the call, connected or not: to the machine's own sockets
         _of_call(number["socketpair"], _OFFSET_ARG1, (_DATAGRAMS,), _REFUSE, _JSET),
-    ]
-    # at tier 1 the times of files that every user may write, as /dev/null, are shared with the next program
-    pretended = _FLUSHES | (_TIMES if tier == "1" else {})
-    parts.append(_when([_instruction(_JEQ, call, 0, 1) for call in _numbers(pretended).values()], _PRETEND))
-    if not accounted:
-        parts.append(_unaccounted_memory())
-    if tier == "2":  # a mount namespace only; never a user namespace, which would hand out capabilities
-        parts += [
-            _instruction(_JEQ, number["unshare"], 0, 4),
-            _instruction(_LD_W_ABS, _OFFSET_ARG0),
-            _instruction(_JEQ, _NEW_NS, 1, 0),
-            _REFUSE,
-            _ALLOW,
-        ]
-    elif tier != "U":
-        parts += [_instruction(_JEQ, number["unshare"], 0, 1), _REFUSE]
-    parts += [
+        # at tier 1 the times of files that every user may write, as /dev/null, are shared with the next program
+        _any(_numbers(_FLUSHES | (_TIMES if tier == "1" else {})).values(), _PRETEND),
+        b"" if accounted else _unaccounted_memory(),
+        # a mount namespace only; never a user namespace, which would hand out capabilities
+        _unless(number["unshare"], _OFFSET_ARG0, (_NEW_NS,)) if tier == "2" else b"",
         # glibc falls back to clone, whose flags can be read here; clone3 takes flags from memory
-        _instruction(_JEQ, number["clone3"], 0, 1),
-        _instruction(_RET, _RET_ERRNO | errno.ENOSYS),
-        _instruction(_JEQ, number["clone"], 0, 3),
-        _instruction(_LD_W_ABS, _OFFSET_ARG0),
-        _instruction(_JSET, _CLONE_REFUSED, 0, 1),
-        _REFUSE,
+        _any([number["clone3"]], unknown),
+        _of_call(number["clone"], _OFFSET_ARG0, (_CLONE_REFUSED,), _REFUSE, _JSET),
         _ALLOW,
     ]
     return b"".join(parts)
@@ -321,59 +306,29 @@ def _child_filter(pid: int, processes: bool) -> bytes:
     """Refuse calls that the fork server needs and a program does not: signals to others, namespaces, the mark of its
     slot."""
     number = _numbers(_ARGUMENT_FILTERED)
-    no_processes = [
-        _instruction(_LD_W_ABS, _OFFSET_NR),
-        *(part for fork in _numbers(_FORKS).values() for part in (_instruction(_JEQ, fork, 0, 1), _REFUSE)),
-        _instruction(_JEQ, number["clone"], 0, 4),
-        _instruction(_LD_W_ABS, _OFFSET_ARG0),
-        _instruction(_JSET, _CLONE_THREAD, 1, 0),
-        _REFUSE,
+    parts = [_instruction(_LD_W_ABS, _OFFSET_NR), _any(_numbers(_METADATA).values(), _PRETEND)]
+    if processes:
+        parts += [
+            _any(_numbers(_FORKS).values(), _REFUSE),
+            _unless(number["clone"], _OFFSET_ARG0, (_CLONE_THREAD,), _JSET),
+        ]
+    parts += [
+        _any([number["unshare"]], _REFUSE),
+        # receivers of a signal when a descriptor is ready; and the cores of another process
+        _of_call(number["fcntl"], _OFFSET_ARG1, _OWNER_COMMANDS, _REFUSE),
+        _of_call(number["ioctl"], _OFFSET_ARG1, _OWNER_REQUESTS, _REFUSE),
+        _of_call(number["prctl"], _OFFSET_ARG0, (_PR_SCHED_CORE,), _REFUSE),
+        _unless(number["sched_setaffinity"], _OFFSET_ARG0, (0, pid)),
+        # the own process and process group, no other
+        _unless(number["kill"], _OFFSET_ARG0, (pid, 0, -pid)),
+        _unless(number["tgkill"], _OFFSET_ARG0, (pid, 0, -pid)),
+        # every limit may be lowered but one: the hard RLIMIT_MSGQUEUE is the mark by which a stray is found
+        _of_call(number["setrlimit"], _OFFSET_ARG0, (_RLIMIT_MSGQUEUE,), _REFUSE),
+        _unless(number["prlimit64"], _OFFSET_ARG0, (0, pid)),  # the gateway has the same user
+        _of_call(number["prlimit64"], _OFFSET_ARG1, (_RLIMIT_MSGQUEUE,), _REFUSE),
         _ALLOW,
     ]
-    pretended = [
-        part for metadata in _numbers(_METADATA).values() for part in (_instruction(_JEQ, metadata, 0, 1), _PRETEND)
-    ]
-    return b"".join(
-        [
-            _instruction(_LD_W_ABS, _OFFSET_NR),
-            *pretended,
-            *(no_processes if processes else []),
-            _instruction(_LD_W_ABS, _OFFSET_NR),
-            _instruction(_JEQ, number["unshare"], 0, 1),
-            _REFUSE,
-            # receivers of a signal when a descriptor is ready; and the cores of another process
-            _of_call(number["fcntl"], _OFFSET_ARG1, _OWNER_COMMANDS, _REFUSE),
-            _of_call(number["ioctl"], _OFFSET_ARG1, _OWNER_REQUESTS, _REFUSE),
-            _of_call(number["prctl"], _OFFSET_ARG0, (_PR_SCHED_CORE,), _REFUSE),
-            _instruction(_JEQ, number["sched_setaffinity"], 0, 5),
-            _instruction(_LD_W_ABS, _OFFSET_ARG0),
-            _instruction(_JEQ, 0, 2, 0),
-            _instruction(_JEQ, pid, 1, 0),
-            _REFUSE,
-            _ALLOW,
-            # kill and tgkill on the own process and process group, no other
-            _instruction(_JEQ, number["kill"], 1, 0),
-            _instruction(_JEQ, number["tgkill"], 0, 6),
-            _instruction(_LD_W_ABS, _OFFSET_ARG0),
-            _instruction(_JEQ, pid, 3, 0),
-            _instruction(_JEQ, 0, 2, 0),
-            _instruction(_JEQ, -pid, 1, 0),
-            _REFUSE,
-            _ALLOW,
-            # every limit may be lowered but one: the hard RLIMIT_MSGQUEUE is the mark by which a stray is found
-            _instruction(_JEQ, number["setrlimit"], 0, 2),
-            _instruction(_LD_W_ABS, _OFFSET_ARG0),
-            _instruction(_JEQ, _RLIMIT_MSGQUEUE, 6, 7),
-            _instruction(_JEQ, number["prlimit64"], 0, 6),
-            _instruction(_LD_W_ABS, _OFFSET_ARG0),  # the gateway has the same user
-            _instruction(_JEQ, 0, 1, 0),
-            _instruction(_JEQ, pid, 0, 2),
-            _instruction(_LD_W_ABS, _OFFSET_ARG1),
-            _instruction(_JEQ, _RLIMIT_MSGQUEUE, 0, 1),
-            _REFUSE,
-            _ALLOW,
-        ]
-    )
+    return b"".join(parts)
 
 
 def _exec_filter(arguments: int, environment: int) -> bytes:
@@ -392,8 +347,7 @@ def _exec_filter(arguments: int, environment: int) -> bytes:
     return b"".join(
         [
             _instruction(_LD_W_ABS, _OFFSET_NR),
-            _instruction(_JEQ, number["execve"], 0, 1),
-            _REFUSE,
+            _any([number["execve"]], _REFUSE),
             _instruction(_JEQ, number["execveat"], 1, 0),
             _ALLOW,
             compared,
@@ -414,7 +368,7 @@ def refuse_common(tier: str, may_execute: bool, accounted: bool) -> None:
     _install(_common_filter(tier, may_execute, accounted))
 
 
-def refuse_for_child(processes: bool = False) -> None:
+def refuse_for_child(processes: bool) -> None:
     """Install the short filter, which knows the caller's pid, on top of the common one.
 
     Any installation costs some 0.4 ms, so where a slot has a user of its own, which bounds signals equally well, the

@@ -74,8 +74,7 @@ class Slot:
 
         A directory that was changed in any way is replaced or cleared, so that its times, modes and attributes carry no
         message to the next program. Raises ``OSError`` while no work dir can be made: the slot is not given to a
-        program. A large tree is removed by a process of its own, because the caller serves other slots; ``at_once``
-        waits for that process.
+        program. Files are removed by a process of its own, because the caller serves other slots, or here, ``at_once``.
         """
         if self.has_own_disk and self._clean_state is not None:  # the last process took its mount along
             return
@@ -113,7 +112,7 @@ class Slot:
         return moved
 
     def _remove(self, trees: list[str], at_once: bool) -> None:
-        if at_once or all(_is_small(tree) for tree in trees):
+        if at_once:
             for tree in trees:
                 remove_tree(tree)
             return
@@ -184,7 +183,6 @@ def _clear_attributes(path: str) -> None:
         pass
 
 
-_FEW_FILES = 64
 _NOBODYS_UID = 65_001  # after the last slot user; no process is ever started as this one
 
 
@@ -209,26 +207,6 @@ def kill_user(uid: int) -> None:
         finally:
             os._exit(0)
     os.waitpid(helper, 0)
-
-
-def _is_small(top: str) -> bool:
-    """Whether the tree can be removed in a moment."""
-    left, pending = _FEW_FILES, [top]
-    try:
-        while pending:
-            path = pending.pop()
-            if os.path.islink(path) or not os.path.isdir(path):
-                continue
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    left -= 1
-                    if left < 0:
-                        return False
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(entry.path)
-    except OSError:  # closed, or too deep for a name
-        return False
-    return True
 
 
 def remove_tree(path: str) -> None:

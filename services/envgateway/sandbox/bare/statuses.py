@@ -35,14 +35,3 @@ class RunStatus(enum.StrEnum):
 
 
 _ABOUT_OTHERS = (RunStatus.INFRA_ERROR, RunStatus.CANCELLED, RunStatus.INVALID_TESTS)
-STATUSES_OF_RUNS: tuple[RunStatus, ...] = tuple(
-    status for status in RunStatus if status not in (RunStatus.WRONG_ANSWER, RunStatus.INVALID_TESTS)
-)
-
-
-def status_of_run(name: str) -> RunStatus:
-    """Raises ``ValueError`` for a name that is not the status of a run."""
-    status = RunStatus(name)
-    if status not in STATUSES_OF_RUNS:
-        raise ValueError(f"{name!r} is the verdict on a case, not the status of a run")
-    return status

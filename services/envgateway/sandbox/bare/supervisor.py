@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import memcg, native, procfs, seccomp, wire
@@ -150,65 +150,13 @@ class InteractiveChannel:
             self._stop_listening()
 
 
-# --- Processes without a run: orphans of programs, and others that the kernel counts with a program's own.
-
-
-_COUNT_USER_EVERY_S = 1.0
-
-
-class Orphans:
-    """Processes that this process, the child subreaper, has adopted."""
-
-    def __init__(self, tier: str, forks: ForkServers, helpers: Set[int]) -> None:
-        """``helpers``: our own children that are no fork servers."""
-        self._tier = tier
-        self._forks = forks
-        self._helpers = helpers
-        self._pid = os.getpid()
-        self._user_tasks = 0
-        self._count_again = 0.0
-
-    def found(self) -> list[int]:
-        """Children of ours that we did not start. At tier 2 there are none: the first process of each pid namespace adopts them."""
-        if self._tier == "2":
-            return []
-        ours = self._forks.pids | self._helpers
-        return [pid for pid in procfs.children(self._pid) if pid not in ours]
-
-    def reap(self, runs: Sequence[Run]) -> None:
-        """Reap the dead, and charge them to the run of their user."""
-        while True:
-            try:
-                state = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if state is None:
-                return
-            _, _, usage = os.wait4(state.si_pid, 0)
-            for run in runs:
-                if run.slot.own_user and run.slot.uid == state.si_uid:
-                    run.strays_cpu_s += usage.ru_utime + usage.ru_stime
-
-    def num_others_of_user(self) -> int:
-        """Processes that the kernel counts with a program's own: at tier 0 those of the gateway's user.
-
-        Without a limit in the kernel a fork bomb doubles in less time than passes between two looks.
-        """
-        if self._tier != "0":
-            return 0
-        now = time.monotonic()
-        if now >= self._count_again:
-            self._user_tasks = procfs.num_tasks_of(os.getuid())
-            self._count_again = now + _COUNT_USER_EVERY_S
-        return self._user_tasks
-
-
 # --- The supervisor.
 
 
 _PR_SET_CHILD_SUBREAPER = 36
 _WITHOUT_ANSWER = ("program", "judged", "echo")  # modes whose only outputs are stdout and stderr
 _CLEANING_LOOK_S = 0.002
+_COUNT_USER_EVERY_S = 1.0
 _KILL_TAKES_S = 0.05  # before a run that was stopped is looked at again
 
 
@@ -238,17 +186,15 @@ class Supervisor:
         self._channels: dict[int, InteractiveChannel] = {}
         self._epoll = select.epoll()
         self._gateway = GatewayEnd(self._epoll, gateway)
-        self._forks = ForkServers(
+        self.forks = ForkServers(
             self._epoll, {**fork_settings, "tier": tier, "slot_dirs": [slot.directory for slot in self._slots],
                           "accounted": memory is not None},
         )  # fmt: skip
-        self._orphans = Orphans(tier, self._forks, {memory.mover_pid} if memory is not None else set())
-        self._forks.start("plain")
-
-    def start_profiles(self, profiles: list[str]) -> None:
-        """Start their fork servers now rather than at the first run that asks for them."""
-        for profile in profiles:
-            self._forks.start(profile)
+        self._helpers = {memory.mover_pid} if memory is not None else set()  # our own children that are no fork servers
+        self._pid = os.getpid()
+        self._user_tasks = 0
+        self._count_again = 0.0
+        self.forks.get(wire.PLAIN)
 
     def _fork_server_died(self, server: ForkServer) -> None:
         """A fork server died, and its children with the server; the machine is at fault for their runs.
@@ -256,14 +202,14 @@ class Supervisor:
         A child that was about to ask for the parent-death signal cannot see, from its own pid namespace, that its parent
         is dead: the end of the namespace kills it.
         """
-        for run_id in self._forks.died(server):
+        for run_id in self.forks.died(server):
             if run_id in self._runs:
                 run = self._runs[run_id]
                 if run.stop_status is None:
                     run.stop_status, run.detail = RunStatus.INFRA_ERROR, "the fork server died"
                 run.slot.kill_namespace()
                 self._begin_cleaning(run, time.monotonic())
-        self._forks.get(server.profile)
+        self.forks.get(server.profile)
 
     # -- loop ---------------------------------------------------------------------------------------------------
 
@@ -286,7 +232,7 @@ class Supervisor:
         return frame
 
     def close(self) -> None:
-        self._forks.close()
+        self.forks.close()
         for slot in self._slots:
             slot.close()
 
@@ -303,7 +249,7 @@ class Supervisor:
             for run in self._runs.values():
                 run.stood_still(stood_still_s)
         for fd, event in events:
-            server = self._forks.of_fd(fd)
+            server = self.forks.of_fd(fd)
             if server is not None:
                 self._receive_from(server)
             elif fd == self._gateway.fd:
@@ -312,11 +258,15 @@ class Supervisor:
                 if event & ~select.EPOLLOUT and not self._receive_requests():
                     return False
             else:
-                self._serve_channel(fd)
+                for channel in list(self._channels.values()):
+                    if fd == channel.ask_fd:
+                        channel.flush()
+                    elif fd == channel.answer_fd:
+                        self._send_output(channel)
         now = time.monotonic()
         due = [run for run in self._runs.values() if run.next_look <= now]
         if due:
-            orphans = self._orphans.found()
+            orphans = self._orphans()
             for run in due:
                 self._check_limits(run, now, orphans)
         for run in list(self._cleaning.values()):
@@ -348,30 +298,15 @@ class Supervisor:
         if requests is None:
             return False
         for head, blobs in requests:
+            run_id = head["id"]
             if head["kind"] == "run":
                 self._start(head, Limits(**head["limits"]), *blobs)
-            elif head["kind"] == "say":
-                self._write_to(head["id"], blobs[0])
-            elif head["kind"] == "cancel":
-                self._cancel(head["id"])
+            elif head["kind"] == "say" and run_id in self._channels:
+                self._runs[run_id].ask(time.monotonic())
+                self._channels[run_id].write(blobs[0])
+            elif head["kind"] == "cancel" and run_id in self._runs:
+                self._stop(self._runs[run_id], RunStatus.CANCELLED)
         return True
-
-    def _cancel(self, run_id: int) -> None:
-        if run_id in self._runs:
-            self._stop(self._runs[run_id], RunStatus.CANCELLED)
-
-    def _serve_channel(self, fd: int) -> None:
-        for channel in list(self._channels.values()):
-            if fd == channel.ask_fd:
-                channel.flush()
-            elif fd == channel.answer_fd:
-                self._send_output(channel)
-
-    def _write_to(self, run_id: int, data: bytes) -> None:
-        if run_id in self._channels:
-            channel = self._channels[run_id]
-            channel.run.ask(time.monotonic())
-            channel.write(data)
 
     def _send_output(self, channel: InteractiveChannel, last: bool = False) -> None:
         run = channel.run
@@ -406,7 +341,7 @@ class Supervisor:
         (out, write_out), (err, write_err), (note, write_note) = pipes[:3]
         answer, write_answer = pipes[3] if answers else (None, source_fd)  # its place is not empty; the child closes it
         run = Run(head["id"], slot, limits, (out, err, note, answer), time.monotonic())
-        run.fork_server = self._forks.get(head["profile"])
+        run.fork_server = self.forks.get(head["profile"])
         run.adopted_before_s = slot.adopted_cpu_s()
         self._runs[run.id] = run
         if run.is_live:
@@ -418,7 +353,7 @@ class Supervisor:
             ask_fd = source_fd
         message = wire.START_STRUCT.pack(
             *Start(wire.START, run.id, wire.MODES[head["mode"]], slot.index, slot.uid, limits.cpu_s,
-                   limits.memory_bytes, limits.processes + self._orphans.num_others_of_user(), limits.file_bytes,
+                   limits.memory_bytes, limits.processes + self._num_others_of_user(), limits.file_bytes,
                    limits.open_files, limits.disk_bytes, limits.num_files, slot.mark, len(source))
         )  # fmt: skip
         if slot.own_user:
@@ -432,7 +367,7 @@ class Supervisor:
             os.close(fd)
 
     def _receive_from(self, server: ForkServer) -> None:
-        message = self._forks.receive(server)
+        message = self.forks.receive(server)
         if message is None:
             self._fork_server_died(server)
             return
@@ -472,8 +407,8 @@ class Supervisor:
 
     def _clean(self, run: Run, now: float) -> None:
         """Answer if the slot is empty; else kill the remaining processes and check again soon."""
-        self._orphans.reap([*self._runs.values(), *self._cleaning.values()])
-        strays = run.slot.strays(self._orphans.found())
+        self._reap()
+        strays = run.slot.strays(self._orphans())
         if strays:
             used = procfs.usage(procfs.descendants(strays))
             run.cpu_s = max(run.cpu_s, used.cpu_s + run.strays_cpu_s)
@@ -487,6 +422,41 @@ class Supervisor:
         run.close()
         (self._free_live if run.is_live else self._free).append(run.slot)
         self._gateway.send(*run.result(self._tier))
+
+    def _orphans(self) -> list[int]:
+        """Orphans of programs, which this process, the child subreaper, has adopted. At tier 2 there are none: the first
+        process of each pid namespace adopts them."""
+        if self._tier == "2":
+            return []
+        ours = self.forks.pids | self._helpers
+        return [pid for pid in procfs.children(self._pid) if pid not in ours]
+
+    def _reap(self) -> None:
+        """Reap the dead, and charge them to the run of their user."""
+        while True:
+            try:
+                state = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if state is None:
+                return
+            _, _, usage = os.wait4(state.si_pid, 0)
+            for run in (*self._runs.values(), *self._cleaning.values()):
+                if run.slot.own_user and run.slot.uid == state.si_uid:
+                    run.strays_cpu_s += usage.ru_utime + usage.ru_stime
+
+    def _num_others_of_user(self) -> int:
+        """Processes that the kernel counts with a program's own: at tier 0 those of the gateway's user.
+
+        Without a limit in the kernel a fork bomb doubles in less time than passes between two looks.
+        """
+        if self._tier != "0":
+            return 0
+        now = time.monotonic()
+        if now >= self._count_again:
+            self._user_tasks = procfs.num_tasks_of(os.getuid())
+            self._count_again = now + _COUNT_USER_EVERY_S
+        return self._user_tasks
 
 
 def _empty_input() -> int:
@@ -503,18 +473,10 @@ def _no_pipe() -> tuple[int, int]:
     return ours.detach(), theirs.detach()
 
 
-def become_supervisor() -> None:
-    """Process attributes: adopt orphans, survive a terminal's Ctrl-C until the gateway ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 # --- The entry: finds the strongest tier that works here, reports the tier, serves.
 #
 # ``argv[1]`` is a JSON object: channel, tiers (strongest first), base_dir, uids (of programs, then of live processes; tiers 2
-# and 1), marks (as many), num_slots, num_live, packages, profiles, fork_server_runs, links (of a shell), memory_cgroup. The
+# and 1), marks (as many), num_slots, num_live, packages, profiles, links (of a shell), memory_cgroup. The
 # first frame to the gateway is ``hello`` with the tier, or ``refused`` with the failure of each tier.
 
 
@@ -567,8 +529,8 @@ def _try_tier(
         return f"tier {tier}: no directory can be made for user {uids[0]}: {error}"
     for name in ("root", "packages"):
         os.makedirs(os.path.join(base_dir, name), mode=0o755, exist_ok=True)
-    fork_settings = {"packages": settings["packages"], "link_dir": os.path.join(base_dir, "packages"),
-              "runs": settings["fork_server_runs"], "links": settings["links"]}  # fmt: skip
+    link_dir = os.path.join(base_dir, "packages")
+    fork_settings = {"packages": settings["packages"], "link_dir": link_dir, "links": settings["links"]}
     try:
         supervisor = Supervisor(gateway, tier, slots, settings["num_slots"], fork_settings, memory)
         head, blobs = supervisor.run_alone(_PROBE, _PROBE_LIMITS)
@@ -607,7 +569,10 @@ def _not_confined(tier: str, seen: dict[str, Any], uids: list[int]) -> str:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     gateway = socket.socket(fileno=settings["channel"])
-    become_supervisor()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):  # adopt orphans
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the gateway
     reasons: list[str] = []
     num_all = settings["num_slots"] + settings["num_live"]
     granted = memcg.grant(num_all) if settings["memory_cgroup"] else "it is switched off"
@@ -616,7 +581,8 @@ def main() -> None:
         outcome = _try_tier(gateway, tier, settings, memory)
         if not isinstance(outcome, str):
             supervisor, refused = outcome
-            supervisor.start_profiles(settings["profiles"])
+            for profile in settings["profiles"]:  # now rather than at the first run that asks for them
+                supervisor.forks.get(profile)
             facts = {
                 "refused": refused,
                 "seccomp": seccomp.is_supported(),

@@ -25,12 +25,10 @@ _PREFIX = struct.Struct("!II")
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: ``json.dumps`` makes another at each call
 
 
-def _dumps(head: dict[str, Any]) -> bytes:
-    return _encode(head).encode()
-
-
 def encode(
-    head: dict[str, Any], blobs: Sequence[bytes] = (), dumps: Callable[[dict[str, Any]], bytes] = _dumps
+    head: dict[str, Any],
+    blobs: Sequence[bytes] = (),
+    dumps: Callable[[dict[str, Any]], bytes] = lambda head: _encode(head).encode(),
 ) -> bytes:
     """Encode a frame. ``dumps``: a faster JSON writer, at the end that has one."""
     head["blobs"] = [len(blob) for blob in blobs]

@@ -1,9 +1,21 @@
-"""Bad inputs by table row; ``ALL`` in the order of the rows."""
+"""Bad inputs: rows of the table of bad inputs, most in several forms, with the verdicts that are right for each."""
 
 from __future__ import annotations
 
-from tests.integration.envgateway.cases import exchange, isolation, judging, native, processes, resources, sharing
+from tests.integration.envgateway.cases import (
+    containment,
+    exchange,
+    isolation,
+    judging,
+    native,
+    processes,
+    resources,
+    sharing,
+)
 from tests.integration.envgateway.cases.model import Bad
 
-_TABLES = (processes, resources, isolation, judging, native, exchange, sharing)
-ALL: list[Bad] = sorted((case for table in _TABLES for case in table.CASES), key=lambda case: case.number)
+TABLES: dict[str, list[Bad]] = {
+    table.__name__.rpartition(".")[2]: table.CASES
+    for table in (processes, resources, isolation, judging, native, containment, exchange, sharing)
+}
+ALL: list[Bad] = sorted((case for table in TABLES.values() for case in table), key=lambda case: case.number)

@@ -172,6 +172,18 @@ import time
 time.sleep(.3)
 print("kept")
 """
+_BESIDE = """
+import os, time
+for where in ("..", "../x", "."):
+    try:
+        os.makedirs(where, exist_ok=True)
+        for i in range(20):
+            open(f"{where}/f{i}", "wb").write(b"x" * (1 << 19))
+    except OSError as error:
+        pass
+time.sleep(.5)
+print(sum(os.path.getsize(os.path.join(d, f)) for d, _, fs in os.walk("..") for f in fs) > 4 << 20)
+"""
 _GATEWAY = """
 import ctypes, fcntl, os, resource, signal, socket, struct
 libc = ctypes.CDLL(None, use_errno=True)
@@ -301,6 +313,7 @@ CASES: list[Bad] = [
     bad(56, "sockets", _BUFFERS.replace("SOCKETS", "True"), ML, RE, OK,
         check=lambda result: first(result).peak_memory_bytes <= 192 << 20, wall_s=20.0),
     bad(57, "beside-the-work-dir", _DISK, RE, OK, WA, check=lambda result: True),
+    bad(57, "files-beside-count", _BESIDE, RE, OK, check=lambda result: "True" not in first(result).stdout),
     bad(58, "the-gateway", _GATEWAY, OK, check=lambda result: "DONE []" in first(result).stdout, wall_s=20.0),
     bad(59, "watches", _WATCHES, OK, check=lambda result: first(result).stdout == "[] 7\n"),
     bad(59, "locks", _LOCKS, OK, check=lambda result: first(result).stdout.startswith("[] [(7,)]")),

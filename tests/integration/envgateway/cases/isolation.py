@@ -64,10 +64,35 @@ for fd in range(256):
     except OSError: pass
 """
 
+_TO_OTHERS = """
+import asyncio, socket
+done = []
+for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK):
+    for to in ("\\0rollmill-JUDGE_PID", CANARY_FILE + "-socket"):
+        try:
+            one, other = socket.socketpair(socket.AF_UNIX, kind)
+            one.sendto(b"x", to)
+            done.append((kind, to))
+        except OSError:
+            pass
+        try:
+            one.sendmsg([b"x"], [], 0, to)
+            done.append((kind, to))
+        except (OSError, NameError):
+            pass
+asyncio.run(asyncio.sleep(0))
+for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+    one, other = socket.socketpair(socket.AF_UNIX, kind)
+    one.send(b"x")
+    assert other.recv(9) == b"x"
+print(done)
+"""
+
 CASES: list[Bad] = [
     bad(14, "reads-others-files", _READ, OK, expected=_READ_EXPECTED),
     bad(14, "prints-all-it-finds", _EVERYTHING, OK),
     bad(15, "connects", _TCP, OK, expected=_TCP_EXPECTED),
     bad(16, "datagrams-and-raw-sockets", _UDP, OK, expected=_UDP_EXPECTED),
+    bad(16, "datagrams-to-sockets-of-the-machine", _TO_OTHERS, OK, expected="[]"),
     bad(17, "serves", _BIND, OK, expected=_BIND_EXPECTED),
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,25 +67,38 @@ class World:
 
 @contextmanager
 def open_world() -> Iterator[World]:
-    """Two open ports, a readable secret in a file, the same in our environment; the file must survive."""
+    """Sockets, a readable secret in a file, the same in our environment; the file must survive, and no socket be reached."""
     # not below a test's own directory, which is closed: only the sandbox may keep programs from this file
     canary_file = Path(f"/var/tmp/rollmill-{os.getpid()}-canary")
     canary_file.write_text(CANARY)
     canary_file.chmod(0o644)
     os.environ["CANARY"] = CANARY
     try:
-        with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as tcp,
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as abstract,
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as named,
+        ):
             udp.bind(("127.0.0.1", 0))
+            abstract.bind(f"\0rollmill-{os.getpid()}")
+            named.bind(f"{canary_file}-socket")
+            os.chmod(f"{canary_file}-socket", 0o777)
             yield World(
                 judge_pid=os.getpid(),
                 tcp_port=tcp.getsockname()[1],
                 udp_port=udp.getsockname()[1],
                 canary_file=canary_file,
             )
+            for reached in (udp, abstract, named):
+                reached.setblocking(False)
+                with suppress(BlockingIOError):
+                    raise AssertionError(f"a program has sent {reached.recv(99)!r}")
         assert canary_file.read_text() == CANARY
     finally:
         del os.environ["CANARY"]
-        canary_file.unlink()
+        for path in canary_file.parent.glob(f"{canary_file.name}*"):
+            path.unlink()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,7 @@ attempt("cpu", lambda: resource.setrlimit(resource.RLIMIT_CPU, (-1, -1)))
 attempt("nproc", lambda: resource.setrlimit(resource.RLIMIT_NPROC, (-1, -1)))
 attempt("nice", lambda: os.setpriority(os.PRIO_PROCESS, 0, -5))
 attempt("realtime", lambda: os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1)))
+attempt("uid", lambda: os.setuid(0) if os.getuid() else (_ for _ in ()).throw(OSError()))
 """
 _BURN = """
 import os, threading, time
@@ -137,7 +138,7 @@ for _ in range(20):
     bad(28, "big-sort", "import itertools\nx = [(i * 7919) % 1000003 for i in range(1000)]\n"
         "any(sorted(x, key=lambda v: sorted(x)) == 1 for _ in itertools.repeat(0, 100))", TL, wall_s=0.5),
     bad(29, "raises-its-limits", _ATTEMPTS, OK,
-        expected="".join(f"{n} refused\n" for n in ("files", "fsize", "cpu", "nproc", "nice", "realtime"))),
+        expected="".join(f"{n} refused\n" for n in ("files", "fsize", "cpu", "nproc", "nice", "realtime", "uid"))),
     _exit("import sys; sys.exit()", 0),
     _exit("exit(0)", 0),
     _exit("quit(3)", 3),

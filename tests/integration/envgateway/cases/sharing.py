@@ -96,6 +96,48 @@ _LEFT = {
 }  # fmt: skip
 
 
+# what one program does, and how the next would see it
+_CHANNELS = {
+    "file-beside": ("open('../leak', 'w').write('7')", "open('../leak').read() == '7'"),
+    "file-beside-in-a-folder": ("os.makedirs('../a/b'); open('../a/b/c', 'w').write('7')", "os.path.exists('../a/b/c')"),
+    "other-work-dir": ("os.rename('../work', '../old'); os.mkdir('../work')", "os.path.exists('../old')"),
+    "in-the-way": ("[os.makedirs(f'../.old-{i}/x') for i in range(9)]", "len(os.listdir('..')) > 1"),
+    "times": ("os.utime('.', (7, 7))", "os.stat('.').st_mtime == 7"),
+    "mode": ("fd = os.open('.', 0); os.fchmod(fd, 0o1707)", "os.stat('.').st_mode & 0o7777 == 0o1707"),
+    "attribute": ("os.setxattr(os.open('.', 0), 'user.x', b'7')", "os.getxattr('.', 'user.x') == b'7'"),
+    "attribute-above": ("os.setxattr(os.open('..', 0), 'user.x', b'7')", "os.getxattr('..', 'user.x') == b'7'"),
+    "mode-above": ("os.fchmod(os.open('..', 0), 0o777)", "os.stat('..').st_mode & 0o777 == 0o777"),
+    "tmp": ("open('/tmp/rollmill-leak', 'w').write('7')", "os.path.exists('/tmp/rollmill-leak')"),
+    "var-tmp": ("open('/var/tmp/rollmill-leak', 'w').write('7')", "os.path.exists('/var/tmp/rollmill-leak')"),
+    "shared-memory": ("open('/dev/shm/rollmill-leak', 'w').write('7')", "os.path.exists('/dev/shm/rollmill-leak')"),
+    "system-v": ("assert libc.shmget(7777, 4096, 0o1666) >= 0", "libc.shmget(7777, 4096, 0) >= 0"),
+    "signal-of-stdin": ("fcntl.fcntl(0, 10, 42)", "fcntl.fcntl(0, 11) == 42"),
+    "owner-of-stdin": ("fcntl.fcntl(0, 8, os.getpid())", "fcntl.fcntl(0, 9) != 0"),
+    "flags-of-stdin": ("fcntl.fcntl(0, 4, 0o6000)", "fcntl.fcntl(0, 3) & 0o6000 != 0"),
+    "signal-of-the-fork-servers": ("[fcntl.fcntl(fd, 10, 42) for fd in (3, 7)]", "fcntl.fcntl(3, 11) == 42"),
+    "flags-of-the-fork-servers": ("[fcntl.fcntl(fd, 4, 0o4000) for fd in (3, 7)]", "fcntl.fcntl(7, 3) & 0o4000 != 0"),
+    "place-in-the-fork-servers": ("[os.lseek(fd, 7, 0) for fd in (3, 7)]", "os.lseek(3, 0, 1) == 7"),
+    "times-of-a-device": ("os.utime('/dev/full')", "os.stat('/dev/full').st_mtime > time.time() - 1"),
+    "flags-above": (
+        "fcntl.ioctl(os.open('..', 0), 0x40086602, struct.pack('q', 0xC0))",
+        "fcntl.ioctl(os.open('..', 0), 0x80086601, bytes(8))[0] & 0xC0 != 0",
+    ),
+    "access-list-above": (
+        "fd = os.open('..', 0); os.setxattr(fd, 'system.posix_acl_default', bytes.fromhex("
+        "'0200000001000700ffffffff020007003930000004000500ffffffff10000700ffffffff20000100ffffffff'))",
+        "os.getxattr('..', 'system.posix_acl_default') != b''",
+    ),
+    "semaphores": ("assert libc.semget(7777, 1, 0o1666) >= 0", "libc.semget(7777, 1, 0) >= 0"),
+}  # fmt: skip
+
+
+def _channel(name: str, write: str, read: str) -> Bad:
+    head = "import ctypes, fcntl, os, struct, time\nlibc = ctypes.CDLL(None)\nis_first = input() == '0'\n"
+    code = f"{head}try:\n    if is_first:\n        {write}\n    else: print({read})\nexcept (OSError, AssertionError): print(False)\n"
+    cases = (StdinCase(stdin="0"), StdinCase(stdin="1", expected="False"))
+    return bad(68, f"message-by-{name}", code, OK, tests=StdinTests(cases=cases), wall_s=3.0)
+
+
 def _leaving(look: str, leave: str) -> str:
     return f"input()\n{look}\nprint(found or 'nothing')\n{leave}\n"
 
@@ -120,6 +162,7 @@ CASES: list[Bad] = [
     ),
     *(bad(67, name, code, OK, RE, tests=_FIRST, check=_alike) for name, code in _KEPT.items()),
     *(bad(68, name, _leaving(*parts), OK, tests=_NOTHING, check=_verdicts(OK, OK, OK)) for name, parts in _LEFT.items()),
+    *(_channel(name, *parts) for name, parts in _CHANNELS.items()),
     _ended("exits", "os._exit(0)", [WA]),
     _ended("exits-with-1", "sys.exit(1)", [RE]),
     _ended("aborts", "os.abort()", [RE]),

@@ -39,7 +39,7 @@ class Programs:
         self.ended: list[str] = []
         self.release = asyncio.Event()
 
-    async def __call__(self, job: Job, lane: Lane) -> JobResult:
+    async def __call__(self, job: Job, lane: Lane, wait_s: float | None) -> JobResult:
         self.started.append(job.code)
         words = job.code.split()
         try:

@@ -71,7 +71,7 @@ class Poison:
         self.beside: list[list[str]] = []
         self.running: list[str] = []
 
-    async def __call__(self, job: Job, lane: Lane) -> JobResult:
+    async def __call__(self, job: Job, lane: Lane, wait_s: float | None) -> JobResult:
         self.running.append(job.code)
         try:
             if job.code == "poison":
@@ -82,7 +82,7 @@ class Poison:
                 self._farm.add_worker(self)
                 self._farm.kill(dead)
                 await asyncio.sleep(30)
-            return await self._farm.programs(job, lane)
+            return await self._farm.programs(job, lane, wait_s)
         finally:
             self.running.remove(job.code)
 
@@ -136,15 +136,26 @@ async def test_a_stopping_worker_gives_back_jobs_that_it_cannot_end(farm: Farm) 
 
 
 @pytest.mark.slow
-async def test_a_redis_that_is_killed_and_comes_back_empty_loses_no_job(farm: Farm) -> None:
+@pytest.mark.parametrize("keeps_data", [False, True])
+async def test_a_redis_that_is_killed_and_comes_back_loses_no_job_and_doubles_no_answer(
+    farm: Farm, keeps_data: bool
+) -> None:
+    """Empty, or with its data of a moment ago; with the data alone comes what a worker held that died meanwhile."""
+    if keeps_data:
+        farm.server.keeps_data = True
+        await asyncio.to_thread(farm.server.kill)
+        await asyncio.to_thread(farm.server.start)
     farm.add_worker()
     farm.add_worker()
     codes = [f"sleep 0.05 {n}" for n in range(120)]
     jobs = [asyncio.create_task(farm.execute(code)) for code in codes]
-    for _ in range(2):
+    for attempt in range(2):
         done = len(farm.programs.ended)
         await until(lambda done=done: len(farm.programs.ended) > done + 5, "some are done")
         await asyncio.to_thread(farm.server.kill)
+        if attempt:
+            farm.kill(farm.workers[0])
+            farm.add_worker()
         await asyncio.sleep(0.3)
         await asyncio.to_thread(farm.server.start)
     async with asyncio.timeout(60):

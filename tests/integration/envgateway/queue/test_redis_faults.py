@@ -151,7 +151,7 @@ class Sick:
     def __init__(self) -> None:
         self.spoiled = 0
 
-    async def __call__(self, job: Job, lane: Lane) -> JobResult:
+    async def __call__(self, job: Job, lane: Lane, wait_s: float | None) -> JobResult:
         self.spoiled += 1
         return ExecutionResult(status=RunStatus.INFRA_ERROR, detail="no sandbox")
 
