@@ -149,7 +149,7 @@ async def test_an_infrastructure_failure_is_played_again(error: Exception) -> No
     await player.wait_until_idle()
     assert len(records.trajectories) == 1
     assert workflow.num_runs == 3
-    assert player.num_retries == 2
+    assert player.counters.retries == 2
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ async def slow_player(gateway: FakeGateway, before: Behaviour | None = None, **e
     records = Records()
     player = RolloutPlayer(
         workflows=dict.fromkeys(Purpose, Told(SingleTurnSettings(), before)), policies={"model0": policy},
-        gateway=gateway, sink=records, replica_id="a", num_slots=1, infra_retries=2, timed=False,
+        gateway=gateway, sink=records, replica_id="a", num_slots=1, infra_retries=2,
     )  # fmt: skip
     return player, records, policy
 
