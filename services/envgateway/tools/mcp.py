@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from services.common.config.envgateway import MCP, McpServerConfig, ToolConfig, split_name
+from services.common.config.envgateway import MCP, McpServerConfig, split_name
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
 from services.common.installing import install
 from services.common.text.tools import ArgumentSchema, ToolStatus
-from services.common.tools import ToolResult
+from services.common.tools import OfferedTool, ToolResult
 from services.envgateway.calls import take_place
-from services.envgateway.tools.tools import RegisteredTool, StateLostError
+from services.envgateway.tools.tools import StateLostError
 
 if TYPE_CHECKING:
     from services.envgateway.tools.mcp_client import Connection
@@ -276,7 +276,7 @@ class McpTool:
 
 async def open_tools(
     servers: Mapping[str, McpServer], names: Sequence[str], max_chars: int | None
-) -> tuple[list[RegisteredTool], list[McpSession]]:
+) -> tuple[list[OfferedTool], list[McpSession]]:
     """The tools that a trajectory asks for by names that begin with ``MCP``, and their sessions, which the caller closes.
 
     Raises:
@@ -284,7 +284,7 @@ async def open_tools(
         InfrastructureError, CapacityError: of ``McpSession.connected``.
     """
     sessions: dict[str, McpSession] = {}
-    tools: dict[str, RegisteredTool] = {}
+    tools: dict[str, OfferedTool] = {}
     try:
         for name in names:
             server_name, tool_name = split_name(name)
@@ -302,11 +302,11 @@ async def open_tools(
                         f"{name}: there are two tools named {offer.name!r}: name single tools ({MCP}SERVER/TOOL), or write "
                         f"{server.where}.prefix"
                     )
-                tools[offer.name] = RegisteredTool(
+                tools[offer.name] = OfferedTool(
                     tool=McpTool(sessions[server_name], offer, most),
                     schema=offer.schema,
                     timeout_s=None,  # the session's own
-                    config=ToolConfig(max_chars=most),
+                    max_chars=most,
                     running=server.running,
                 )
     except BaseException:

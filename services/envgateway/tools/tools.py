@@ -8,17 +8,15 @@ gateway taken is ``CapacityError``: the call did not happen.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from services.common.config.envgateway import EnvGatewayConfig, LiveConfig, ToolConfig
+from services.common.config.envgateway import EnvGatewayConfig, LiveConfig
 from services.common.dataset_rows import BuiltInTool
 from services.common.errors import InfrastructureError
 from services.common.telemetry.metrics import Lane
 from services.common.text.tools import ToolStatus, shown_output, status_of_program
-from services.common.tools import AnyTool, JupyterDescription, OfferedTool, ToolResult
+from services.common.tools import JupyterDescription, ToolResult
 from services.envgateway.queue.local import JobQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.lease import why_unusable
@@ -30,14 +28,6 @@ from services.envgateway.sandbox.records import ExecutionLimits, ExecutionReques
 
 class StateLostError(InfrastructureError):
     """The machinery has lost a trajectory's tool state: a repeated call does not restore the state."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegisteredTool(OfferedTool):
-    """A tool with its limits."""
-
-    config: ToolConfig
-    running: asyncio.Semaphore
 
 
 # --- ``python`` and ``python_code_with_standard_io``: one program a call, without kept state.
@@ -177,21 +167,11 @@ def _shown(result: CellResult, status: ToolStatus, lost: str) -> str:
     return f"(a fresh process, without what earlier cells defined: {lost})\n{text}" if lost else text
 
 
-_WITH_INPUT = {BuiltInTool.PYTHON.value: False, BuiltInTool.PYTHON_WITH_INPUT.value: True}
-
-
-def built_in_tools(config: EnvGatewayConfig, queue: JobQueue, live: LiveSlots) -> list[AnyTool]:
+def built_in_tools(config: EnvGatewayConfig, queue: JobQueue, live: LiveSlots) -> list[Any]:
     """Built-in tools with time-outs from the sandbox's limits."""
-    limits = config.tools.limits
-    tools: list[AnyTool] = [
-        PythonTool(
-            queue,
-            name,
-            takes_input=takes_input,
-            wall_s=limits.get(name, ToolConfig()).timeout_s or config.sandbox.wall_time_s,
-        )
-        for name, takes_input in _WITH_INPUT.items()
+    with_input = {BuiltInTool.PYTHON.value: False, BuiltInTool.PYTHON_WITH_INPUT.value: True}
+    wall_s = config.sandbox.wall_time_s
+    return [
+        *(PythonTool(queue, name, takes_input=takes, wall_s=wall_s) for name, takes in with_input.items()),
+        JupyterTool(live, config.tools.jupyter, config.sandbox.num_slots),
     ]
-    cell_time_s = limits.get(JupyterTool.name, ToolConfig()).timeout_s or config.tools.jupyter.cell_time_s
-    jupyter = config.tools.jupyter.model_copy(update={"cell_time_s": cell_time_s})
-    return [*tools, JupyterTool(live, jupyter, config.sandbox.num_slots)]

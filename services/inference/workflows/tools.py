@@ -25,7 +25,6 @@ from services.common.system.threads import DaemonThreads
 from services.common.telemetry.metrics import RolloutKey
 from services.common.text.tools import (
     STATUS_METRIC,
-    ArgumentSchema,
     MalformedCall,
     cut_text,
     find_call,
@@ -33,7 +32,6 @@ from services.common.text.tools import (
     status_of_program,
 )
 from services.common.tools import (
-    DEFAULT_TIMEOUT_S,
     JupyterDescription,
     OfferedTool,
     ToolResult,
@@ -194,14 +192,7 @@ def build_tools(names: Sequence[str]) -> list[OfferedTool]:
             )
     tools = load_tools([TOOLS.get(name, name) for name in names], _WHERE, in_replica=True)
     check_names([(tool.name, tool) for tool in tools], _WHERE)
-    return [
-        OfferedTool(
-            tool=tool,
-            schema=ArgumentSchema(tool.parameters),
-            timeout_s=getattr(tool, "timeout_s", DEFAULT_TIMEOUT_S),
-        )
-        for tool in tools
-    ]
+    return [OfferedTool.of(tool) for tool in tools]
 
 
 def execution_result(execution: Execution) -> ToolResult:
