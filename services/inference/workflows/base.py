@@ -506,18 +506,13 @@ def entry_point_of(tests: Mapping[str, Any]) -> str | None:
     return calls[-1] if calls and calls[-1] != "candidate" else None
 
 
-def asking_for_program(
-    messages: list[Message],
-    task: Task,
-    program_prompt: str = WRITE_PROGRAM,
-    function_prompt: str = WRITE_FUNCTION,
-) -> list[Message]:
+def asking_for_program(messages: list[Message], task: Task) -> list[Message]:
     """The conversation with its last turn inside the prompt; unchanged if the tests do not name an entry point."""
     tests = task.data.get("tests")
     entry_point = entry_point_of(tests if isinstance(tests, Mapping) else {})
     if entry_point is None:
         return messages
-    template = function_prompt if entry_point else program_prompt
+    template = WRITE_FUNCTION if entry_point else WRITE_PROGRAM
     problem = str(messages[-1]["content"])
     return with_last_text(messages, fill(template, problem=problem, entry_point=entry_point))
 
