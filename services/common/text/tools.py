@@ -24,15 +24,13 @@ from services.common.text.thoughts import END_OF_THOUGHT, THOUGHT
 
 _MAX_SHOWN_CHARS = 200
 _MAX_NAME_CHARS = 60
-_MAX_REASON_CHARS = 120
 
 
 class ArgumentSchema:
     """The schema of one tool's arguments, known to be valid."""
 
     def __init__(self, schema: Any, where: str = "parameters", *, is_closed: bool = True) -> None:
-        """``is_closed``: an argument that the schema does not name is wrong unless the schema says otherwise, a pattern must
-        be one of linear time, and each required argument must be described.
+        """``is_closed``: an argument that the schema does not name is wrong unless the schema says otherwise.
 
         Raises:
             ValueError: the schema is invalid; names the wrong part.
@@ -50,8 +48,6 @@ class ArgumentSchema:
         except RecursionError:
             raise ValueError(f"{where} is nested too deeply") from None
         self._check_references(schema, where)
-        if is_closed:
-            _check_closed(schema, where)
         # An empty registry, without a way to retrieve: a reference to an address would be fetched otherwise.
         self._validator = _validator_class(is_closed)(dict(schema), registry=Registry())
         try:
@@ -86,7 +82,7 @@ class ArgumentSchema:
         from referencing.jsonschema import DRAFT202012
 
         resolver = Registry().resolver_with_root(DRAFT202012.create_resource(schema))
-        for _, part in _parts(schema, where):
+        for part in _parts(schema):
             for reference in (part[key] for key in ("$ref", "$dynamicRef") if key in part):
                 if not isinstance(reference, str) or not reference.startswith("#"):
                     raise ValueError(
@@ -98,37 +94,21 @@ class ArgumentSchema:
                     raise ValueError(f"{where} refers to {reference}, which it does not have") from None
 
 
-def _parts(part: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """All objects in a schema, each with its place."""
+def _parts(part: Any) -> Iterator[Mapping[str, Any]]:
+    """All objects in a schema."""
     if isinstance(part, Mapping):
-        yield where, part
-        for key, value in part.items():
-            yield from _parts(value, where if key == "properties" else f"{where}.{key}")
-    elif isinstance(part, list):
-        for index, value in enumerate(part):
-            yield from _parts(value, f"{where}[{index}]")
-
-
-def _check_closed(schema: Mapping[str, Any], where: str) -> None:
-    for name in schema.get("required", ()):
-        if name not in schema.get("properties", {}):
-            raise ValueError(f"{where}.required names {name!r}, which is none of its properties")
-    for place, part in _parts(schema, where):
-        if isinstance(pattern := part.get("pattern"), str):
-            try:
-                _linear(pattern)
-            except SchemaError as error:
-                why = " ".join(str(error).split())[-_MAX_REASON_CHARS:]
-                raise ValueError(
-                    f"{place}.pattern {pattern!r} cannot be checked in linear time: write it without look-around, references "
-                    f"to groups and other features that Rust's regex lacks ({why})"
-                ) from None
+        yield part
+    for value in part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ():
+        yield from _parts(value)
 
 
 @functools.lru_cache(maxsize=1024)
-def _linear(pattern: str) -> SchemaValidator:
-    """Raises ``SchemaError`` for a pattern that the engine, whose time is linear in the text, does not take."""
-    return SchemaValidator(core_schema.str_schema(pattern=pattern))
+def _linear(pattern: str) -> SchemaValidator | None:
+    """The pattern in an engine whose time is linear in the text; None for one that the engine does not take."""
+    try:
+        return SchemaValidator(core_schema.str_schema(pattern=pattern))
+    except SchemaError:
+        return None
 
 
 @functools.lru_cache
@@ -153,11 +133,14 @@ def _validator_class(is_closed: bool) -> Any:
                 if name not in known:
                     yield ValidationError(f"unknown argument {name[:_MAX_NAME_CHARS]!r}; there is {there_is}")
 
-    def pattern(_: Any, wanted: str, instance: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
-        if isinstance(instance, str) and not _linear(wanted).isinstance_python(instance):
+    def pattern(validator: Any, wanted: str, instance: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
+        engine = _linear(wanted)
+        if engine is None:
+            yield from Draft202012Validator.VALIDATORS["pattern"](validator, wanted, instance, schema)
+        elif isinstance(instance, str) and not engine.isinstance_python(instance):
             yield ValidationError(f"{instance!r} does not match {wanted!r}")
 
-    keywords = {"required": required, **({"properties": properties, "pattern": pattern} if is_closed else {})}
+    keywords = {"required": required, "pattern": pattern, **({"properties": properties} if is_closed else {})}
     types = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
     return extend(Draft202012Validator, keywords, type_checker=types)
 

@@ -36,7 +36,6 @@ from services.inference.workflows.agents import (
     apart_message,
     assistant_message,
     plain_arguments,
-    tool_message,
     written_arguments,
 )
 
@@ -158,14 +157,12 @@ class Form(BaseModel):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ItemLimits:
-    """Bounds of what a request's items hold."""
+TOOL_RESULT_CHARS = 262_144  # of a tool's result; the policy reads the rest and a mark
 
-    tool_result_chars: int
 
-    def tool_result(self, text: str) -> str:
-        return cut_text(text, self.tool_result_chars)
+def tool_result(call_id: Any, text: str) -> Message:
+    """The message of a tool's result, which is cut."""
+    return {"role": "tool", "content": cut_text(text, TOOL_RESULT_CHARS), "tool_call_id": str(call_id or "")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +192,7 @@ class Dialect:
     only: Mapping[str, Any] = field(default_factory=dict)
     checks: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
     as_function: Callable[[Any], Any] = lambda tool: tool
-    read_items: Callable[[Sequence[Any], ItemLimits], list[Message]]
+    read_items: Callable[[Sequence[Any]], list[Message]]
     writer: Callable[..., Any]  # of an ``AnswerWriter``
     refusal: Callable[[Refusal], tuple[int, Json]]
     counts: str | None = None
@@ -342,7 +339,7 @@ class _PolicyTurn:
         return apart_message(self._said, self._thought, self._calls)
 
 
-def read_chat(messages: Sequence[Any], limits: ItemLimits) -> list[Message]:
+def read_chat(messages: Sequence[Any]) -> list[Message]:
     """Of chat completions."""
     plain: list[Message] = []
     for i, each in enumerate(messages):
@@ -351,7 +348,7 @@ def read_chat(messages: Sequence[Any], limits: ItemLimits) -> list[Message]:
         role = _role_of(message, where, ("system", "user", "assistant", "tool"))
         content = text_of(message.get("content"), f"{where}.content")
         if role == "tool":
-            plain.append(tool_message(str(message.get("tool_call_id", "")), limits.tool_result(content)))
+            plain.append(tool_result(message.get("tool_call_id"), content))
         elif role == "assistant":
             made = message.get("tool_calls") or []
             if not isinstance(made, list):
@@ -370,12 +367,15 @@ def read_chat(messages: Sequence[Any], limits: ItemLimits) -> list[Message]:
 _RESPONSE_TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text")
 
 
-def read_input(items: Sequence[Any], limits: ItemLimits) -> list[Message]:
+def read_input(items: Sequence[Any]) -> list[Message]:
     """Of Responses: the items of one turn of the policy (a reasoning, a message, calls) are one message here."""
     messages: list[Message] = []
     turn: _PolicyTurn | None = None
     for i, item in enumerate(items):
-        read = _read_item({"role": "user", "content": item} if isinstance(item, str) else item, f"input[{i}]", limits)
+        read = _read_item(
+            {"role": "user", "content": item} if isinstance(item, str) else item,
+            f"input[{i}]",
+        )
         if isinstance(read, tuple):
             turn = turn or _PolicyTurn()
             turn.add(*read)
@@ -387,7 +387,7 @@ def read_input(items: Sequence[Any], limits: ItemLimits) -> list[Message]:
     return messages if turn is None else [*messages, turn.message()]
 
 
-def _read_item(item: Any, where: str, limits: ItemLimits) -> Json | tuple[str, Any]:
+def _read_item(item: Any, where: str) -> Json | tuple[str, Any]:
     """A message that is no turn of the policy, or a part of such a turn."""
     item = object_at(item, where)
     kind = item.get("type", "message")
@@ -401,12 +401,11 @@ def _read_item(item: Any, where: str, limits: ItemLimits) -> Json | tuple[str, A
     if kind == "function_call":
         return "call", _call_in(item, item.get("call_id"), where)
     if kind == "function_call_output":
-        output = limits.tool_result(text_of(item.get("output"), f"{where}.output", _RESPONSE_TEXTS))
-        return tool_message(str(item.get("call_id", "")), output)
+        return tool_result(item.get("call_id"), text_of(item.get("output"), f"{where}.output", _RESPONSE_TEXTS))
     raise _no_text(where, kind, ("message", "reasoning", "function_call", "function_call_output"))
 
 
-def read_messages(messages: Sequence[Any], limits: ItemLimits) -> list[Message]:
+def read_messages(messages: Sequence[Any]) -> list[Message]:
     """Of Messages."""
     plain: list[Message] = []
     for i, each in enumerate(messages):
@@ -426,7 +425,10 @@ def read_messages(messages: Sequence[Any], limits: ItemLimits) -> list[Message]:
                     turn.add(*_read_block(block, at))
             plain.append(turn.message())
         else:
-            plain += _read_user(role, placed, limits)
+            plain += _read_user(
+                role,
+                placed,
+            )
     return plain
 
 
@@ -444,14 +446,14 @@ def _read_block(block: Mapping[str, Any], where: str) -> tuple[str, Any]:
     raise _no_text(where, kind, ("text", "thinking", "tool_use"))
 
 
-def _read_user(role: str, blocks: Sequence[tuple[Mapping[str, Any], str]], limits: ItemLimits) -> list[Message]:
+def _read_user(role: str, blocks: Sequence[tuple[Mapping[str, Any], str]]) -> list[Message]:
     """The results of tools are messages of their own, and the texts between them one each."""
     plain: list[Json] = []
     for block, where in blocks:
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
             result = text_of(block.get("content"), f"{where}.content", between="\n")
-            plain.append(tool_message(str(block.get("tool_use_id", "")), limits.tool_result(result)))
+            plain.append(tool_result(block.get("tool_use_id"), result))
         elif kind != "text":
             raise _no_text(where, kind, ("text", "tool_result"))
         elif plain and plain[-1]["role"] == role:

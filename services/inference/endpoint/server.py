@@ -49,7 +49,7 @@ from services.common.system.surroundings import reach_directly
 from services.common.text.chat import Message
 from services.common.text.tools import OPEN
 from services.inference.endpoint.dialects import CHAT, DIALECTS, MESSAGES, RESPONSES, AnswerWriter
-from services.inference.endpoint.forms import Dialect, Form, ItemLimits, Refusal, UnknownSessionError, known
+from services.inference.endpoint.forms import Dialect, Form, Refusal, UnknownSessionError, known
 from services.inference.workflows.agents import (
     DEFAULT_MODEL,
     CapturedSession,
@@ -69,7 +69,6 @@ SESSION_HEADERS = (SESSION_HEADER, "X-Session-ID")
 KEY_HEADERS = ("X-Api-Key", "Authorization")
 CA_VARIABLE = "SSL_CERT_FILE"  # trusted authorities; read by OpenSSL and httpx, and so by the client `openai`
 BODY_BYTES = 16 << 20  # of the largest request
-TOOL_RESULT_CHARS = 262_144  # of a tool's result; the policy reads the rest and a mark
 _BETWEEN = "~"  # a character that no token and no session has
 _BEARER = "Bearer "
 
@@ -204,10 +203,9 @@ class _Continued:
 class ServedSession:
     """A captured session with its running requests and its answers."""
 
-    def __init__(self, captured: CapturedSession, limits: ItemLimits) -> None:
+    def __init__(self, captured: CapturedSession) -> None:
         self.captured = captured
         self.running: set[asyncio.Task[Any]] = set()
-        self._limits = limits
         self._answered: dict[str, _Continued] = {}
         self._stored: dict[str, dict[str, Any]] = {}  # bodies of answers by id
 
@@ -216,7 +214,7 @@ class ServedSession:
         form = dialect.form_of(given)
         turn = form.turn(self._policy_of(form.model))
         preface = tuple(form.preface())
-        new = dialect.read_items(items, self._limits)
+        new = dialect.read_items(items)
 
         def locate() -> Located:
             return self.captured.locate(turn, [*preface, *self._messages_before(form.previous), *new])
@@ -386,7 +384,6 @@ class EndpointServer:
         """``setting`` is the port's path in the recipe."""
         assert config.port is not None
         self._host = host
-        self._limits = ItemLimits(tool_result_chars=TOOL_RESULT_CHARS)
         self._sessions: dict[str, ServedSession] = {}
         application = web.Application(client_max_size=BODY_BYTES, middlewares=[_refusing])
         application.add_routes(self._routes())
@@ -427,7 +424,7 @@ class EndpointServer:
     def opened(self, session: CapturedSession) -> Iterator[str]:
         """Serve a session under the id that this context yields; its end cancels the session's requests."""
         session_id = secrets.token_urlsafe(24)
-        served = self._sessions[session_id] = ServedSession(session, self._limits)
+        served = self._sessions[session_id] = ServedSession(session)
         try:
             yield session_id if self._agent is None else with_token(session_id, self._agent)
         finally:

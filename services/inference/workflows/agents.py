@@ -96,10 +96,6 @@ def apart_message(said: str, thought: str | None, calls: Sequence[Call] = ()) ->
     return {**assistant_message(content, calls), "said": said, **({} if thought is None else {"thought": thought})}
 
 
-def tool_message(call_id: str, content: str) -> dict[str, Any]:
-    return {"role": "tool", "content": content, "tool_call_id": call_id}
-
-
 def written_arguments(arguments: Any) -> str:
     """JSON as text, without spaces; its integers have any size, unlike orjson's."""
     return json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))

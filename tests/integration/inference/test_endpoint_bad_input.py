@@ -14,6 +14,7 @@ import pytest
 
 from services.common.config.processes import EndpointConfig
 from services.common.records import Sampling
+from services.inference.endpoint import forms
 from services.inference.endpoint import server as endpoint_server
 from services.inference.endpoint.server import EndpointServer
 from tests.integration.inference.endpoint_peers import mismatches, serving, session_of, torch_policy
@@ -175,7 +176,7 @@ def tool(dialect: str) -> dict[str, Any]:
 async def test_a_result_of_ten_megabytes_is_cut_at_the_documented_bound(
     dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_server, "TOOL_RESULT_CHARS", 512)
+    monkeypatch.setattr(forms, "TOOL_RESULT_CHARS", 512)
     server = EndpointServer(EndpointConfig(port=0), "127.0.0.1", setting="x")
     await server.start()
     policy = await served_policy([CALL, "one", "two"])

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from services.common.errors import InvalidRequestError
 from services.inference.endpoint.dialects import split_growing
 from services.inference.endpoint.forms import (
-    ItemLimits,
     check_tools,
     function_tool,
     read_chat,
@@ -28,7 +27,6 @@ from services.inference.workflows.agents import (
     split_thought,
 )
 
-LIMITS = ItemLimits(tool_result_chars=1000)
 pieces = st.lists(st.sampled_from(["<think>", "</think>", "<", "thi", "a", " ", "\n", "b c"]), max_size=8).map("".join)
 
 
@@ -62,14 +60,13 @@ def test_an_answer_that_a_client_returns_is_the_answer_in_every_dialect(
         return [{"id": c.id, "function": {"name": c.name, "arguments": f" {c.arguments} "}} for c in made]
 
     returned = {
-        "chat": read_chat([{"role": "assistant", "content": f"{text} ", "tool_calls": functions()}], LIMITS),
+        "chat": read_chat([{"role": "assistant", "content": f"{text} ", "tool_calls": functions()}]),
         "responses": read_input(
             [
                 *([{"type": "reasoning", "content": [{"type": "reasoning_text", "text": thought}]}] if keeps and thought else []),
                 {"role": "assistant", "content": [{"type": "output_text", "text": said}]},
                 *({"type": "function_call", "call_id": c.id, "name": c.name, "arguments": c.arguments} for c in made),
             ],
-            LIMITS,
         ),
         "messages": read_messages(
             [
@@ -82,7 +79,6 @@ def test_an_answer_that_a_client_returns_is_the_answer_in_every_dialect(
                     ],
                 }
             ],
-            LIMITS,
         ),
     }  # fmt: skip
     for dialect, (theirs,) in returned.items():
@@ -106,7 +102,7 @@ def test_results_between_texts_keep_their_places() -> None:
         {"type": "text", "text": "a"},
         {"type": "text", "text": "b"},
     ]
-    read = read_messages([{"role": "user", "content": blocks}], LIMITS)
+    read = read_messages([{"role": "user", "content": blocks}])
     assert [(m["role"], m["content"]) for m in read] == [
         ("user", "before"), ("tool", "one"), ("tool", ""), ("user", "a\nb"),
     ]  # fmt: skip
@@ -136,7 +132,7 @@ def test_schemas_of_any_keyword_and_depth_up_to_a_bound_are_taken() -> None:
     with pytest.raises(ValueError, match="deep"):
         check_tools([function_tool("add", None, deep)])
     with pytest.raises(InvalidRequestError, match="messages\\[0\\]"):
-        read_messages([3], LIMITS)
+        read_messages([3])
 
 
 CALL = '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>'

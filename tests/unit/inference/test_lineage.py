@@ -9,7 +9,8 @@ import pytest
 
 from services.common.records import Origin
 from services.common.text.chat import Message
-from services.inference.workflows.agents import Answer, Call, TurnMark, lineage_of, tool_message
+from services.inference.endpoint.forms import tool_result
+from services.inference.workflows.agents import Answer, Call, TurnMark, lineage_of
 
 SYSTEM: Message = {"role": "system", "content": "You lead."}
 GO: Message = {"role": "user", "content": "Write the report."}
@@ -51,12 +52,12 @@ ALONE = [{"role": "user", "content": "Something else."}]
         ([*LEAD.messages[:3], *ALONE], [DONE, LEAD], Origin.BRANCH, LEAD),
         ([SYSTEM, {"role": "user", "content": f"So far: {SUMMARY} Go on."}], [DONE], Origin.COMPACTION, DONE),
         (
-            [SYSTEM, GO, says("I ask for help.", ask=BRIEF), tool_message("id-ask", "78")],
+            [SYSTEM, GO, says("I ask for help.", ask=BRIEF), tool_result("id-ask", "78")],
             [LEAD],
             Origin.COMPACTION,
             LEAD,
         ),
-        ([SYSTEM, GO, tool_message("id-ask", "78")], [LEAD], Origin.COMPACTION, LEAD),
+        ([SYSTEM, GO, tool_result("id-ask", "78")], [LEAD], Origin.COMPACTION, LEAD),
         ([{"role": "user", "content": f"Judge this: {SUMMARY}"}], [DONE], Origin.SUBAGENT, DONE),
         ([{"role": "user", "content": BRIEF}], [LEAD, DONE], Origin.SUBAGENT, LEAD),
         (ALONE, [LEAD], Origin.SUBAGENT, LEAD),
