@@ -268,6 +268,21 @@ def check_tool(tool: Any, where: str, *, in_replica: bool) -> None:
         check_call(function, f"{tool.name}.call", wanted, "arguments", keywords=extras)
 
 
+class PythonDescription:
+    """What policies are told of the tools that run one program a call."""
+
+    name = BuiltInTool.PYTHON_WITH_INPUT.value
+    description = (
+        "Execute Python code and return what it prints. The value of a trailing expression is printed as in a notebook."
+    )
+    properties: Mapping[str, Any] = {
+        "code": {"type": "string", "description": "The Python code to execute."},
+        "input": {"type": "string", "description": "What the code reads from standard input."},
+    }
+    parameters: Mapping[str, Any] = {"type": "object", "properties": properties, "required": list(properties)}
+    timeout_s = None  # the sandbox holds the program's
+
+
 class JupyterDescription:
     """What policies are told of ``jupyter_code``."""
 

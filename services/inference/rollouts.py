@@ -235,11 +235,6 @@ class RolloutPolicy:
     ``scene`` describes the rollout to scripts; only a policy with a script uses the scene.
     """
 
-    __slots__ = (
-        *("_account", "_clock", "_lane", "_num_requests", "_policy", "_record_kept"),
-        *("_request_prefix", "_scene", "_seed", "chat", "context_length", "name"),
-    )
-
     def __init__(
         self,
         policy: ServedPolicy,

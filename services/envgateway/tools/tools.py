@@ -16,7 +16,7 @@ from services.common.dataset_rows import BuiltInTool
 from services.common.errors import InfrastructureError
 from services.common.telemetry.metrics import Lane
 from services.common.text.tools import ToolStatus, shown_output, status_of_program
-from services.common.tools import JupyterDescription, ToolResult
+from services.common.tools import JupyterDescription, PythonDescription, ToolResult
 from services.envgateway.queue.local import JobQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.lease import why_unusable
@@ -37,22 +37,13 @@ _QUEUE_S = 30.0  # waiting for a slot, on top of a program's own time
 _LONGEST_S = 55.0
 
 
-class PythonTool:
+class PythonTool(PythonDescription):
     """Runs a program in the sandbox; the value of a trailing expression is printed, too."""
 
-    timeout_s = None  # the sandbox holds the program's
     concurrency = 1024  # the queue bounds running programs
 
-    def __init__(self, queue: JobQueue, name: str, *, takes_input: bool, wall_s: float) -> None:
+    def __init__(self, queue: JobQueue, wall_s: float) -> None:
         """``wall_s``: of one program, on the wall's clock; the sandbox may allow less."""
-        properties: dict[str, Any] = {"code": {"type": "string", "description": "The Python code to execute."}}
-        if takes_input:
-            properties["input"] = {"type": "string", "description": "What the code reads from standard input."}
-        self.name = name
-        self.description = "Execute Python code and return what it prints. The value of a trailing expression is printed as in a notebook."
-        self.parameters: Mapping[str, Any] = {
-            "type": "object", "properties": properties, "required": list(properties)
-        }  # fmt: skip
         self._queue = queue
         self._wall_s = wall_s
 
@@ -69,6 +60,15 @@ class PythonTool:
         stdout, stderr = (data.decode(errors="replace") for data in (result.stdout, result.stderr))
         text = shown_output(status, stdout, stderr, wall_s=result.wall_s, detail=result.detail)
         return ToolResult(status=status, text=text)
+
+
+class PythonWithoutInput(PythonTool):
+    name = BuiltInTool.PYTHON.value
+    parameters: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {"code": PythonDescription.properties["code"]},
+        "required": ["code"],
+    }
 
 
 _WHY = {
@@ -169,9 +169,9 @@ def _shown(result: CellResult, status: ToolStatus, lost: str) -> str:
 
 def built_in_tools(config: EnvGatewayConfig, queue: JobQueue, live: LiveSlots) -> list[Any]:
     """Built-in tools with time-outs from the sandbox's limits."""
-    with_input = {BuiltInTool.PYTHON.value: False, BuiltInTool.PYTHON_WITH_INPUT.value: True}
     wall_s = config.sandbox.wall_time_s
     return [
-        *(PythonTool(queue, name, takes_input=takes, wall_s=wall_s) for name, takes in with_input.items()),
+        PythonWithoutInput(queue, wall_s),
+        PythonTool(queue, wall_s),
         JupyterTool(live, config.tools.jupyter, config.sandbox.num_slots),
     ]

@@ -34,6 +34,7 @@ from services.common.text.tools import (
 from services.common.tools import (
     JupyterDescription,
     OfferedTool,
+    PythonDescription,
     ToolResult,
     ToolSession,
     load_tools,
@@ -126,23 +127,8 @@ async def opened(
         await at_servers.close()
 
 
-class PythonWithStandardIo:
+class PythonWithStandardIo(PythonDescription):
     """Runs a program with the given standard input; the value of a trailing expression is printed, too."""
-
-    name = "python_code_with_standard_io"
-    description = (
-        "Execute Python code with the given standard input and return what it prints. "
-        "The value of a trailing expression is printed as in a notebook."
-    )
-    parameters: Mapping[str, Any] = {
-        "type": "object",
-        "properties": {
-            "code": {"type": "string", "description": "The Python code to execute."},
-            "input": {"type": "string", "description": "What the code reads from standard input."},
-        },
-        "required": ["code", "input"],
-    }
-    timeout_s = None  # the gateway holds its time
 
     async def call(self, arguments: Mapping[str, Any], gateway: Gateway) -> ToolResult:
         stdin = str(arguments["input"]).encode("utf-8", errors="replace")
