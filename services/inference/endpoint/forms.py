@@ -6,7 +6,6 @@ by name, so that no run trains under settings that were not requested.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -72,43 +71,10 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[s
         if name in names:
             raise ValueError(f"two tools have the name {name!r}")
         names.add(name)
-        if (schema := function.get("parameters")) is not None and (wrong := _defect_of(schema)):
-            raise ValueError(f"the parameters of {name!r} are no JSON Schema of an object: {wrong}")
+        schema = function.get("parameters")
+        if schema is not None and not (isinstance(schema, Mapping) and schema.get("type") in (None, "object")):
+            raise ValueError(f"the parameters of {name!r} are no JSON Schema of an object: {str(schema)[:60]}")
     return tools
-
-
-def _defect_of(schema: Any) -> str:
-    if not isinstance(schema, Mapping):
-        return f"they are {type(schema).__name__}"
-    try:
-        return _defect(orjson.dumps(_without_nulls(schema), option=orjson.OPT_SORT_KEYS))
-    except (RecursionError, TypeError):  # the latter of orjson, also for an integer of more than 64 bits
-        return "they are nested too deeply, or have a number that is too large"
-
-
-def _without_nulls(value: Any) -> Any:
-    """A schema as agents mean it that write every field of their own classes."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-@functools.lru_cache(4096)  # agents send the same tools with every request
-def _defect(schema: bytes) -> str:
-    """Why no draft in use takes the schema; empty where one does."""
-    from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator, SchemaError
-
-    read, wrong = orjson.loads(schema), ""
-    if read.get("type", "object") != "object":
-        return f"type is {read['type']!r}"
-    for draft in (Draft202012Validator, Draft7Validator, Draft4Validator):
-        try:
-            draft.check_schema(read)
-        except SchemaError as error:
-            wrong = wrong or f"{error.json_path[1:].removeprefix('.')}: {error.message[:200]}"
-        else:
-            return ""
-    return wrong
 
 
 def _check_stops(stops: list[str]) -> list[str]:

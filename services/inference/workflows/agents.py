@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -159,15 +159,11 @@ def same_message(ours: Message, theirs: Message) -> bool:
     return bool(ours.get("said") == theirs["said"] and theirs.get("thought", thought) == thought)
 
 
-def same_messages(ours: Sequence[Message], theirs: Sequence[Message]) -> bool:
-    return len(ours) == len(theirs) and all(map(same_message, ours, theirs))
-
-
 # --- Finds where a new conversation of an agent comes from: which earlier conversation of its rollout, and how.
 
 
 QUOTED_CHARS = 12
-"""Shorter answers and arguments stand in other texts by chance."""
+"""Shorter answers stand in other texts by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,13 +190,11 @@ def lineage_of(messages: Sequence[Message], tools_key: bytes, threads: Sequence[
     if shared:
         parent, at = max(shared, key=lambda each: each[1].num_messages)
         return Lineage(origin=Origin.BRANCH, parent=parent, at=at)
-    texts = [str(message["content"]) for message in messages]
-    quoted = next((thread for thread in latest_first if _quotes(messages, texts, thread)), None)
-    if quoted is not None and any(_same_frame(messages, tools_key, thread) for thread in _with_ancestors(quoted)):
+    quoted = next((thread for thread in latest_first if _quotes(messages, thread)), None)
+    if quoted is not None and _frame_of(messages, tools_key) == _frame_of(quoted.messages, quoted.tools_key):
         return Lineage(origin=Origin.COMPACTION, parent=quoted)
     waiting = [thread for thread in latest_first if thread.messages[-1].get("tool_calls")]
-    asked = next((thread for thread in waiting if _passes_arguments(thread.messages[-1], texts)), None)
-    caller = asked or quoted or next(iter(waiting), None)
+    caller = quoted or next((thread for thread in waiting if _asks(thread, messages)), next(iter(waiting), None))
     return Lineage() if caller is None else Lineage(origin=Origin.SUBAGENT, parent=caller)
 
 
@@ -216,7 +210,7 @@ def _shared_turn(messages: Sequence[Message], thread: Thread) -> TurnMark | None
     return found
 
 
-def _quotes(messages: Sequence[Message], texts: Sequence[str], thread: Thread) -> bool:
+def _quotes(messages: Sequence[Message], thread: Thread) -> bool:
     """Whether messages have an answer of a thread as their own, or its last answer within a text."""
     answers = [thread.messages[mark.num_messages - 1] for mark in thread.marks]
     calls = {call["id"] for answer in answers for call in answer.get("tool_calls", ())}
@@ -226,49 +220,20 @@ def _quotes(messages: Sequence[Message], texts: Sequence[str], thread: Thread) -
         if message["role"] == "assistant" and any(same_message(answer, message) for answer in answers):
             return True
     said = str(answers[-1].get("said", "")).strip()
-    return len(said) >= QUOTED_CHARS and any(said in text for text in texts)
+    return len(said) >= QUOTED_CHARS and any(said in str(message["content"]) for message in messages)
 
 
-def _same_frame(messages: Sequence[Message], tools_key: bytes, thread: Thread) -> bool:
-    return tools_key == thread.tools_key and _system_of(messages) == _system_of(thread.messages)
+def _asks(thread: Thread, messages: Sequence[Message]) -> bool:
+    """Whether a text among the arguments of a thread's open calls stands in one of the messages."""
+    calls = [json.loads(call["arguments"]) for call in thread.messages[-1]["tool_calls"]]
+    values = [value for arguments in calls for value in arguments.values() if isinstance(value, str)]
+    texts = [str(message["content"]) for message in messages]
+    return any(len(value) >= QUOTED_CHARS and any(value.strip() in text for text in texts) for value in values)
 
 
-def _system_of(messages: Sequence[Message]) -> Any:
-    return messages[0]["content"] if messages[0]["role"] == "system" else None
-
-
-def _with_ancestors(thread: Thread) -> Iterator[Thread]:
-    found: Thread | None = thread
-    while found is not None:
-        yield found
-        found = found.parent
-
-
-def _passes_arguments(answer: Message, texts: Sequence[str]) -> bool:
-    """Whether one of the texts has a text among the arguments of the answer's calls."""
-    return any(
-        len(value) >= QUOTED_CHARS and any(value in text for text in texts)
-        for call in answer["tool_calls"]
-        for value in _texts_in(_json(call["arguments"]))
-    )
-
-
-def _json(text: str) -> Any:
-    try:
-        return orjson.loads(text)
-    except ValueError:
-        return None
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value.strip()
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _texts_in(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _texts_in(inner)
+def _frame_of(messages: Sequence[Message], tools_key: bytes) -> tuple[bytes, Any]:
+    """The tools and the system prompt of a conversation."""
+    return tools_key, messages[0]["content"] if messages[0]["role"] == "system" else None
 
 
 # --- Detects stop texts while a policy generates, and decodes the growing text.
@@ -409,10 +374,6 @@ class Thread:
     text: str = ""  # of the last turn
 
     @property
-    def num_messages(self) -> int:
-        return len(self.messages)
-
-    @property
     def parent(self) -> Thread | None:
         return self.lineage.parent
 
@@ -479,16 +440,16 @@ class CapturedSession:
         tools_key = ask.tools_key()
         found = None
         for thread in self._threads:
-            length = thread.num_messages
+            length = len(thread.messages)
             if (
                 length < len(messages)
                 and not thread.busy
                 and (thread.policy, thread.tools_key) == (ask.policy, tools_key)
-                and (found is None or length > found.num_messages)
-                and same_messages(thread.messages, messages[:length])
+                and (found is None or length > len(found.messages))
+                and all(map(same_message, thread.messages, messages))
             ):
                 found = thread
-        return found, messages[found.num_messages if found else 0 :]
+        return found, messages[len(found.messages) if found else 0 :]
 
     async def take_turn(
         self, ask: TurnRequest, locate: Callable[[], Located], on_token: Callable[[int], None] | None = None
@@ -509,7 +470,7 @@ class CapturedSession:
             try:
                 return await self._sample(ask, thread, on_token)
             except BaseException:  # cancelled, too: the client left
-                del thread.messages[thread.num_messages - len(new) :]
+                del thread.messages[len(thread.messages) - len(new) :]
                 thread.conversation.take_back()
                 raise
         except InfrastructureError as error:
@@ -607,7 +568,7 @@ class CapturedSession:
             thread.text, with_calls=ask.read_calls and bool(ask.tools), thinks=self.thinks(thread.policy)
         )
         thread.messages.append(answer.message())
-        thread.marks.append(TurnMark(num_messages=thread.num_messages, num_segments=thread.conversation.num_segments))
+        thread.marks.append(TurnMark(num_messages=len(thread.messages), num_segments=thread.conversation.num_segments))
         self._by_last_turn.pop(thread, None)
         self._by_last_turn[thread] = None
         self.last = thread
@@ -618,7 +579,7 @@ class CapturedSession:
             ended=thread.ended,
             stop=stop,
             num_prompt_tokens=num_prompt_tokens,
-            num_messages=thread.num_messages,
+            num_messages=len(thread.messages),
         )
 
     def thinks(self, policy: str) -> bool:

@@ -156,7 +156,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], int, str]]] = {
         ({"ITEMS": saying([{"type": "input_image", "image_url": "x"}])}, 400, "input_image"),
         ({"ITEMS": [{"type": "function_call", "call_id": "1"}]}, 400, "name and arguments"),
         ({"tools": [{"type": "web_search"}]}, 400, "web_search"),
-        ({"tools": [{**FUNCTION, "parameters": {"type": "object", "properties": []}}]}, 400, "properties"),
         ({"tools": [FUNCTION, FUNCTION]}, 400, "two tools"),
         ({"text": {"format": {"type": "json_object"}}}, 400, "answers are text"),
         ({"truncation": "auto"}, 400, "truncation"),

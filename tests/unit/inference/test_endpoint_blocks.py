@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import InvalidRequestError
 from services.inference.endpoint.dialects import split_growing
 from services.inference.endpoint.forms import (
-    check_tools,
-    function_tool,
     read_chat,
     read_input,
     read_messages,
@@ -106,33 +103,6 @@ def test_results_between_texts_keep_their_places() -> None:
     assert [(m["role"], m["content"]) for m in read] == [
         ("user", "before"), ("tool", "one"), ("tool", ""), ("user", "a\nb"),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("parameters", "word"),
-    [
-        ([], "no JSON Schema"), ({"type": "object", "properties": {"a": 3}}, "properties.a: 3 is not"),
-        ({"type": "array"}, "'array'"), ({"type": 3}, "3"), ({"required": "a"}, "required: 'a' is not"),
-        ({"anyOf": {}}, "anyOf"), ({"properties": {"a": {"type": "int"}}}, "'int'"),
-    ],
-)  # fmt: skip
-def test_a_schema_that_is_none_is_refused_by_its_place(parameters: Any, word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        check_tools([function_tool("add", None, parameters)])
-
-
-def test_schemas_of_any_keyword_and_depth_up_to_a_bound_are_taken() -> None:
-    schema: dict[str, Any] = {"type": ["string", "null"], "format": "uri", "x-unknown": 1}
-    for _ in range(30):
-        schema = {"type": "object", "properties": {"a": schema}, "patternProperties": {}, "additionalProperties": True}
-    assert check_tools([function_tool("add", "", schema), function_tool("sub", None, None)])
-    deep: dict[str, Any] = {}
-    for _ in range(100):
-        deep = {"properties": {"a": deep}}
-    with pytest.raises(ValueError, match="deep"):
-        check_tools([function_tool("add", None, deep)])
-    with pytest.raises(InvalidRequestError, match="messages\\[0\\]"):
-        read_messages([3])
 
 
 CALL = '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>'

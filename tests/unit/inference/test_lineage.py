@@ -59,7 +59,7 @@ ALONE = [{"role": "user", "content": "Something else."}]
         ),
         ([SYSTEM, GO, tool_result("id-ask", "78")], [LEAD], Origin.COMPACTION, LEAD),
         ([{"role": "user", "content": f"Judge this: {SUMMARY}"}], [DONE], Origin.SUBAGENT, DONE),
-        ([{"role": "user", "content": BRIEF}], [LEAD, DONE], Origin.SUBAGENT, LEAD),
+        ([{"role": "user", "content": BRIEF}], [DONE, LEAD], Origin.SUBAGENT, LEAD),
         (ALONE, [LEAD], Origin.SUBAGENT, LEAD),
     ],
 )
@@ -74,12 +74,6 @@ def test_a_branch_begins_behind_the_last_turn_that_it_shares() -> None:
     history = [SYSTEM, GO, says("one"), GO, says("two"), GO, says("three")]
     found = lineage_of([*history[:5], *ALONE], b"", [Played(history)])
     assert found.at == TurnMark(num_messages=5, num_segments=4)
-
-
-def test_a_summary_by_another_agent_compacts_the_conversation_that_it_was_made_for() -> None:
-    summariser = Played([{"role": "system", "content": "Sum up."}, GO, says(SUMMARY)], parent=LEAD)
-    found = lineage_of([SYSTEM, {"role": "user", "content": SUMMARY}], b"", [LEAD, summariser])
-    assert (found.origin, found.parent) == (Origin.COMPACTION, summariser)
 
 
 def test_other_tools_under_the_same_history_are_a_branch_and_short_answers_are_no_quotes() -> None:
