@@ -126,7 +126,7 @@ class Form(BaseModel):
 TOOL_RESULT_CHARS = 262_144  # of a tool's result; the policy reads the rest and a mark
 
 
-def tool_result(call_id: Any, text: str) -> Message:
+def tool_result(call_id: Any, text: str) -> Json:
     """The message of a tool's result, which is cut."""
     return {"role": "tool", "content": cut_text(text, TOOL_RESULT_CHARS), "tool_call_id": str(call_id or "")}
 

@@ -339,7 +339,7 @@ class CodegenVerifier(Workflow):
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         """Plays one rollout: a program, in training the test cases for it, after a failure a second program."""
         settings = self.settings
-        coder = {"policy": settings.policy or "model0", "role": "coder"}
+        coder: dict[str, Any] = {"policy": settings.policy or "model0", "role": "coder"}
         asked = asking_for_program(build_messages(settings, task), task)
         first = self.converse(task, context, **coder, messages=asked)
         program, first_reward = await self._write(first)

@@ -149,7 +149,7 @@ class ExternalAgent:
     def __init__(self, settings: ExternalAgentSettings) -> None:
         self._settings = settings
         self._agent: Any = load_object(settings.agent) if settings.agent else None
-        self._takes = extras_of(self._agent, ("seed", "episode_seed"))
+        self._takes = extras_of(self._agent, ("seed", "episode_seed")) if self._agent is not None else ()
         if self._agent is not None:
             given: dict[str, Any] = {
                 "base_url": "",
