@@ -88,8 +88,8 @@ class SpecialText:
         return found
 
 
-def joined_parts(content: Any, where: str = "content") -> str:
-    """The text of a content that is a list of ``{"type": "text", "text": ...}``.
+def joined_parts(content: Any, where: str = "content", kinds: Sequence[str] = ("text",), between: str = "") -> str:
+    """The text of a content that is a list of ``{"type": "text", "text": ...}``, or of parts of other ``kinds``.
 
     Joined before the search: a token may extend over two parts. Raises ``InvalidRequestError`` for parts of other
     types, and for other types than a list.
@@ -98,18 +98,16 @@ def joined_parts(content: Any, where: str = "content") -> str:
         raise InvalidRequestError(f"{where} is {type(content).__name__}; it must be text or a list of text parts")
     texts = []
     for number, part in enumerate(content):
+        at = f"{where}[{number}]"
         if not isinstance(part, Mapping):
-            raise InvalidRequestError(
-                f'{where}[{number}] is {type(part).__name__}; a part is {{"type": "text", "text": ...}}'
-            )
-        if part.get("type") != "text":
-            raise InvalidRequestError(
-                f"{where}[{number}] is of type {part.get('type')!r}, which is no text; the policies read text alone"
-            )
-        if not isinstance(part.get("text"), str):
-            raise InvalidRequestError(f"{where}[{number}].text is {type(part.get('text')).__name__}; it must be text")
-        texts.append(part["text"])
-    return "".join(texts)
+            raise InvalidRequestError(f'{at} is {type(part).__name__}; a part is {{"type": "text", "text": ...}}')
+        if (kind := part.get("type")) not in kinds:
+            told = f"{at} is of type {kind!r}; must be {', '.join(kinds)}: the policies read text alone"
+            raise InvalidRequestError(told, param=at)
+        if not isinstance(text := part.get("refusal" if kind == "refusal" else "text"), str):
+            raise InvalidRequestError(f"{at}.text is {type(text).__name__}; it must be text")
+        texts.append(text)
+    return between.join(texts)
 
 
 def _splitter(texts: Iterable[str], normalized: Iterable[str], normalise: Callable[[str], str] | None) -> Split:

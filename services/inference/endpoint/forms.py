@@ -26,7 +26,7 @@ from services.common.errors import (
     UnknownPolicyError,
 )
 from services.common.importing import place_of_error, told
-from services.common.text.chat import Message
+from services.common.text.chat import Message, joined_parts
 from services.common.text.tools import cut_text
 from services.inference.workflows.agents import (
     DEFAULT_MODEL,
@@ -252,15 +252,7 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",), between:
     """The text of a content that is a text, or a list of parts of these kinds."""
     if content is None or isinstance(content, str):
         return content or ""
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"{where} is {type(content).__name__}; it must be text or a list of text parts")
-    texts = []
-    for i, each in enumerate(content):
-        part = object_at(each, f"{where}[{i}]")
-        if (kind := part.get("type")) not in kinds:
-            raise _no_text(f"{where}[{i}]", kind, kinds)
-        texts.append(text_at(part, "refusal" if kind == "refusal" else "text", f"{where}[{i}]"))
-    return between.join(texts)
+    return joined_parts(content, where, kinds, between)
 
 
 def _no_text(where: str, kind: Any, wanted: Sequence[str]) -> InvalidRequestError:
