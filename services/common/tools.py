@@ -114,22 +114,15 @@ class FunctionTool:
         if not self.description:
             raise TypeError(f"{place_of(function)}the tool {name} has no docstring: describe the tool there")
         self.parameters = parameters_of(function)
-        is_async = inspect.iscoroutinefunction(function)
-        self.call: Callable[..., Any] = self._call_async if is_async else self._call_plain
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the function itself."""
         return self.function(*arguments, **named)
 
-    async def _call_async(self, arguments: Mapping[str, Any], gateway: Any = None) -> Any:
-        return await self.function(**arguments, **self._extras(gateway))
-
-    def _call_plain(self, arguments: Mapping[str, Any], gateway: Any = None) -> Any:
-        return self.function(**arguments, **self._extras(gateway))
-
-    def _extras(self, gateway: Any) -> dict[str, Any]:
-        return {"gateway": gateway} if self.takes_gateway else {}
+    def call(self, arguments: Mapping[str, Any], gateway: Any = None) -> Any:
+        """What the function returns for arguments that match the schema; of an async function, something to await."""
+        return self.function(**arguments, **({"gateway": gateway} if self.takes_gateway else {}))
 
 
 @overload
