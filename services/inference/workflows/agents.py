@@ -398,8 +398,22 @@ class CapturedTurn:
 Located = tuple[Thread | None, Sequence[Message]]
 
 
-Rewrites = Literal["new_sequence", "refuse"]
 _SHOWN = ("role", "content", "tool_calls", "tool_call_id")  # of a message, to functions that compute rewards
+
+
+class SessionSettings(Section):
+    policy: str | None = None
+    """The policy behind the model `default`; left out, the only policy of the recipe."""
+    rewrites: Literal["new_sequence", "refuse"] = "new_sequence"
+    """A request that does not extend an earlier one, word for word, begins another sequence of the trajectory, or is
+    refused."""
+    client_sampling: bool = False
+    """Whether temperature, top_p, top_k, min_p and seed of requests count, instead of the recipe's `sampling`. Each turn is then
+    trained at the temperature and over the tokens of its sampling; temperature 0 is refused, except in evaluation."""
+    max_sequences: int = Field(default=64, ge=1)
+    """Most sequences of one trajectory; a request that would begin another is refused."""
+    thinking: bool | None = None
+    """Turn the thinking of the chat template on or off, if supported (Qwen3); left out, the template's default."""
 
 
 class CapturedSession:
@@ -409,26 +423,16 @@ class CapturedSession:
         self,
         policies: Mapping[str, PolicyClient],
         sampling: Sampling,
-        *,
-        default_policy: str | None = None,
-        rewrites: Rewrites = "new_sequence",
-        client_sampling: bool = False,
-        max_sequences: int = 64,
-        thinking: bool | None = None,
+        settings: SessionSettings,
         purpose: Purpose = Purpose.TRAIN,
     ) -> None:
-        """``client_sampling``: the requests' temperature, top_p, top_k, min_p and seed replace the run's. Each captured turn
-        then has its sampling parameters, and is trained under them."""
         self.policies = policies
-        self.default_policy = default_policy or (next(iter(policies)) if len(policies) == 1 else None)
+        self.default_policy = settings.policy or (next(iter(policies)) if len(policies) == 1 else None)
         self.failure: RollmillError | None = None  # of the infrastructure; an agent may have swallowed the error
         self.last: Thread | None = None
         self.reward: float | None = None  # that the agent told for the whole rollout
         self._sampling = sampling
-        self._rewrites = rewrites
-        self._client_sampling = client_sampling
-        self._max_sequences = max_sequences
-        self._thinking = thinking
+        self._settings = settings
         self._purpose = purpose
         self._threads: list[Thread] = []  # in the order of their first answers
         self._by_last_turn: dict[Thread, None] = {}
@@ -486,13 +490,13 @@ class CapturedSession:
 
     def _begin(self, ask: TurnRequest, messages: Sequence[Message]) -> Thread:
         siblings = [thread for thread in self._threads if thread.policy == ask.policy]
-        if siblings and self._rewrites == "refuse":
+        if siblings and self._settings.rewrites == "refuse":
             raise InvalidRequestError(
                 "the messages do not extend the conversation of this session, word for word, and "
                 "workflow.settings.rewrites is `refuse`",
                 code="history_rewritten",
             )
-        if len(self._threads) >= self._max_sequences:
+        if len(self._threads) >= self._settings.max_sequences:
             raise InvalidRequestError(
                 f"this session has {len(self._threads)} sequences (workflow.settings.max_sequences)",
                 code="too_many_sequences",
@@ -537,7 +541,7 @@ class CapturedSession:
             shown,
             self._sampling,
             tools=ask.tools if ask.tools and policy.chat.lists_tools else None,
-            thinking=self._thinking,
+            thinking=self._settings.thinking,
         )
 
     async def _sample(self, ask: TurnRequest, thread: Thread, on_token: Callable[[int], None] | None) -> CapturedTurn:
@@ -550,7 +554,7 @@ class CapturedSession:
             sampled = await thread.conversation.sample(
                 sampling,
                 watch=watch.on_sampled if ask.stop or on_token is not None else None,
-                seed=ask.seed if self._client_sampling else None,
+                seed=ask.seed if self._settings.client_sampling else None,
             )
         finally:
             thread.busy = False
@@ -584,14 +588,14 @@ class CapturedSession:
 
     def thinks(self, policy: str) -> bool:
         """Whether the chat template begins this policy's turns within a thought."""
-        return self.policies[policy].chat.with_thinking(self._thinking).thinks
+        return self.policies[policy].chat.with_thinking(self._settings.thinking).thinks
 
     def _sampling_of(self, ask: TurnRequest) -> Sampling:
         sampling = self._sampling
         if ask.max_tokens is not None:
             budget = min(ask.max_tokens, sampling.max_new_tokens)
             sampling = replace(sampling, max_new_tokens=budget, min_new_tokens=min(budget, sampling.min_new_tokens))
-        if self._client_sampling:
+        if self._settings.client_sampling:
             too_low = ask.temperature is not None and ask.temperature < LEAST_TRAINED_TEMPERATURE
             if too_low and self._purpose is Purpose.TRAIN:  # the orchestrator would refuse the whole rollout
                 raise InvalidRequestError(
@@ -699,21 +703,6 @@ def conversation_grader(reward: str) -> ConversationGrader:
 Given = TypeVar("Given")
 
 
-class SessionSettings(Section):
-    policy: str | None = None
-    """The policy behind the model `default`; left out, the only policy of the recipe."""
-    rewrites: Rewrites = "new_sequence"
-    """A request that does not extend an earlier one, word for word, begins another sequence of the trajectory, or is
-    refused."""
-    client_sampling: bool = False
-    """Whether temperature, top_p, top_k, min_p and seed of requests count, instead of the recipe's `sampling`. Each turn is then
-    trained at the temperature and over the tokens of its sampling; temperature 0 is refused, except in evaluation."""
-    max_sequences: int = Field(default=64, ge=1)
-    """Most sequences of one trajectory; a request that would begin another is refused."""
-    thinking: bool | None = None
-    """Turn the thinking of the chat template on or off, if supported (Qwen3); left out, the template's default."""
-
-
 def check_endpoint(recipe: Recipe, who: str) -> None:
     """Check that a recipe's replicas have an endpoint; ``ConfigError`` names the remedy."""
     for name, service in recipe.inference.items():
@@ -733,16 +722,7 @@ async def in_session(
     """
     if context.endpoint is None:
         raise ConfigError("this workflow needs the endpoint: write a port at inference.<name>.endpoint.port")
-    session = CapturedSession(
-        context.policies,
-        context.sampling,
-        default_policy=settings.policy,
-        rewrites=settings.rewrites,
-        client_sampling=settings.client_sampling,
-        max_sequences=settings.max_sequences,
-        thinking=settings.thinking,
-        purpose=context.purpose,
-    )
+    session = CapturedSession(context.policies, context.sampling, settings, context.purpose)
     try:
         with context.endpoint.opened(session) as session_id:
             given = await play(context.endpoint.base_url, session_id)
