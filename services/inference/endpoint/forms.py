@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import orjson
 import structlog
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import ValidationError, field_validator
 
 from services.common.errors import (
     CapacityError,
@@ -55,72 +55,55 @@ def function_tool(name: Any, description: Any, parameters: Any) -> Json:
     return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
 
 
-def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
-    """Raise ``ValueError`` for a tool that is no function, has no name, twice the same, or an invalid schema."""
-    names = set()
-    for i, tool in enumerate(tools or ()):
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, Mapping):
-            raise ValueError(
-                f"tool {i} is of type {tool.get('type')!r}; only functions can be called here: turn this tool off in the "
-                "agent"
-            )
-        name = function.get("name")
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"tool {i} has no name")
-        if name in names:
-            raise ValueError(f"two tools have the name {name!r}")
-        names.add(name)
-        schema = function.get("parameters")
-        if schema is not None and not (isinstance(schema, Mapping) and schema.get("type") in (None, "object")):
-            raise ValueError(f"the parameters of {name!r} are no JSON Schema of an object: {str(schema)[:60]}")
-    return tools
-
-
-def _check_stops(stops: list[str]) -> list[str]:
-    if len(stops) > 16 or any(not 0 < len(stop) <= 256 for stop in stops):
-        raise ValueError("at most 16 texts of 1 to 256 characters")
-    return stops
-
-
-class Form(BaseModel):
+class Form(TurnRequest):
     """A request without its items (messages, input)."""
 
     given: Json  # all fields, as they came
     model: str = DEFAULT_MODEL
     stream: bool = False
-    tools: Annotated[list[Json], AfterValidator(check_tools)] = Field(default=[], max_length=512)
-    tool_choice: Literal["auto", "none"] = "auto"
     system: str | None = None  # of a field of its own, before the items
     previous: str | None = None  # the id of an answer after whose conversation the items follow
-    stop: Annotated[list[str], AfterValidator(_check_stops)] = []
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)  # 0 and -1 are off; a field of Anthropic's alone
-    min_p: float | None = Field(default=None, ge=0, lt=1)  # a field of none
-    seed: int | None = None
     logprobs: bool = False
     tells_usage: bool = False  # at the end of a stream
     is_kept: bool = True  # for clients that fetch the answer by its id
 
+    @field_validator("tools")
+    @classmethod
+    def _are_functions(cls, tools: list[Json]) -> list[Json]:
+        """Each is a function with a name of its own and, if any, the schema of an object."""
+        try:
+            orjson.dumps(tools)
+        except (RecursionError, TypeError):  # the latter also for an integer of more than 64 bits
+            raise ValueError("they are nested too deeply, or have a number that is too large") from None
+        names = set()
+        for i, tool in enumerate(tools):
+            function = tool.get("function")
+            if tool.get("type") != "function" or not isinstance(function, Mapping):
+                raise ValueError(
+                    f"tool {i} is of type {tool.get('type')!r}; only functions can be called here: turn this tool off in the "
+                    "agent"
+                )
+            name = function.get("name")
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"tool {i} has no name")
+            if name in names:
+                raise ValueError(f"two tools have the name {name!r}")
+            names.add(name)
+            schema = function.get("parameters")
+            if schema is not None and not (isinstance(schema, Mapping) and schema.get("type") in (None, "object")):
+                raise ValueError(f"the parameters of {name!r} are no JSON Schema of an object: {str(schema)[:60]}")
+        return tools
+
+    @field_validator("stop")
+    @classmethod
+    def _are_short(cls, stops: list[str]) -> list[str]:
+        if len(stops) > 16 or any(not 0 < len(stop) <= 256 for stop in stops):
+            raise ValueError("at most 16 texts of 1 to 256 characters")
+        return stops
+
     def preface(self) -> list[Message]:
         """Messages before the items."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
-
-    def turn(self, policy: str) -> TurnRequest:
-        return TurnRequest(
-            policy=policy,
-            tools=self.tools,
-            read_calls=self.tool_choice != "none",
-            stop=tuple(self.stop),
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=None if self.top_k is None else max(0, self.top_k),
-            min_p=self.min_p,
-            seed=self.seed,
-        )
 
 
 TOOL_RESULT_CHARS = 262_144  # of a tool's result; the policy reads the rest and a mark

@@ -57,7 +57,6 @@ from services.inference.workflows.agents import (
     IncrementalText,
     Located,
     Thread,
-    TurnRequest,
     settled,
 )
 
@@ -186,7 +185,6 @@ class Asked:
     """A request that was read. ``locate`` finds its thread when the turn begins."""
 
     form: Form
-    turn: TurnRequest
     preface: tuple[Message, ...]
     locate: Callable[[], Located]
 
@@ -212,14 +210,14 @@ class ServedSession:
     def read(self, body: bytes, dialect: Dialect) -> Asked:
         given, items = read_body(body, dialect.items)
         form = dialect.form_of(given)
-        turn = form.turn(self._policy_of(form.model))
+        form.policy = self._policy_of(form.model)
         preface = tuple(form.preface())
         new = dialect.read_items(items)
 
         def locate() -> Located:
-            return self.captured.locate(turn, [*preface, *self._messages_before(form.previous), *new])
+            return self.captured.locate(form, [*preface, *self._messages_before(form.previous), *new])
 
-        return Asked(form=form, turn=turn, preface=preface, locate=locate)
+        return Asked(form=form, preface=preface, locate=locate)
 
     def answered(self, answer_id: str, asked: Asked, turn: CapturedTurn) -> None:
         """Remember an answer, which later requests may name."""
@@ -298,8 +296,7 @@ class Stream:
         self._session = session
         self._asked = asked
         self._writer = writer
-        turn = asked.turn
-        self._held = (*turn.stop, *((OPEN,) if turn.tools and turn.read_calls else ()))
+        self._held = (*asked.form.stop, *((OPEN,) if asked.form.reads_calls else ()))
         self._opening = tuple(writer.begin())  # made first: events are numbered
         self._response: web.StreamResponse | None = None
 
@@ -313,7 +310,7 @@ class Stream:
                 loop.call_soon_threadsafe(tokens.put_nowait, token)
 
         asked, captured = self._asked, self._session.captured
-        turn_task = asyncio.ensure_future(captured.take_turn(asked.turn, asked.locate, on_token))
+        turn_task = asyncio.ensure_future(captured.take_turn(asked.form, asked.locate, on_token))
         turn_task.add_done_callback(lambda _: tokens.put_nowait(None))
         try:
             turn = await in_session(self._session, self._follow(tokens, turn_task))
@@ -473,12 +470,12 @@ class EndpointServer:
         async def handler(request: web.Request) -> web.StreamResponse:
             session = self._session(request)
             asked = session.read(await request.read(), dialect)
-            captured, policy = session.captured, asked.turn.policy
+            captured, policy = session.captured, asked.form.policy
             chat = captured.policies[policy].chat
             writer = dialect.writer(asked.form, policy, chat, thinks=captured.thinks(policy))
             if asked.form.stream:
                 return await Stream(request, session, asked, writer).send()
-            turn = await in_session(session, captured.take_turn(asked.turn, asked.locate))
+            turn = await in_session(session, captured.take_turn(asked.form, asked.locate))
             session.answered(writer.id, asked, turn)
             body = writer.whole(turn)
             session.store(writer)
@@ -490,7 +487,7 @@ class EndpointServer:
         async def handler(request: web.Request) -> web.StreamResponse:
             session = self._session(request)
             asked = session.read(await request.read(), dialect)
-            return json_answer(dialect.counted(session.captured.count(asked.turn, asked.locate)))
+            return json_answer(dialect.counted(session.captured.count(asked.form, asked.locate)))
 
         return handler
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import orjson
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from services.common.config.base import Section
 from services.common.config.recipe import Recipe
@@ -338,23 +338,26 @@ def _first_tokens(segments: Sequence[Segment], num_tokens: int) -> tuple[Segment
 DEFAULT_MODEL = "default"  # the name under which a request asks for the session's own policy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRequest:
+class TurnRequest(BaseModel):
     """One request for a turn, without its messages. A field that is None has the run's value."""
 
-    policy: str
-    tools: Sequence[Mapping[str, Any]] = ()
-    read_calls: bool = True
-    stop: tuple[str, ...] = ()
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
+    policy: str = ""
+    tools: list[dict[str, Any]] = Field(default=[], max_length=512)
+    tool_choice: Literal["auto", "none"] = "auto"
+    stop: list[str] = []
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)  # 0 and -1 are off; a field of Anthropic's alone
+    min_p: float | None = Field(default=None, ge=0, lt=1)  # a field of none
     seed: int | None = None
 
+    @property
+    def reads_calls(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
     def tools_key(self) -> bytes:
-        return orjson.dumps(list(self.tools), option=orjson.OPT_SORT_KEYS) if self.tools else b""
+        return orjson.dumps(self.tools, option=orjson.OPT_SORT_KEYS) if self.tools else b""
 
 
 @dataclass(slots=True, eq=False)
@@ -531,7 +534,7 @@ class CapturedSession:
         policy = self.policies[ask.policy]
         shown = [shown_to_template(message) for message in messages]
         if ask.tools and not policy.chat.lists_tools:
-            suffix = describe_tools(list(ask.tools))
+            suffix = describe_tools(ask.tools)
             if shown[0]["role"] == "system":
                 shown[0] = {**shown[0], "content": f"{shown[0]['content']}\n\n{suffix}"}
             else:
@@ -568,9 +571,7 @@ class CapturedSession:
         stop = watch.stop_in(text)
         thread.text = text if stop is None else text.partition(stop)[0]
         thread.ended = generation.finish_reason is FinishReason.STOP
-        answer = read_answer(
-            thread.text, with_calls=ask.read_calls and bool(ask.tools), thinks=self.thinks(thread.policy)
-        )
+        answer = read_answer(thread.text, with_calls=ask.reads_calls, thinks=self.thinks(thread.policy))
         thread.messages.append(answer.message())
         thread.marks.append(TurnMark(num_messages=len(thread.messages), num_segments=thread.conversation.num_segments))
         self._by_last_turn.pop(thread, None)
@@ -607,7 +608,7 @@ class CapturedSession:
                 sampling,
                 temperature=sampling.temperature if ask.temperature is None else ask.temperature,
                 top_p=sampling.top_p if ask.top_p is None else ask.top_p,
-                top_k=sampling.top_k if ask.top_k is None else ask.top_k,
+                top_k=sampling.top_k if ask.top_k is None else max(0, ask.top_k),
                 min_p=sampling.min_p if ask.min_p is None else ask.min_p,
             )
         return sampling

@@ -157,6 +157,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], int, str]]] = {
         ({"ITEMS": [{"type": "function_call", "call_id": "1"}]}, 400, "name and arguments"),
         ({"tools": [{"type": "web_search"}]}, 400, "web_search"),
         ({"tools": [FUNCTION, FUNCTION]}, 400, "two tools"),
+        ({"tools": [{**FUNCTION, "parameters": {"maximum": 10**30}}]}, 400, "too large"),
         ({"text": {"format": {"type": "json_object"}}}, 400, "answers are text"),
         ({"truncation": "auto"}, 400, "truncation"),
         ({"background": True}, 400, "background"),
