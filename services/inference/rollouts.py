@@ -264,13 +264,16 @@ class RolloutPolicy:
     ) -> Generation:
         number = self._num_requests
         self._num_requests += 1
+        forced_ids = None
+        if self._policy.script is not None and self._scene is not None:
+            forced_ids = self._scene.forced_ids(self._policy.script, self.name, self.chat, prompt_ids)
         request = GenerationRequest(
             request_id=f"{self._request_prefix}/{self.name}/{number}",
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
             stop_token_ids=self.chat.stop_token_ids,
             seed=(self._seed + number if seed is None else seed) & _SEED_MASK,
-            forced_ids=self._forced_ids(prompt_ids),
+            forced_ids=forced_ids,
             record_kept=self._record_kept,
             watch=watch,
         )
@@ -280,14 +283,9 @@ class RolloutPolicy:
         ):
             generation = await self._policy.engine.generate(request)
             phase.segments, phase.detail = generation.segments, generation.finish_reason.value
-        if request.forced_ids is not None and self._scene is not None:
+        if forced_ids is not None and self._scene is not None:
             self._scene.add_turn(self.name, self.chat.decode(generation.token_ids))
         return generation
-
-    def _forced_ids(self, prompt_ids: Sequence[int]) -> tuple[int, ...] | None:
-        if self._policy.script is None or self._scene is None:
-            return None
-        return self._scene.forced_ids(self._policy.script, self.name, self.chat, prompt_ids)
 
 
 # --- Scores of a teacher: log-probabilities of the tokens that a student sampled.

@@ -94,16 +94,6 @@ def _plain(header: str) -> str:
     return header.removeprefix(_BEARER).strip()
 
 
-def agent_of(who: Identity) -> Identity:
-    """The agents' identity: the inference service's bundle holds theirs. Raises ``ConfigError`` if the bundle lacks the identity."""
-    return identity.load(who.folder, Role.AGENT)
-
-
-def with_token(session: str, agent: Identity) -> str:
-    """The session text with an agent's token."""
-    return agent.bundle.token + _BETWEEN + session
-
-
 def base_url(host: str, port: int, *, secure: bool) -> str:
     """The endpoint's URL for agents on this machine."""
     host = host.strip("[]")
@@ -396,7 +386,8 @@ class EndpointServer:
             shown=shown_token,
         )
         self._who = identity.current()
-        self._agent = None if self._who is None else agent_of(self._who)
+        # The inference service's bundle holds the agents' identity.
+        self._agent = None if self._who is None else identity.load(self._who.folder, Role.AGENT)
 
     @property
     def base_url(self) -> str:
@@ -423,7 +414,7 @@ class EndpointServer:
         session_id = secrets.token_urlsafe(24)
         served = self._sessions[session_id] = ServedSession(session)
         try:
-            yield session_id if self._agent is None else with_token(session_id, self._agent)
+            yield session_id if self._agent is None else self._agent.bundle.token + _BETWEEN + session_id
         finally:
             del self._sessions[session_id]
             for task in served.running:

@@ -422,7 +422,9 @@ def build_messages(
 
     A row's ``starter_code`` is shown after the last user turn, unless the turn has the code already.
     """
-    messages = _with_starter_code(_messages_of(settings.prompt_field, task), task)
+    prompt = prompt_in(task.data, settings.prompt_field, f"task {task.task_id}")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages = _with_starter_code(messages, task)
     has_system = messages[0].get("role") == "system"
     system = str(messages[0]["content"]) if has_system else (settings.system or "")
     if system_suffix:
@@ -467,11 +469,6 @@ def fill(template: str, **values: str) -> str:
     """
     pattern = re.compile("|".join(re.escape(f"{{{name}}}") for name in values))
     return pattern.sub(lambda found: values[found.group()[1:-1]], template)
-
-
-def _messages_of(field: str | None, task: Task) -> list[Message]:
-    prompt = prompt_in(task.data, field, f"task {task.task_id}")
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 # --- Asks for a program as the task's tests will run it: one that reads stdin, or a function of the right name.
