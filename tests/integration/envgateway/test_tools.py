@@ -250,7 +250,7 @@ async def test_the_tool_environment_counts_plays_and_grades(played: Played) -> N
 
 async def test_an_expired_episode_ends_its_process() -> None:
     pool = SandboxPool.start_before_threads(CONFIG)
-    gateway = Gateway(EnvGatewayConfig(port=0, sandbox=CONFIG, episode_lease_s=4.0), pool)
+    gateway = Gateway(EnvGatewayConfig(port=0, sandbox=CONFIG, episode_lease_s=2.0), pool)
     connection = channel(f"127.0.0.1:{await gateway.start()}")
     played = Played(connection, pool)
     try:

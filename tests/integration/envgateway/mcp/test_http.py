@@ -69,7 +69,7 @@ async def test_calls_go_on_with_the_server_that_takes_the_place_of_a_killed_one(
     url = f"http://127.0.0.1:{remote.port}/mcp"
     servers = {
         "shared": McpServer("shared", McpServerConfig(url=url, sessions="shared")),
-        "own": McpServer("own", McpServerConfig(url=url, start_timeout_s=5.0)),
+        "own": McpServer("own", McpServerConfig(url=url, start_timeout_s=2.5)),
     }
     box = ToolBox([], servers=servers)
     shared, own = [await GatewayToolSession.open(box, [f"mcp:{name}"]) for name in servers]
