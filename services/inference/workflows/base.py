@@ -423,7 +423,7 @@ def build_messages(
     A row's ``starter_code`` is shown after the last user turn, unless the turn has the code already.
     """
     prompt = prompt_in(task.data, settings.prompt_field, f"task {task.task_id}")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     messages = _with_starter_code(messages, task)
     has_system = messages[0].get("role") == "system"
     system = str(messages[0]["content"]) if has_system else (settings.system or "")

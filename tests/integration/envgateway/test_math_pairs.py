@@ -41,7 +41,7 @@ HOSTILE = [
 
 
 async def test_every_class_of_written_answers_gets_its_verdict() -> None:
-    pool = MathPool(ScorerConfig(num_workers=1, timeout_s=5.0))
+    pool = MathPool(ScorerConfig(num_workers=2, timeout_s=5.0))
     reward = MathReward(pool)
     try:
         table = list(pairs())
