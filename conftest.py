@@ -21,6 +21,9 @@ pytest_plugins = ["tests.deep_trees", "tests.failed_alone", "tests.forks", "test
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# The default draws a traceback with the values of all names, which takes a second.
+structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback
+
 # No deadline: timings never decide a test. No database: a failure prints how to repeat it.
 hypothesis.settings.register_profile("rollmill", deadline=None, database=None, derandomize=True, max_examples=100)
 hypothesis.settings.load_profile("rollmill")

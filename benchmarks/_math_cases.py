@@ -1,4 +1,4 @@
-"""Cases for benchmarks/math_reward.py, by seed: answers of real rows inside free-form completions, and traps.
+"""Cases for benchmarks/math_reward.py, by seed: answers of real rows inside free-form completions.
 
 A case has the reference answer, a completion, and the verdict of a strict grader, if known.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -147,42 +147,6 @@ _FORMS: tuple[_Form, ...] = (
     _prose,
     _none,
 )
-
-
-def traps(data: Path, num: int, seed: int) -> list[Case]:
-    """Near numbers and lists that end in the right one; every one of them is wrong."""
-    rng = random.Random(seed + 1)
-    integers = sorted({truth for _, truth in rows(data) if re.fullmatch(r"-?\d{1,6}", truth)}, key=int)
-    made = [case for truth in ["10000", *rng.sample(integers, len(integers))] for case in _traps_of(rng, int(truth))]
-    head, rest = made[:40], made[40:]
-    rng.shuffle(rest)
-    return [*head, *rest][:num]
-
-
-def _traps_of(rng: random.Random, n: int) -> Iterator[Case]:
-    near = [f"{n + 1}", f"{n - 1}", f"{n}.01", f"{n}.0001", f"{n}.0000001", f"{n - 1}.9999999"]
-    if n >= 1000:
-        near += [f"{n + n // 10000}" if n >= 10000 else f"{n}.05", f"{n + 1:,}"]
-    for wrong in near:
-        if _number(wrong.replace(",", "")) == n:
-            continue
-        for end in (f"\\boxed{{{wrong}}}", f"The answer is {wrong}.", f"so $x = {wrong}$"):
-            yield Case("tolerance", str(n), _reasoning(rng) + end, False)
-    a, b = n + rng.randrange(2, 50), n + rng.randrange(51, 99)
-    for text in (
-        f"[{a}, {b}, {n}]",
-        f"{a}, {b}, {n}",
-        f"The candidates are [{a}, {b}, {n}].",
-        f"$[{a}, {b}, {n}]$",
-        f"\\boxed{{{a}, {b}, {n}}}",
-        f"\\boxed{{[{a}, {b}, {n}]}}",
-        f"It is one of {a}, {b}, {n}",
-        f"$\\{{{a}, {b}, {n}\\}}$",
-        f"\\boxed{{{a}}}, \\boxed{{{b}}}, \\boxed{{{n}}}",
-        f"({a}, {b}, {n})",
-        f"{a}; {b}; {n}.",
-    ):
-        yield Case("bare list", str(n), text, False)
 
 
 def _number(text: str) -> Fraction | None:

@@ -36,8 +36,8 @@ import time
 import types
 import typing
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Union, overload, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, Union, overload
 
 import structlog
 
@@ -57,6 +57,8 @@ from services.common.text.tools import (
 
 log = structlog.get_logger()
 DEFAULT_TIMEOUT_S = 30.0
+CONCURRENCY = 64  # calls of one tool that run at once in the gateway, where the tool says no other number
+RESPONSE_CHARS = 256  # of a response, where the task says no other number
 REPLICA_EXTRAS = ("gateway", "task", "seed")  # that functions of a tool may take in a replica
 _CLOSE_S = 4.0  # of one tool's state
 
@@ -78,23 +80,12 @@ class ToolError(Exception):
     """Raised by a tool that cannot do the request; the policy is shown its text."""
 
 
-class ToolDescription(Protocol):
-    """Name, description and parameters of a tool."""
+class Tool(Protocol):
+    """A tool; one call is like another. ``parameters`` is the JSON Schema of an object, as ``ArgumentSchema`` takes it."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def description(self) -> str: ...
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """JSON Schema of an object, as ``ArgumentSchema`` takes it."""
-        ...
-
-
-class Tool(ToolDescription, Protocol):
-    """One call is like another."""
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
 
     @property
     def call(self) -> Callable[..., Awaitable[ToolResult | str] | ToolResult | str]:
@@ -102,33 +93,8 @@ class Tool(ToolDescription, Protocol):
         ...
 
 
-class ToolState(Protocol):
-    """The state of a tool for one trajectory; made at the first call, closed with the trajectory."""
-
-    @property
-    def call(self) -> Callable[..., Awaitable[ToolResult | str] | ToolResult | str]: ...
-
-    @property
-    def close(self) -> Callable[..., Awaitable[None] | None]: ...
-
-
-@runtime_checkable
-class StatefulTool(Protocol):
-    """A tool with a state that lasts over the calls of a trajectory."""
-
-    name: str
-    description: str
-    parameters: Mapping[str, Any]
-
-    @property
-    def open(self) -> Callable[..., ToolState]: ...
-
-
-AnyTool = Tool | StatefulTool
-
-
-def schema_of(tool: ToolDescription) -> dict[str, Any]:
-    """The description for policies, in the style of OpenAI."""
+def schema_of(tool: Any) -> dict[str, Any]:
+    """The description of a tool for policies, in the style of OpenAI."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
@@ -148,22 +114,15 @@ class FunctionTool:
         if not self.description:
             raise TypeError(f"{place_of(function)}the tool {name} has no docstring: describe the tool there")
         self.parameters = parameters_of(function)
-        is_async = inspect.iscoroutinefunction(function)
-        self.call: Callable[..., Any] = self._call_async if is_async else self._call_plain
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the function itself."""
         return self.function(*arguments, **named)
 
-    async def _call_async(self, arguments: Mapping[str, Any], gateway: Any = None) -> Any:
-        return await self.function(**arguments, **self._extras(gateway))
-
-    def _call_plain(self, arguments: Mapping[str, Any], gateway: Any = None) -> Any:
-        return self.function(**arguments, **self._extras(gateway))
-
-    def _extras(self, gateway: Any) -> dict[str, Any]:
-        return {"gateway": gateway} if self.takes_gateway else {}
+    def call(self, arguments: Mapping[str, Any], gateway: Any = None) -> Any:
+        """What the function returns for arguments that match the schema; of an async function, something to await."""
+        return self.function(**arguments, **({"gateway": gateway} if self.takes_gateway else {}))
 
 
 @overload
@@ -252,26 +211,27 @@ def _schema(hint: Any) -> dict[str, Any]:
     return {"type": _PLAIN[hint], **({"additionalProperties": True} if hint is dict else {})}
 
 
-def load_tools(paths: Sequence[str], where: str, *, in_replica: bool) -> list[AnyTool]:
-    """The tools of import paths: one object of each class, and decorated functions as they are.
+def load_tools(paths: Sequence[str], where: str = "envgateway.tools", *, in_replica: bool = False) -> list[Any]:
+    """The tools of import paths: one object of each class, and decorated functions as they are. Loaded at start: a typo
+    costs a second, not a run.
 
     Raises:
         ConfigError: with the path, the fault, and file and line.
     """
-    tools: list[AnyTool] = []
+    tools: list[Any] = []
     for path in paths:
         found: Any = load_object(path)
         if inspect.isfunction(found):
             raise ConfigError(f"{place_of(found)}{where}: {path} is a plain function: write `@rollmill.tool` above it")
         if inspect.isclass(found):
             check_call(found, path, "def __init__(self)")
-        made: Any = found() if inspect.isclass(found) else found
+        made = found() if inspect.isclass(found) else found
         check_tool(made, where, in_replica=in_replica)
         tools.append(made)
     return tools
 
 
-def check_tool(tool: AnyTool, where: str, *, in_replica: bool) -> None:
+def check_tool(tool: Any, where: str, *, in_replica: bool) -> None:
     """Raises ``ConfigError``, with file and line, for an object that is no tool, or a tool that needs a parameter of
     the replica."""
     kind, place = type(tool).__name__, place_of(tool)
@@ -301,6 +261,21 @@ def check_tool(tool: AnyTool, where: str, *, in_replica: bool) -> None:
         check_call(function, f"{tool.name}.call", wanted, "arguments", keywords=extras)
 
 
+class PythonDescription:
+    """What policies are told of the tools that run one program a call."""
+
+    name = BuiltInTool.PYTHON_WITH_INPUT.value
+    description = (
+        "Execute Python code and return what it prints. The value of a trailing expression is printed as in a notebook."
+    )
+    properties: Mapping[str, Any] = {
+        "code": {"type": "string", "description": "The Python code to execute."},
+        "input": {"type": "string", "description": "What the code reads from standard input."},
+    }
+    parameters: Mapping[str, Any] = {"type": "object", "properties": properties, "required": list(properties)}
+    timeout_s = None  # the sandbox holds the program's
+
+
 class JupyterDescription:
     """What policies are told of ``jupyter_code``."""
 
@@ -324,9 +299,21 @@ class JupyterDescription:
 class OfferedTool:
     """A tool with what its calls need. ``schema``: None where the place that runs the tool checks the arguments."""
 
-    tool: AnyTool
+    tool: Any
     schema: ArgumentSchema | None
     timeout_s: float | None  # None: the tool keeps its own
+    max_chars: int = RESPONSE_CHARS
+    running: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONCURRENCY))
+
+    @classmethod
+    def of(cls, tool: Any) -> OfferedTool:
+        """A tool of the user or a built-in one, with its own limits."""
+        return cls(
+            tool=tool,
+            schema=ArgumentSchema(tool.parameters),
+            timeout_s=getattr(tool, "timeout_s", DEFAULT_TIMEOUT_S),
+            running=asyncio.Semaphore(getattr(tool, "concurrency", None) or CONCURRENCY),
+        )
 
 
 class ToolSession:
@@ -339,7 +326,7 @@ class ToolSession:
         self._threads = threads
         self._max_chars = max_chars
         self._given = given
-        self._states: dict[str, ToolState] = {}
+        self._states: dict[str, Any] = {}
         self.schemas = [schema_of(one.tool) for one in self._tools.values()]
         self.statistics = ToolStatistics()
 
@@ -376,8 +363,8 @@ class ToolSession:
     def _error(self, status: ToolStatus, text: str) -> ToolResult:
         return ToolResult(status=status, text=cut_text(f"Error: {text}", self._max_chars))
 
-    async def _run(self, one: Any, arguments: Mapping[str, Any]) -> ToolResult:
-        """The result of a call whose arguments fit; ``one`` is an ``OfferedTool``."""
+    async def _run(self, one: OfferedTool, arguments: Mapping[str, Any]) -> ToolResult:
+        """The result of a call whose arguments fit."""
         scope = asyncio.timeout(one.timeout_s)
         try:
             async with scope:
@@ -391,8 +378,9 @@ class ToolSession:
             return ToolResult(status=ToolStatus.TIME_LIMIT, text=limit)
         return said if isinstance(said, ToolResult) else ToolResult(text=str(said))
 
-    def _opened(self, tool: AnyTool) -> Tool | ToolState:
-        if not isinstance(tool, StatefulTool):
+    def _opened(self, tool: Any) -> Any:
+        """What has the tool's ``call``: the tool, or its state of this trajectory."""
+        if hasattr(tool, "call"):
             return tool
         if tool.name not in self._states:
             self._states[tool.name] = tool.open(**self._extras(tool.open))

@@ -32,6 +32,7 @@ from services.common.system.processes import exited, process_group
 from services.common.system.threads import Watchdog
 from services.common.telemetry.accounts import GATEWAY, INFERENCE, Activity, ActivityName, TimeAccount
 from services.common.telemetry.metrics import QueueGauge
+from services.common.tools import load_tools
 from services.envgateway import rpc
 from services.envgateway.calls import THREADS
 from services.envgateway.envs.base import EnvironmentContext
@@ -51,7 +52,7 @@ from services.envgateway.rpc import (
 )
 from services.envgateway.sandbox.pool import COMPILE_TIME_S, SandboxPool
 from services.envgateway.tools.mcp import McpServer
-from services.envgateway.tools.registry import ToolBox, load_tools
+from services.envgateway.tools.registry import ToolBox
 from services.envgateway.tools.tools import built_in_tools
 
 # --- Metrics of the environment gateway and of its workers: their gauges under the names of the field.
@@ -139,7 +140,6 @@ class Gateway:
         )
         self.tools = ToolBox(
             [*built_in_tools(config, self.queue, sandbox.live), *load_tools(config.tools.paths)],
-            config.tools.limits,
             {name: McpServer(name, server) for name, server in config.mcp.items()},
         )
         self._environments = EnvironmentRegistry(

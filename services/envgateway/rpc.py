@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from asyncio import sleep
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import orjson
@@ -24,7 +22,7 @@ from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2 as judge_pb
 from services.common.rpc.client import channel, refusal_behind, translated_errors
-from services.common.rpc.interceptors import MOST_REQUESTS, Context
+from services.common.rpc.interceptors import Context
 from services.common.rpc.run_client import AWAY_S, FIRST_WORD_S, TELL_S
 from services.common.security.keys import Peer
 from services.common.telemetry.logs import LogEvent
@@ -133,54 +131,7 @@ def _json(name: str, data: bytes) -> Any:
         raise InvalidRequestError(f"{name} is no JSON: {error}") from None
 
 
-# --- Batched calls: each call of a message runs separately and is answered as soon as it ends.
-
-
 log = structlog.get_logger()
-Request = TypeVar("Request")
-Response = TypeVar("Response")
-
-
-async def answered(
-    requests: Sequence[Request], answer: Callable[[Request], Awaitable[Response]]
-) -> AsyncGenerator[list[tuple[int, Response | None]], None]:
-    """Places and answers, those that came together in one list; None for a call that failed, which its caller makes again
-    alone, to be told why. Leaving ends the calls that run. Raises ``InvalidRequestError`` for more than ``MOST_REQUESTS``.
-    """
-    if len(requests) > MOST_REQUESTS:
-        raise InvalidRequestError(
-            f"a message has {len(requests)} requests; at most {MOST_REQUESTS} are taken: send them in several messages"
-        )
-    ended: asyncio.Queue[int] = asyncio.Queue()
-    tasks: list[asyncio.Task[Response | None]] = []
-    try:
-        for place, request in enumerate(requests):
-            task = asyncio.create_task(_told(answer(request)), name=f"call {place} of a message")
-            task.add_done_callback(lambda _, place=place: ended.put_nowait(place))  # type: ignore[misc]
-            tasks.append(task)
-        left = len(tasks)
-        while left:
-            places = [await ended.get()]  # each call has its deadline
-            while not ended.empty():
-                places.append(ended.get_nowait())
-            left -= len(places)
-            yield [(place, tasks[place].result()) for place in places]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _told(answer: Awaitable[Response]) -> Response | None:
-    try:
-        return await answer
-    except RollmillError:
-        return None
-    except Exception:  # of one call: its caller, who makes it again alone, is told
-        log.exception("batches.call_failed")
-        return None
-
-
 CLIENT_KEY = "x-client-id"
 
 
@@ -318,21 +269,9 @@ class CodeExecutionServicer(pb_grpc.CodeExecutionServiceServicer):
     async def ExecuteCode(
         self, request: pb.ExecuteCodeRequest, context: EnvironmentRpcContext
     ) -> pb.ExecuteCodeResponse:
-        return await self._execute(request, time_left_s(context))
-
-    async def ExecuteCodes(
-        self, request: pb.ExecuteCodesRequest, context: EnvironmentRpcContext
-    ) -> AsyncIterator[pb.ExecuteCodesResponse]:
-        left_s = time_left_s(context)
-        async with aclosing(answered(request.requests, lambda one: self._execute(one, left_s))) as found:
-            async for some in found:
-                answers = [pb.ExecuteCodesAnswer(index=index, response=response) for index, response in some]
-                yield pb.ExecuteCodesResponse(answers=answers)
-
-    async def _execute(self, request: pb.ExecuteCodeRequest, deadline_s: float) -> pb.ExecuteCodeResponse:
         execution = execution_from_proto(request)
         result = await self._queue.run(
-            execution, lane=Lane.INTERACTIVE, request_id=request.request_id, deadline_s=deadline_s
+            execution, lane=Lane.INTERACTIVE, request_id=request.request_id, deadline_s=time_left_s(context)
         )
         return execution_to_proto(result)
 
@@ -345,17 +284,6 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
     async def ComputeReward(
         self, request: pb.ComputeRewardRequest, context: EnvironmentRpcContext
     ) -> pb.ComputeRewardResponse:
-        return await self._compute(request)
-
-    async def ComputeRewards(
-        self, request: pb.ComputeRewardsRequest, context: EnvironmentRpcContext
-    ) -> AsyncIterator[pb.ComputeRewardsResponse]:
-        async with aclosing(answered(request.requests, self._compute)) as found:
-            async for some in found:
-                answers = [pb.ComputeRewardsAnswer(index=index, response=response) for index, response in some]
-                yield pb.ComputeRewardsResponse(answers=answers)
-
-    async def _compute(self, request: pb.ComputeRewardRequest) -> pb.ComputeRewardResponse:
         task = json_object(request.task_json, "task_json")
         result = await self._shared.run(
             request.request_id, lambda: self._rewards.compute(request.reward, task, request.completion)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import json  # not orjson: integers of any size
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import grpc
 import orjson
 
-from services.common.aio import TaskOwner, deadline
+from services.common.aio import deadline
 from services.common.errors import (
     CapacityError,
     ConfigError,
@@ -24,12 +24,6 @@ from services.common.errors import (
 )
 from services.common.pb import environment_pb2, environment_pb2_grpc, judge_pb2_grpc
 from services.common.pb import judge_pb2 as pb
-from services.common.pb.environment_pb2 import (
-    ComputeRewardRequest,
-    ComputeRewardResponse,
-    ExecuteCodeRequest,
-    ExecuteCodeResponse,
-)
 from services.common.records import Task
 from services.common.rpc.client import DEADLINES, channel, translated_errors
 from services.common.security.keys import Peer
@@ -44,92 +38,6 @@ from services.inference.workflows.base import (
     Reward,
     Step,
 )
-
-# --- Batches calls of one event-loop iteration into one message; each call returns as soon as its answer comes.
-
-
-MOST_CALLS = 64  # of one message
-MOST_BYTES = 1 << 20  # of one message; the gateway takes four times as much
-Request = TypeVar("Request")
-Response = TypeVar("Response")
-Alone = Callable[[Request, float], Awaitable[Response]]
-Batch = Callable[[list[Request], float], AsyncIterable[Iterable[tuple[int, Response | None]]]]
-_Waiting = tuple[Request, "asyncio.Future[Response | None]"]
-
-
-class CallBatcher(Generic[Request, Response]):
-    """``await calls.call(request, timeout_s)``. Cancelling the last caller of a message cancels the message."""
-
-    def __init__(
-        self,
-        tasks: TaskOwner,
-        alone: Alone[Request, Response],
-        batch: Batch[Request, Response],
-        size: Callable[[Request], int],
-    ) -> None:
-        """``alone`` and ``batch`` take a timeout in seconds; ``batch`` gives places and answers, None for a call that
-        failed. ``size``: the bytes of a request."""
-        self._tasks = tasks
-        self._alone = alone
-        self._batch = batch
-        self._size = size
-        self._waiting: dict[float, list[_Waiting[Request, Response]]] = {}  # by timeout
-
-    async def call(self, request: Request, timeout_s: float) -> Response:
-        """Raises the errors of ``alone``."""
-        loop = asyncio.get_running_loop()
-        if not self._waiting:
-            loop.call_soon(self._send)
-        answer: asyncio.Future[Response | None] = loop.create_future()
-        self._waiting.setdefault(timeout_s, []).append((request, answer))
-        response = await answer
-        return response if response is not None else await self._alone(request, timeout_s)
-
-    def _send(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for timeout_s, calls in waiting.items():
-            for message in self._messages([call for call in calls if not call[1].done()]):
-                if len(message) == 1:
-                    message[0][1].set_result(None)
-                else:
-                    self._start(message, timeout_s)
-
-    def _messages(self, calls: list[_Waiting[Request, Response]]) -> list[list[_Waiting[Request, Response]]]:
-        messages: list[list[_Waiting[Request, Response]]] = []
-        num_bytes = 0
-        for call in calls:
-            size = self._size(call[0])
-            if not messages or len(messages[-1]) == MOST_CALLS or num_bytes + size > MOST_BYTES:
-                messages.append([])
-                num_bytes = 0
-            messages[-1].append(call)
-            num_bytes += size
-        return messages
-
-    def _start(self, message: list[_Waiting[Request, Response]], timeout_s: float) -> None:
-        task = self._tasks.start(self._exchange(message, timeout_s), f"{len(message)} calls in one message")
-
-        def left(one: asyncio.Future[Response | None]) -> None:
-            if one.cancelled() and all(answer.done() for _, answer in message):
-                task.cancel()
-
-        for _, answer in message:
-            answer.add_done_callback(left)
-
-    async def _exchange(self, message: list[_Waiting[Request, Response]], timeout_s: float) -> None:
-        """The deadline is the message's own, which the channel holds."""
-        try:
-            async for answers in self._batch([request for request, _ in message], timeout_s):
-                for place, response in answers:
-                    if place < len(message) and not message[place][1].done():
-                        message[place][1].set_result(response)
-        except grpc.RpcError:  # each is sent alone, which gives the precise error
-            pass
-        finally:
-            for _, answer in message:
-                if not answer.done():
-                    answer.set_result(None)
-
 
 T = TypeVar("T")
 EXECUTION_MARGIN_S = 60.0  # queueing and the gateway's own limits, beyond the table's 10 s
@@ -202,10 +110,9 @@ class GatewayClient:
         self._account = account
         self._channels: list[grpc.aio.Channel] = []
         self._environments: environment_pb2_grpc.EnvironmentServiceAsyncStub | None = None
-        self._executions: CallBatcher[ExecuteCodeRequest, ExecuteCodeResponse] | None = None
-        self._rewards: CallBatcher[ComputeRewardRequest, ComputeRewardResponse] | None = None
+        self._executions: environment_pb2_grpc.CodeExecutionServiceAsyncStub | None = None
+        self._rewards: environment_pb2_grpc.RewardServiceAsyncStub | None = None
         self._judge: judge_pb2_grpc.JudgeServiceAsyncStub | None = None
-        self._tasks = TaskOwner()
         self.address = ""
 
     def connect(self, address: str) -> None:
@@ -216,15 +123,15 @@ class GatewayClient:
         connection = channel(address, Peer.ENVGATEWAY)
         self._channels.append(connection)
         self._environments = environment_pb2_grpc.EnvironmentServiceStub(connection)
-        self._executions = _executions(self._tasks, environment_pb2_grpc.CodeExecutionServiceStub(connection))
-        self._rewards = _rewards(self._tasks, environment_pb2_grpc.RewardServiceStub(connection))
+        self._executions = environment_pb2_grpc.CodeExecutionServiceStub(connection)
+        self._rewards = environment_pb2_grpc.RewardServiceStub(connection)
         self._judge = judge_pb2_grpc.JudgeServiceStub(connection)
 
     async def execute_code(
         self, code: str, *, stdin: bytes = b"", print_trailing_expression: bool = False
     ) -> Execution:
-        calls = self._connected(self._executions)
-        request = ExecuteCodeRequest(
+        stub = self._connected(self._executions)
+        request = environment_pb2.ExecuteCodeRequest(
             request_id=uuid.uuid4().hex,
             language="python",
             code=_encodable(code),
@@ -232,7 +139,7 @@ class GatewayClient:
             print_trailing_expression=print_trailing_expression,
         )
         timeout = (DEADLINES["ExecuteCode"] or 0.0) + EXECUTION_MARGIN_S
-        response = await self._call("execution", timeout, lambda: calls.call(request, timeout))
+        response = await self._call("execution", timeout, lambda: stub.ExecuteCode(request, timeout=timeout))
         status = _STATUS.get(response.status)
         if status is None:
             name = environment_pb2.ExecutionStatus.Name(response.status)
@@ -281,8 +188,8 @@ class GatewayClient:
         await self._call("environment", timeout, lambda: stub.CloseEpisode(request, timeout=timeout))
 
     async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward:
-        calls = self._connected(self._rewards)
-        request = ComputeRewardRequest(
+        stub = self._connected(self._rewards)
+        request = environment_pb2.ComputeRewardRequest(
             request_id=uuid.uuid4().hex,
             reward=reward,
             task_json=orjson.dumps(task.data),
@@ -290,7 +197,7 @@ class GatewayClient:
         )
         timeout = JUDGING_S if reward == "code" else DEADLINES["ComputeReward"] or 0.0
         wait_s = JUDGING_WAIT_S if reward == "code" else CAPACITY_WAIT_S
-        response = await self._call("reward", timeout, lambda: calls.call(request, timeout), wait_s)
+        response = await self._call("reward", timeout, lambda: stub.ComputeReward(request, timeout=timeout), wait_s)
         if response.outcome in (
             environment_pb2.REWARD_OUTCOME_GRADER_FAILED,
             environment_pb2.REWARD_OUTCOME_UNSPECIFIED,
@@ -315,7 +222,6 @@ class GatewayClient:
         return outcomes_from_proto(response, len(cases))
 
     async def stop(self) -> None:
-        await self._tasks.close()
         for connection in self._channels:
             await connection.close()
 
@@ -341,38 +247,6 @@ class GatewayClient:
                 "remove `envgateway: null` from the recipe, or write a reward by import path (package.module:function)"
             )
         return stub
-
-
-def _executions(
-    tasks: TaskOwner, stub: environment_pb2_grpc.CodeExecutionServiceAsyncStub
-) -> CallBatcher[ExecuteCodeRequest, ExecuteCodeResponse]:
-    def alone(request: ExecuteCodeRequest, timeout_s: float) -> Awaitable[ExecuteCodeResponse]:
-        return stub.ExecuteCode(request, timeout=timeout_s)
-
-    async def batch(
-        requests: list[ExecuteCodeRequest], timeout_s: float
-    ) -> AsyncIterator[list[tuple[int, ExecuteCodeResponse | None]]]:
-        message = environment_pb2.ExecuteCodesRequest(requests=requests)
-        async for some in stub.ExecuteCodes(message, timeout=timeout_s):
-            yield [(one.index, one.response if one.HasField("response") else None) for one in some.answers]
-
-    return CallBatcher(tasks, alone, batch, ExecuteCodeRequest.ByteSize)
-
-
-def _rewards(
-    tasks: TaskOwner, stub: environment_pb2_grpc.RewardServiceAsyncStub
-) -> CallBatcher[ComputeRewardRequest, ComputeRewardResponse]:
-    def alone(request: ComputeRewardRequest, timeout_s: float) -> Awaitable[ComputeRewardResponse]:
-        return stub.ComputeReward(request, timeout=timeout_s)
-
-    async def batch(
-        requests: list[ComputeRewardRequest], timeout_s: float
-    ) -> AsyncIterator[list[tuple[int, ComputeRewardResponse | None]]]:
-        message = environment_pb2.ComputeRewardsRequest(requests=requests)
-        async for some in stub.ComputeRewards(message, timeout=timeout_s):
-            yield [(one.index, one.response if one.HasField("response") else None) for one in some.answers]
-
-    return CallBatcher(tasks, alone, batch, ComputeRewardRequest.ByteSize)
 
 
 def _encodable(text: str) -> str:

@@ -114,7 +114,9 @@ class TrajectorySender:
             except RollmillError as error:
                 log.warning("trajectories.stream_broke", error=error.message)
                 self.account.enter(ActivityName.WAITING_FOR_STREAM, on=ORCHESTRATOR, detail=error.message)
-            self._requeue()
+            # Those of the broken stream go to the front of the queue, in their order.
+            self._waiting.extendleft(reversed(self._unacknowledged.values()))
+            self._unacknowledged.clear()
             if sum(self.outcomes.values()) > acknowledged:
                 delays = backoff()
             await asyncio.sleep(next(delays))
@@ -122,7 +124,7 @@ class TrajectorySender:
     # -- one stream ---------------------------------------------------------------------------------------------
 
     async def _wait_for_records(self) -> None:
-        """Wait for a record before opening a stream; an idle replica needs no stream."""
+        """Wait for a record; an idle replica needs no stream."""
         while not self._waiting:
             self._changed.clear()
             await self._changed.wait()
@@ -145,14 +147,15 @@ class TrajectorySender:
     async def _write(self, call: grpc.aio.StreamStreamCall[Request, Response]) -> None:
         number = 0
         while True:
-            while not self._waiting:
-                self._changed.clear()
-                await self._changed.wait()
+            await self._wait_for_records()
             sent = take_message(self._waiting)
             for record in sent:
                 number += 1
                 record.record_number = number
-                _note_sending(record)
+                kept = record.trajectory if record.WhichOneof("record") == "trajectory" else record.failure
+                if kept.HasField("timing"):  # again, for a record that is sent again
+                    kept.timing.sent_at.FromNanoseconds(time.time_ns())
+                    kept.timing.num_sends += 1
                 # Before the write: a record that was written in part has to be sent again, too.
                 self._unacknowledged[number] = record
             self.account.enter(ActivityName.WAITING_FOR_ACKNOWLEDGEMENTS, on=ORCHESTRATOR)
@@ -186,11 +189,6 @@ class TrajectorySender:
                 LogEvent.TRAJECTORIES_REFUSED, reason=name, detail=ack.detail, so_far=self.refused[name], **suppressed
             )
 
-    def _requeue(self) -> None:
-        """Put the unacknowledged records of the broken stream at the front of the queue, in their order."""
-        self._waiting.extendleft(reversed(self._unacknowledged.values()))
-        self._unacknowledged.clear()
-
 
 def take_message(waiting: deque[Record], most_bytes: int = MESSAGE_BYTES) -> list[Record]:
     """Take the records of the next message: the first, and the following ones that fit into ``most_bytes`` together."""
@@ -199,14 +197,6 @@ def take_message(waiting: deque[Record], most_bytes: int = MESSAGE_BYTES) -> lis
     while waiting and (size := size + waiting[0].ByteSize()) <= most_bytes:
         taken.append(waiting.popleft())
     return taken
-
-
-def _note_sending(numbered: Record) -> None:
-    """Reset the sending time of a record that is sent again."""
-    record = numbered.trajectory if numbered.WhichOneof("record") == "trajectory" else numbered.failure
-    if record.HasField("timing"):
-        record.timing.sent_at.FromNanoseconds(time.time_ns())
-        record.timing.num_sends += 1
 
 
 def _too_large(trajectory: Trajectory, size: int) -> RolloutFailure:

@@ -562,7 +562,7 @@ def gauges(player: RolloutPlayer, sender: TrajectorySender, policies: Mapping[st
         "unacknowledged_records": sender.num_unacknowledged,
         "trajectories": counters.trajectories,
         "failures": counters.failures,
-        "retries": player.num_retries,
+        "retries": counters.retries,
         "cancelled": counters.cancelled,
         "record_streams": sender.num_streams,
         **{f"acknowledged/{_short(outcome)}": number for outcome, number in sender.outcomes.items()},

@@ -55,7 +55,7 @@ from services.common.records import (
     part_for,
 )
 from services.common.system.threads import EndedByCodeError
-from services.common.telemetry.accounts import ORCHESTRATOR, ActivityName, TimeAccount, engine, replica
+from services.common.telemetry.accounts import ORCHESTRATOR, ActivityName, TimeAccount, replica
 from services.common.telemetry.accounts import engine as engine_component
 from services.common.telemetry.logs import LogEvent
 from services.common.text.chat import Chat
@@ -96,8 +96,8 @@ class OpenPhase:
 class RolloutClock:
     """The phases of one rollout, timed from construction on; phases may overlap."""
 
-    def __init__(self, accepted_at: float = 0.0, *, enabled: bool = True) -> None:
-        """``accepted_at``: when the order came, in seconds since the epoch. ``enabled`` false: no phase is recorded."""
+    def __init__(self, accepted_at: float = 0.0) -> None:
+        """``accepted_at``: when the order came, in seconds since the epoch."""
         self.started_at = time.time()
         self.num_retries = 0
         self._open: dict[PhaseKind, int] = {}  # phases by kind
@@ -105,7 +105,6 @@ class RolloutClock:
             PhaseKind, float
         ] = {}  # kind of phase -> when a cancellation last ended one, as time.monotonic
         self._accepted_at = accepted_at
-        self._enabled = enabled
         self._zero = time.perf_counter()
         self._phases: list[RolloutPhase] = []
         self._left_out: RolloutPhase | None = None
@@ -130,13 +129,10 @@ class RolloutClock:
             raise
         finally:
             self._open[what] -= 1
-            if self._enabled:
-                self._keep(phase, begin_s, time.perf_counter() - self._zero - begin_s)
+            self._keep(phase, begin_s, time.perf_counter() - self._zero - begin_s)
 
     def timing(self) -> RolloutTiming:
         """The phases recorded so far, in order of beginning."""
-        if not self._enabled:
-            return NO_TIMING
         phases = sorted(self._phases, key=lambda phase: phase.begin_s)
         left_out = [self._left_out] if self._left_out else []
         return RolloutTiming(accepted_at=self._accepted_at, num_retries=self.num_retries, phases=(*phases, *left_out))
@@ -239,11 +235,6 @@ class RolloutPolicy:
     ``scene`` describes the rollout to scripts; only a policy with a script uses the scene.
     """
 
-    __slots__ = (
-        *("_account", "_clock", "_lane", "_num_requests", "_policy", "_record_kept"),
-        *("_request_prefix", "_scene", "_seed", "chat", "context_length", "name"),
-    )
-
     def __init__(
         self,
         policy: ServedPolicy,
@@ -264,7 +255,7 @@ class RolloutPolicy:
         self._account = account
         self._lane = account.here()  # an external agent calls from another task
         self._scene = scene
-        self._clock = clock or RolloutClock(enabled=False)
+        self._clock = clock or RolloutClock()
         self._record_kept = purpose is Purpose.TRAIN
         self._num_requests = 0
 
@@ -273,13 +264,16 @@ class RolloutPolicy:
     ) -> Generation:
         number = self._num_requests
         self._num_requests += 1
+        forced_ids = None
+        if self._policy.script is not None and self._scene is not None:
+            forced_ids = self._scene.forced_ids(self._policy.script, self.name, self.chat, prompt_ids)
         request = GenerationRequest(
             request_id=f"{self._request_prefix}/{self.name}/{number}",
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
             stop_token_ids=self.chat.stop_token_ids,
             seed=(self._seed + number if seed is None else seed) & _SEED_MASK,
-            forced_ids=self._forced_ids(prompt_ids),
+            forced_ids=forced_ids,
             record_kept=self._record_kept,
             watch=watch,
         )
@@ -289,55 +283,12 @@ class RolloutPolicy:
         ):
             generation = await self._policy.engine.generate(request)
             phase.segments, phase.detail = generation.segments, generation.finish_reason.value
-        if request.forced_ids is not None and self._scene is not None:
+        if forced_ids is not None and self._scene is not None:
             self._scene.add_turn(self.name, self.chat.decode(generation.token_ids))
         return generation
 
-    def _forced_ids(self, prompt_ids: Sequence[int]) -> tuple[int, ...] | None:
-        if self._policy.script is None or self._scene is None:
-            return None
-        return self._scene.forced_ids(self._policy.script, self.name, self.chat, prompt_ids)
 
-
-# --- Scores finished rollouts with teachers: log-probabilities of the tokens that the students sampled.
-
-
-class Teachers:
-    """The teacher of each policy that has one, among the policies of this replica."""
-
-    def __init__(self, policies: Mapping[str, ServedPolicy], teachers: Mapping[str, str], account: TimeAccount) -> None:
-        """``teachers``: student -> teacher. Students that this replica does not serve are left out."""
-        self._teachers = {student: policies[name] for student, name in teachers.items() if student in policies}
-        self._account = account
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of the teachers, which play only in orders that name them."""
-        return frozenset(teacher.name for teacher in self._teachers.values())
-
-    async def scored(
-        self, sequences: tuple[TokenSequence, ...], sampling: Sampling, clock: RolloutClock, request_prefix: str
-    ) -> tuple[TokenSequence, ...]:
-        """The sequences, each with the log-probabilities of its policy's teacher; ``sampling`` is that of the order.
-
-        Raises:
-            ConfigError: tokens were drawn from a part of the vocabulary, over which no engine scores.
-            InfrastructureError: the teacher's engine failed.
-        """
-        found = []
-        for number, sequence in enumerate(sequences):
-            teacher = self._teachers.get(sequence.policy)
-            if teacher is not None and sequence.num_trained_tokens:
-                request = score_request(sequence, sampling.temperature, f"{request_prefix}/score/{number}")
-                with (
-                    self._account.during(ActivityName.SCORING, on=engine(teacher.name)),
-                    clock.phase(PhaseKind.SCORE, teacher.name) as phase,
-                ):
-                    logprobs = await teacher.engine.score(request)
-                    phase.detail = f"{len(logprobs)} tokens of {sequence.policy}"
-                sequence = _with_scores(sequence, logprobs)
-            found.append(sequence)
-        return tuple(found)
+# --- Scores of a teacher: log-probabilities of the tokens that a student sampled.
 
 
 def score_request(sequence: TokenSequence, temperature: float, request_id: str) -> ScoreRequest:
@@ -372,171 +323,23 @@ def _with_scores(sequence: TokenSequence, logprobs: np.ndarray[tuple[int], np.dt
     return replace(sequence, segments=tuple(segments))
 
 
-# --- Plays one slot: enforces its time limit, retries infrastructure failures, checks the required versions.
+# --- Plays the slots of orders: limits of time, retries of infrastructure failures, required versions, records.
 
 
 log = structlog.get_logger(__name__)
+SlotKey = tuple[str, int]  # (task group, index)
+Record = Trajectory | RolloutFailure
+_Slot = Coroutine[Any, Any, None]
 _RETRYABLE = (InfrastructureError, EpisodeNotFoundError, CapacityError, DeadlineError)
 _RETRY_BASE_S = 0.2
 _CLOCK_TICK_S = 0.01  # a loop's timer may fire that much early
+_REMEMBERED_SLOTS = 65536
 
 
-class Attempts:
-    """The policies, workflows and gateway that all rollouts of a replica share."""
+class RecordSink(Protocol):
+    """Takes a finished record; waits while too many are not yet durable."""
 
-    def __init__(
-        self,
-        *,
-        workflows: Mapping[PlayedBy, Workflow],
-        policies: Mapping[str, ServedPolicy],
-        gateway: Gateway,
-        endpoint: Endpoint | None,
-        infra_retries: int,
-        account: TimeAccount,
-        teachers: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        """``teachers``: student policy -> the policy that scores the student's training tokens."""
-        self._workflows = workflows
-        self._policies = policies
-        self._gateway = gateway
-        self._endpoint = endpoint
-        self._infra_retries = infra_retries
-        self._account = account
-        self._teachers = Teachers(policies, teachers, account) if teachers else None
-        # A teacher plays only in orders that name it.
-        self._teacher_names: frozenset[str] = self._teachers.names if self._teachers is not None else frozenset()
-        self._limits: dict[asyncio.Timeout, float] = {}  # of the running rollouts; what is left while they stand still
-        self._stands_still = False
-        self.num_retries = 0  # since the start of the process
-
-    async def play(self, order: TaskGroupOrder, index: int, clock: RolloutClock) -> Outcome:
-        """The outcome of one slot of an order.
-
-        Raises:
-            RolloutTimeoutError: the policy was too slow.
-            DeadlineError: the time limit passed, and the rollout waited for more than the policy.
-            RollmillError: the last attempt failed, or a policy moved on from a required version.
-            Exception: any error that a workflow, tool or reward of the user raises.
-        """
-        limit = asyncio.timeout(order.timeout_s)
-        try:
-            async with limit:
-                self._limits[limit] = order.timeout_s
-                if self._stands_still:
-                    self._stop(limit)
-                return await self._play_with_retries(order, index, clock, limit)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            late = (
-                f"rollout {order.task_group_id}/{index} was not done within {order.timeout_s:g} s (rollout.timeout_s)"
-            )
-            # Code of a workflow, a reward or an agent may wait for anything: such waits do not count against the policy.
-            waits = clock.waited_for((limit.when() or 0.0) - _CLOCK_TICK_S)
-            healthy = all(policy.engine.health().ok for policy in self._policies.values())
-            if waits == {PhaseKind.GENERATE} and clock.num_retries == 0 and healthy:
-                raise RolloutTimeoutError(late) from None
-            named = ", ".join(sorted(waits)) or "its own code"
-            raise DeadlineError(
-                f"{late}, after {clock.num_retries} retries and while the rollout waited for {named}"
-            ) from None
-        finally:
-            self._limits.pop(limit, None)
-
-    def stand_still(self) -> None:
-        """Stop the clocks of all rollouts: no engine can compute."""
-        self._stands_still = True
-        for limit in self._limits:
-            self._stop(limit)
-
-    def go_on(self) -> None:
-        """Let the clocks of all rollouts run again."""
-        self._stands_still = False
-        now = asyncio.get_running_loop().time()
-        for limit, left_s in self._limits.items():
-            if not limit.expired():
-                limit.reschedule(now + left_s)
-
-    def _stop(self, limit: asyncio.Timeout) -> None:
-        when = limit.when()
-        if when is not None and not limit.expired():
-            self._limits[limit] = when - asyncio.get_running_loop().time()
-            limit.reschedule(None)
-
-    async def _play_with_retries(
-        self, order: TaskGroupOrder, index: int, clock: RolloutClock, limit: asyncio.Timeout
-    ) -> Outcome:
-        for attempt in range(self._infra_retries + 1):
-            try:
-                return await self._play_once(order, index, attempt, clock)
-            except _RETRYABLE as error:
-                # No retry for a failure in the cleanup after the time limit: the limit would not end the retry.
-                if attempt == self._infra_retries or limit.expired():
-                    raise
-                self.num_retries += 1
-                clock.num_retries += 1
-                log.warning(
-                    LogEvent.ROLLOUT_RETRY,
-                    task_group=order.task_group_id,
-                    index=index,
-                    attempt=attempt,
-                    error=str(error),
-                )
-                with (
-                    self._account.during(ActivityName.PAUSING_BEFORE_RETRY) as wait,
-                    clock.phase(PhaseKind.RETRY) as phase,
-                ):
-                    wait.note(error.message)
-                    phase.detail = error.reason
-                    await asyncio.sleep(_RETRY_BASE_S * 2**attempt * (0.5 + random.random()))
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
-    async def _play_once(self, order: TaskGroupOrder, index: int, attempt: int, clock: RolloutClock) -> Outcome:
-        self._check_versions(order.required_versions)
-        slot = f"{order.task_group_id}/{index}"
-        # Another attempt has the same seeds: new draws would select against samples on which infrastructure fails.
-        seed = slot_seed(order.seed, index)
-        scene = Scene(order.task, order.purpose, seed, order.source)
-        policies = {
-            name: RolloutPolicy(
-                policy,
-                request_prefix=f"{slot}/{attempt}",
-                seed=derived_seed(seed, name),  # two policies of a rollout draw independently
-                account=self._account,
-                scene=scene,
-                clock=clock,
-                purpose=order.purpose,
-            )
-            for name, policy in self._policies.items()
-            if (name in order.policies if order.policies else name not in self._teacher_names)
-        }
-        context = WorkflowContext(
-            policies=policies,
-            gateway=TimedGateway(self._gateway, clock),
-            sampling=order.sampling,
-            seed=seed,
-            episode_seed=order.seed,
-            purpose=order.purpose,
-            endpoint=self._endpoint,
-        )
-        workflow = part_for(self._workflows, order.purpose, order.source)
-        # A copy: code of the user may change its row.
-        outcome = await workflow.run(replace(order.task, data=deepcopy(order.task.data)), context)
-        if not isinstance(outcome, Outcome):
-            said = f"{type(workflow).__name__}.run returned {type(outcome).__name__}, and no Outcome"
-            raise TypeError(f"{place_of(workflow.run)}{said}: write `return chat.outcome(reward)`")
-        _check_outcome(outcome, order.required_versions)
-        if self._teachers is None or order.purpose is not Purpose.TRAIN:
-            return outcome
-        prefix = f"{slot}/{attempt}"
-        return replace(outcome, sequences=await self._teachers.scored(outcome.sequences, order.sampling, clock, prefix))
-
-    def _check_versions(self, required: Mapping[str, int]) -> None:
-        for name, number in required.items():
-            policy = self._policies.get(name)
-            if policy is None or policy.engine.version != number:
-                held = "not served here" if policy is None else f"at version {policy.engine.version}"
-                raise WeightsStaleError(f"policy {name} must be at version {number} and is {held}")
+    async def send(self, record: Record) -> None: ...
 
 
 def _check_outcome(outcome: Outcome, required: Mapping[str, int]) -> None:
@@ -557,18 +360,6 @@ def _check_outcome(outcome: Outcome, required: Mapping[str, int]) -> None:
                 )
 
 
-SlotKey = tuple[str, int]  # (task group, index)
-Record = Trajectory | RolloutFailure
-_Slot = Coroutine[Any, Any, None]
-_REMEMBERED_SLOTS = 65536
-
-
-class RecordSink(Protocol):
-    """Takes a finished record; waits while too many are not yet durable."""
-
-    async def send(self, record: Record) -> None: ...
-
-
 @dataclass(slots=True)
 class RolloutCounters:
     """Counters since the start of the process."""
@@ -577,6 +368,7 @@ class RolloutCounters:
     failures: int = 0
     cancelled: int = 0
     repeated: int = 0
+    retries: int = 0  # attempts after a first one
 
 
 class RolloutPlayer:
@@ -594,32 +386,30 @@ class RolloutPlayer:
         infra_retries: int,
         account: TimeAccount | None = None,
         endpoint: Endpoint | None = None,
-        timed: bool = True,
         teachers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """``timed``: records carry the phases of their rollouts. ``teachers``: student policy -> teacher policy."""
+        """``teachers``: student policy -> the policy that scores the student's training tokens. Students that this replica
+        does not serve are left out."""
+        self.num_slots = num_slots
+        self.counters = RolloutCounters()
+        self._workflows = workflows
         self._policies = policies
+        self._gateway = gateway
         self._sink = sink
         self._replica_id = replica_id
-        self.num_slots = num_slots
+        self._infra_retries = infra_retries
         self._account = account or TimeAccount(replica(replica_id), num_lanes=num_slots)
-        self._attempts = Attempts(
-            workflows=workflows,
-            policies=policies,
-            gateway=gateway,
-            endpoint=endpoint,
-            infra_retries=infra_retries,
-            account=self._account,
-            teachers=teachers,
-        )
-        self._timed = timed
+        self._endpoint = endpoint
+        self._teachers = {student: policies[name] for student, name in teachers.items() if student in policies}
+        self._teacher_names = {teacher.name for teacher in self._teachers.values()}
         self._slots = asyncio.Semaphore(num_slots)
         self._groups: dict[str, dict[int, asyncio.Task[None]]] = {}  # running rollouts
         self._tasks: set[asyncio.Task[None]] = set()  # running rollouts, and cancelled ones in their cleanup
         self._finished: OrderedDict[SlotKey, None] = OrderedDict()  # recorded lately, oldest first
+        self._limits: dict[asyncio.Timeout, float] = {}  # of the running rollouts; what is left while they stand still
+        self._stands_still = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self.counters = RolloutCounters()
 
     # -- commands -----------------------------------------------------------------------------------------------
 
@@ -645,11 +435,23 @@ class RolloutPlayer:
 
     def stand_still(self) -> None:
         """Stop the clocks of all rollouts: no engine can compute."""
-        self._attempts.stand_still()
+        self._stands_still = True
+        for limit in self._limits:
+            self._stop(limit)
 
     def go_on(self) -> None:
         """Let the clocks of all rollouts run again."""
-        self._attempts.go_on()
+        self._stands_still = False
+        now = asyncio.get_running_loop().time()
+        for limit, left_s in self._limits.items():
+            if not limit.expired():
+                limit.reschedule(now + left_s)
+
+    def _stop(self, limit: asyncio.Timeout) -> None:
+        when = limit.when()
+        if when is not None and not limit.expired():
+            self._limits[limit] = when - asyncio.get_running_loop().time()
+            limit.reschedule(None)
 
     async def close(self) -> None:
         """Cancel all rollouts and wait until they end."""
@@ -662,11 +464,6 @@ class RolloutPlayer:
         await self._idle.wait()
 
     # -- state --------------------------------------------------------------------------------------------------
-
-    @property
-    def num_retries(self) -> int:
-        """Attempts after a first one, since the start of the process."""
-        return self._attempts.num_retries
 
     @property
     def num_running(self) -> int:
@@ -704,7 +501,7 @@ class RolloutPlayer:
     async def _slot(self, order: TaskGroupOrder, accepted_at: float, index: int) -> None:
         async with self._slots:
             with self._account.lane(ActivityName.RUNNING_WORKFLOW):
-                record = await self._record(order, index, RolloutClock(accepted_at, enabled=self._timed))
+                record = await self._record(order, index, RolloutClock(accepted_at))
                 if record is not None:
                     await self._hand_over(record)
 
@@ -717,14 +514,16 @@ class RolloutPlayer:
             self.counters.failures += 1
             if record.reason == WeightsStaleError.reason:
                 return
-        self._remember((record.task_group_id, record.index))
+        self._finished[record.task_group_id, record.index] = None
+        if len(self._finished) > _REMEMBERED_SLOTS:
+            self._finished.popitem(last=False)
 
     async def _record(self, order: TaskGroupOrder, index: int, clock: RolloutClock) -> Record | None:
         """The trajectory or the failure of a slot; None when an engine died and the process is about to end."""
         try:
-            outcome = await self._attempts.play(order, index, clock)
+            outcome = await self._outcome(order, index, clock)
         except RollmillError as error:
-            if not all(p.engine.health().ok for p in self._policies.values()):
+            if not self._is_healthy():
                 return None  # no record: another replica plays the slot after this process has left
             return self._failure(order.task_group_id, index, error.reason, error.message, clock)
         except BaseException as error:  # a bug in a workflow, tool or reward of the user: this slot fails, others go on
@@ -766,10 +565,130 @@ class RolloutPlayer:
             timing=clock.timing() if clock else NO_TIMING,
         )
 
-    def _remember(self, key: SlotKey) -> None:
-        self._finished[key] = None
-        while len(self._finished) > _REMEMBERED_SLOTS:
-            self._finished.popitem(last=False)
+    async def _outcome(self, order: TaskGroupOrder, index: int, clock: RolloutClock) -> Outcome:
+        """The outcome of one slot of an order, within its time, after retries of infrastructure failures.
+
+        Raises:
+            RolloutTimeoutError: the policy was too slow.
+            DeadlineError: the time limit passed, and the rollout waited for more than the policy.
+            RollmillError: the last attempt failed, or a policy moved on from a required version.
+            Exception: any error that a workflow, tool or reward of the user raises.
+        """
+        limit = asyncio.timeout(order.timeout_s)
+        try:
+            async with limit:
+                self._limits[limit] = order.timeout_s
+                if self._stands_still:
+                    self._stop(limit)
+                while True:
+                    try:
+                        return await self._attempt(order, index, clock)
+                    except _RETRYABLE as error:
+                        # No retry for a failure in the cleanup after the time limit: the limit would not end the retry.
+                        if clock.num_retries == self._infra_retries or limit.expired():
+                            raise
+                        await self._pause(order, index, clock, error)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            late = (
+                f"rollout {order.task_group_id}/{index} was not done within {order.timeout_s:g} s (rollout.timeout_s)"
+            )
+            # Code of a workflow, a reward or an agent may wait for anything: such waits do not count against the policy.
+            waits = clock.waited_for((limit.when() or 0.0) - _CLOCK_TICK_S)
+            if waits == {PhaseKind.GENERATE} and clock.num_retries == 0 and self._is_healthy():
+                raise RolloutTimeoutError(late) from None
+            named = ", ".join(sorted(waits)) or "its own code"
+            raise DeadlineError(
+                f"{late}, after {clock.num_retries} retries and while the rollout waited for {named}"
+            ) from None
+        finally:
+            self._limits.pop(limit, None)
+
+    def _is_healthy(self) -> bool:
+        return all(policy.engine.health().ok for policy in self._policies.values())
+
+    async def _pause(self, order: TaskGroupOrder, index: int, clock: RolloutClock, error: RollmillError) -> None:
+        """Count a retry after an error, and wait before it."""
+        attempt = clock.num_retries
+        self.counters.retries += 1
+        clock.num_retries += 1
+        log.warning(
+            LogEvent.ROLLOUT_RETRY, task_group=order.task_group_id, index=index, attempt=attempt, error=str(error)
+        )
+        with self._account.during(ActivityName.PAUSING_BEFORE_RETRY) as wait, clock.phase(PhaseKind.RETRY) as phase:
+            wait.note(error.message)
+            phase.detail = error.reason
+            await asyncio.sleep(_RETRY_BASE_S * 2**attempt * (0.5 + random.random()))
+
+    async def _attempt(self, order: TaskGroupOrder, index: int, clock: RolloutClock) -> Outcome:
+        for name, number in order.required_versions.items():
+            required = self._policies.get(name)
+            if required is None or required.engine.version != number:
+                held = "not served here" if required is None else f"at version {required.engine.version}"
+                raise WeightsStaleError(f"policy {name} must be at version {number} and is {held}")
+        prefix = f"{order.task_group_id}/{index}/{clock.num_retries}"
+        # Another attempt has the same seeds: new draws would select against samples on which infrastructure fails.
+        seed = slot_seed(order.seed, index)
+        scene = Scene(order.task, order.purpose, seed, order.source)
+        policies = {
+            name: RolloutPolicy(
+                policy,
+                request_prefix=prefix,
+                seed=derived_seed(seed, name),  # two policies of a rollout draw independently
+                account=self._account,
+                scene=scene,
+                clock=clock,
+                purpose=order.purpose,
+            )
+            for name, policy in self._policies.items()
+            # A teacher plays only in orders that name it.
+            if (name in order.policies if order.policies else name not in self._teacher_names)
+        }
+        context = WorkflowContext(
+            policies=policies,
+            gateway=TimedGateway(self._gateway, clock),
+            sampling=order.sampling,
+            seed=seed,
+            episode_seed=order.seed,
+            purpose=order.purpose,
+            endpoint=self._endpoint,
+        )
+        workflow = part_for(self._workflows, order.purpose, order.source)
+        # A copy: code of the user may change its row.
+        outcome = await workflow.run(replace(order.task, data=deepcopy(order.task.data)), context)
+        if not isinstance(outcome, Outcome):
+            said = f"{type(workflow).__name__}.run returned {type(outcome).__name__}, and no Outcome"
+            raise TypeError(f"{place_of(workflow.run)}{said}: write `return chat.outcome(reward)`")
+        _check_outcome(outcome, order.required_versions)
+        if not self._teachers or order.purpose is not Purpose.TRAIN:
+            return outcome
+        scored = [
+            await self._scored(sequence, order.sampling, clock, f"{prefix}/score/{number}")
+            for number, sequence in enumerate(outcome.sequences)
+        ]
+        return replace(outcome, sequences=tuple(scored))
+
+    async def _scored(
+        self, sequence: TokenSequence, sampling: Sampling, clock: RolloutClock, request_id: str
+    ) -> TokenSequence:
+        """The sequence with the log-probabilities of its policy's teacher, if there is one; ``sampling`` is the order's.
+
+        Raises:
+            ConfigError: tokens were drawn from a part of the vocabulary, over which no engine scores.
+            InfrastructureError: the teacher's engine failed.
+        """
+        teacher = self._teachers.get(sequence.policy)
+        if teacher is None or not sequence.num_trained_tokens:
+            return sequence
+        request = score_request(sequence, sampling.temperature, request_id)
+        with (
+            self._account.during(ActivityName.SCORING, on=engine_component(teacher.name)),
+            clock.phase(PhaseKind.SCORE, teacher.name) as phase,
+        ):
+            logprobs = await teacher.engine.score(request)
+            phase.detail = f"{len(logprobs)} tokens of {sequence.policy}"
+        return _with_scores(sequence, logprobs)
 
     def _leave(self, task_group_id: str, index: int, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

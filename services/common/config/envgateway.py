@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import CallLimits, HttpService, Limits, Listening, OnNode, Port, Section
+from services.common.config.base import HttpService, Limits, Listening, OnNode, Port, Section
 from services.common.errors import ConfigError
 
 # --- Settings of the environments that the gateway offers.
@@ -186,7 +186,7 @@ class HarborConfig(Section):
 MCP = "mcp:"  # begins the name of a server's tools: `mcp:SERVER` for all, `mcp:SERVER/TOOL` for one
 
 
-class McpServerConfig(ServerSection, CallLimits):
+class McpServerConfig(ServerSection):
     environment: dict[str, str] = {}
     """With `command`: variables of the server's process, besides HOME, LANG, PATH, USER and the like. A value `$NAME` is the
     gateway's own variable of that name, which keeps a secret out of the recipe."""
@@ -305,16 +305,9 @@ class LiveConfig(Limits):
     """Wall-clock time from the first cell on."""
 
 
-class ToolConfig(CallLimits):
-    cut: Literal["start", "middle", "end"] = "middle"
-    """Place of the cut."""
-
-
 class ToolsConfig(Section):
     paths: list[str] = []
     """More tools: import paths of functions with `@rollmill.tool`, or of classes (`package.module:name`)."""
-    limits: dict[str, ToolConfig] = {}
-    """Limits of tools by name."""
     jupyter: LiveConfig = LiveConfig()
     """The process that a trajectory has for `jupyter_code`."""
 

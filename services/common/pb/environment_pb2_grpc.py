@@ -205,11 +205,6 @@ class CodeExecutionServiceStub:
                 request_serializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodeRequest.SerializeToString,
                 response_deserializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodeResponse.FromString,
                 _registered_method=True)
-        self.ExecuteCodes = channel.unary_stream(
-                '/rollmill.v1.CodeExecutionService/ExecuteCodes',
-                request_serializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodesRequest.SerializeToString,
-                response_deserializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodesResponse.FromString,
-                _registered_method=True)
 
 
 class CodeExecutionServiceServicer:
@@ -224,14 +219,6 @@ class CodeExecutionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ExecuteCodes(self, request, context):
-        """Runs several programs, each as ExecuteCode would. Each is answered as soon as it has ended; one that failed is
-        answered without a response, and is asked for again with ExecuteCode, which says why. Deadline: limits + 10 s.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_CodeExecutionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -239,11 +226,6 @@ def add_CodeExecutionServiceServicer_to_server(servicer, server):
                     servicer.ExecuteCode,
                     request_deserializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodeRequest.FromString,
                     response_serializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodeResponse.SerializeToString,
-            ),
-            'ExecuteCodes': grpc.unary_stream_rpc_method_handler(
-                    servicer.ExecuteCodes,
-                    request_deserializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodesRequest.FromString,
-                    response_serializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -284,33 +266,6 @@ class CodeExecutionService:
             metadata,
             _registered_method=True)
 
-    @staticmethod
-    def ExecuteCodes(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/rollmill.v1.CodeExecutionService/ExecuteCodes',
-            rollmill_dot_v1_dot_environment__pb2.ExecuteCodesRequest.SerializeToString,
-            rollmill_dot_v1_dot_environment__pb2.ExecuteCodesResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
 
 class RewardServiceStub:
     """Rewards of completions.
@@ -327,11 +282,6 @@ class RewardServiceStub:
                 request_serializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardRequest.SerializeToString,
                 response_deserializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardResponse.FromString,
                 _registered_method=True)
-        self.ComputeRewards = channel.unary_stream(
-                '/rollmill.v1.RewardService/ComputeRewards',
-                request_serializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardsRequest.SerializeToString,
-                response_deserializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardsResponse.FromString,
-                _registered_method=True)
 
 
 class RewardServiceServicer:
@@ -345,14 +295,6 @@ class RewardServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ComputeRewards(self, request, context):
-        """Scores several completions, each as ComputeReward would. Each is answered as soon as it is scored; one that failed is
-        answered without a response, and is asked for again with ComputeReward, which says why. Deadline 60 s.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_RewardServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -360,11 +302,6 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     servicer.ComputeReward,
                     request_deserializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardRequest.FromString,
                     response_serializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardResponse.SerializeToString,
-            ),
-            'ComputeRewards': grpc.unary_stream_rpc_method_handler(
-                    servicer.ComputeRewards,
-                    request_deserializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardsRequest.FromString,
-                    response_serializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -395,33 +332,6 @@ class RewardService:
             '/rollmill.v1.RewardService/ComputeReward',
             rollmill_dot_v1_dot_environment__pb2.ComputeRewardRequest.SerializeToString,
             rollmill_dot_v1_dot_environment__pb2.ComputeRewardResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ComputeRewards(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/rollmill.v1.RewardService/ComputeRewards',
-            rollmill_dot_v1_dot_environment__pb2.ComputeRewardsRequest.SerializeToString,
-            rollmill_dot_v1_dot_environment__pb2.ComputeRewardsResponse.FromString,
             options,
             channel_credentials,
             insecure,

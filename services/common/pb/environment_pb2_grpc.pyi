@@ -181,23 +181,7 @@ _CodeExecutionServiceExecuteCodeType = typing_extensions.TypeVar(
     ],
 )
 
-_CodeExecutionServiceExecuteCodesType = typing_extensions.TypeVar(
-    '_CodeExecutionServiceExecuteCodesType',
-    grpc.UnaryStreamMultiCallable[
-        services.common.pb.environment_pb2.ExecuteCodesRequest,
-        services.common.pb.environment_pb2.ExecuteCodesResponse,
-    ],
-    grpc.aio.UnaryStreamMultiCallable[
-        services.common.pb.environment_pb2.ExecuteCodesRequest,
-        services.common.pb.environment_pb2.ExecuteCodesResponse,
-    ],
-    default=grpc.UnaryStreamMultiCallable[
-        services.common.pb.environment_pb2.ExecuteCodesRequest,
-        services.common.pb.environment_pb2.ExecuteCodesResponse,
-    ],
-)
-
-class CodeExecutionServiceStub(typing.Generic[_CodeExecutionServiceExecuteCodeType, _CodeExecutionServiceExecuteCodesType]):
+class CodeExecutionServiceStub(typing.Generic[_CodeExecutionServiceExecuteCodeType]):
     """Sandboxed execution of programs."""
 
     @typing.overload
@@ -205,10 +189,6 @@ class CodeExecutionServiceStub(typing.Generic[_CodeExecutionServiceExecuteCodeTy
         grpc.UnaryUnaryMultiCallable[
             services.common.pb.environment_pb2.ExecuteCodeRequest,
             services.common.pb.environment_pb2.ExecuteCodeResponse,
-        ],
-        grpc.UnaryStreamMultiCallable[
-            services.common.pb.environment_pb2.ExecuteCodesRequest,
-            services.common.pb.environment_pb2.ExecuteCodesResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -218,10 +198,6 @@ class CodeExecutionServiceStub(typing.Generic[_CodeExecutionServiceExecuteCodeTy
             services.common.pb.environment_pb2.ExecuteCodeRequest,
             services.common.pb.environment_pb2.ExecuteCodeResponse,
         ],
-        grpc.aio.UnaryStreamMultiCallable[
-            services.common.pb.environment_pb2.ExecuteCodesRequest,
-            services.common.pb.environment_pb2.ExecuteCodesResponse,
-        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     ExecuteCode: _CodeExecutionServiceExecuteCodeType
@@ -229,19 +205,10 @@ class CodeExecutionServiceStub(typing.Generic[_CodeExecutionServiceExecuteCodeTy
     the same request id joins the running execution or gives its stored result. Deadline: limits + 10 s.
     """
 
-    ExecuteCodes: _CodeExecutionServiceExecuteCodesType
-    """Runs several programs, each as ExecuteCode would. Each is answered as soon as it has ended; one that failed is
-    answered without a response, and is asked for again with ExecuteCode, which says why. Deadline: limits + 10 s.
-    """
-
 CodeExecutionServiceAsyncStub: typing_extensions.TypeAlias = CodeExecutionServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         services.common.pb.environment_pb2.ExecuteCodeRequest,
         services.common.pb.environment_pb2.ExecuteCodeResponse,
-    ],
-    grpc.aio.UnaryStreamMultiCallable[
-        services.common.pb.environment_pb2.ExecuteCodesRequest,
-        services.common.pb.environment_pb2.ExecuteCodesResponse,
     ],
 ]
 
@@ -256,16 +223,6 @@ class CodeExecutionServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[services.common.pb.environment_pb2.ExecuteCodeResponse, collections.abc.Awaitable[services.common.pb.environment_pb2.ExecuteCodeResponse]]:
         """Runs one program. A program that crashes or runs out of time is an answer, not an error. Repeating with
         the same request id joins the running execution or gives its stored result. Deadline: limits + 10 s.
-        """
-
-    @abc.abstractmethod
-    def ExecuteCodes(
-        self,
-        request: services.common.pb.environment_pb2.ExecuteCodesRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[services.common.pb.environment_pb2.ExecuteCodesResponse], collections.abc.AsyncIterator[services.common.pb.environment_pb2.ExecuteCodesResponse]]:
-        """Runs several programs, each as ExecuteCode would. Each is answered as soon as it has ended; one that failed is
-        answered without a response, and is asked for again with ExecuteCode, which says why. Deadline: limits + 10 s.
         """
 
 def add_CodeExecutionServiceServicer_to_server(servicer: CodeExecutionServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
@@ -286,23 +243,7 @@ _RewardServiceComputeRewardType = typing_extensions.TypeVar(
     ],
 )
 
-_RewardServiceComputeRewardsType = typing_extensions.TypeVar(
-    '_RewardServiceComputeRewardsType',
-    grpc.UnaryStreamMultiCallable[
-        services.common.pb.environment_pb2.ComputeRewardsRequest,
-        services.common.pb.environment_pb2.ComputeRewardsResponse,
-    ],
-    grpc.aio.UnaryStreamMultiCallable[
-        services.common.pb.environment_pb2.ComputeRewardsRequest,
-        services.common.pb.environment_pb2.ComputeRewardsResponse,
-    ],
-    default=grpc.UnaryStreamMultiCallable[
-        services.common.pb.environment_pb2.ComputeRewardsRequest,
-        services.common.pb.environment_pb2.ComputeRewardsResponse,
-    ],
-)
-
-class RewardServiceStub(typing.Generic[_RewardServiceComputeRewardType, _RewardServiceComputeRewardsType]):
+class RewardServiceStub(typing.Generic[_RewardServiceComputeRewardType]):
     """Rewards of completions."""
 
     @typing.overload
@@ -310,10 +251,6 @@ class RewardServiceStub(typing.Generic[_RewardServiceComputeRewardType, _RewardS
         grpc.UnaryUnaryMultiCallable[
             services.common.pb.environment_pb2.ComputeRewardRequest,
             services.common.pb.environment_pb2.ComputeRewardResponse,
-        ],
-        grpc.UnaryStreamMultiCallable[
-            services.common.pb.environment_pb2.ComputeRewardsRequest,
-            services.common.pb.environment_pb2.ComputeRewardsResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -323,28 +260,15 @@ class RewardServiceStub(typing.Generic[_RewardServiceComputeRewardType, _RewardS
             services.common.pb.environment_pb2.ComputeRewardRequest,
             services.common.pb.environment_pb2.ComputeRewardResponse,
         ],
-        grpc.aio.UnaryStreamMultiCallable[
-            services.common.pb.environment_pb2.ComputeRewardsRequest,
-            services.common.pb.environment_pb2.ComputeRewardsResponse,
-        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     ComputeReward: _RewardServiceComputeRewardType
     """Scores one completion. Outcome GRADER_FAILED is no reward: retry, then drop the sample. Deadline 60 s."""
 
-    ComputeRewards: _RewardServiceComputeRewardsType
-    """Scores several completions, each as ComputeReward would. Each is answered as soon as it is scored; one that failed is
-    answered without a response, and is asked for again with ComputeReward, which says why. Deadline 60 s.
-    """
-
 RewardServiceAsyncStub: typing_extensions.TypeAlias = RewardServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         services.common.pb.environment_pb2.ComputeRewardRequest,
         services.common.pb.environment_pb2.ComputeRewardResponse,
-    ],
-    grpc.aio.UnaryStreamMultiCallable[
-        services.common.pb.environment_pb2.ComputeRewardsRequest,
-        services.common.pb.environment_pb2.ComputeRewardsResponse,
     ],
 ]
 
@@ -358,15 +282,5 @@ class RewardServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[services.common.pb.environment_pb2.ComputeRewardResponse, collections.abc.Awaitable[services.common.pb.environment_pb2.ComputeRewardResponse]]:
         """Scores one completion. Outcome GRADER_FAILED is no reward: retry, then drop the sample. Deadline 60 s."""
-
-    @abc.abstractmethod
-    def ComputeRewards(
-        self,
-        request: services.common.pb.environment_pb2.ComputeRewardsRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[services.common.pb.environment_pb2.ComputeRewardsResponse], collections.abc.AsyncIterator[services.common.pb.environment_pb2.ComputeRewardsResponse]]:
-        """Scores several completions, each as ComputeReward would. Each is answered as soon as it is scored; one that failed is
-        answered without a response, and is asked for again with ComputeReward, which says why. Deadline 60 s.
-        """
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -200,10 +200,8 @@ DEADLINES: dict[str, float | None] = {
     "StepEpisode": 60.0,
     "CloseEpisode": 5.0,
     "ExecuteCode": 10.0,  # plus the limits of the execution
-    "ExecuteCodes": 10.0,  # likewise
     "Judge": 60.0,  # plus the limits of its cases
     "ComputeReward": 60.0,
-    "ComputeRewards": 60.0,
     "GetStatus": 5.0,
     "GetRun": 5.0,
     "PauseRun": 5.0,

@@ -42,12 +42,9 @@ REQUEST_BYTES: dict[str, int] = {
     "CreateEpisode": MOST_BYTES,
     "StepEpisode": MOST_BYTES,
     "ExecuteCode": MOST_BYTES,
-    "ExecuteCodes": MOST_BYTES,
     "Judge": MOST_BYTES,
     "ComputeReward": MOST_BYTES,
-    "ComputeRewards": MOST_BYTES,
 }
-MOST_REQUESTS = 256  # in one message of ExecuteCodes and ComputeRewards
 HANDSHAKE_S = 10.0  # for TLS and HTTP/2's first frames; connections without a call for as long are closed
 MOST_CONNECTIONS = 1024  # of one server; more are closed as they come
 METADATA_BYTES = 8 * KIB

@@ -400,14 +400,12 @@ RPCS: dict[str, dict[str, Iterable[Role]]] = {
     },
     "rollmill.v1.CodeExecutionService": {
         "ExecuteCode": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
-        "ExecuteCodes": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
     },
     "rollmill.v1.JudgeService": {
         "Judge": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
     },
     "rollmill.v1.RewardService": {
         "ComputeReward": {Role.INFERENCE, Role.OPERATOR},
-        "ComputeRewards": {Role.INFERENCE, Role.OPERATOR},
     },
     "rollmill.v1.RunService": {
         "GetRun": {Role.INFERENCE, Role.TRAINER, *_LOOKING},  # how a joining process learns its settings

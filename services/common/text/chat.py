@@ -88,8 +88,8 @@ class SpecialText:
         return found
 
 
-def joined_parts(content: Any, where: str = "content") -> str:
-    """The text of a content that is a list of ``{"type": "text", "text": ...}``.
+def joined_parts(content: Any, where: str = "content", kinds: Sequence[str] = ("text",), between: str = "") -> str:
+    """The text of a content that is a list of ``{"type": "text", "text": ...}``, or of parts of other ``kinds``.
 
     Joined before the search: a token may extend over two parts. Raises ``InvalidRequestError`` for parts of other
     types, and for other types than a list.
@@ -98,18 +98,16 @@ def joined_parts(content: Any, where: str = "content") -> str:
         raise InvalidRequestError(f"{where} is {type(content).__name__}; it must be text or a list of text parts")
     texts = []
     for number, part in enumerate(content):
+        at = f"{where}[{number}]"
         if not isinstance(part, Mapping):
-            raise InvalidRequestError(
-                f'{where}[{number}] is {type(part).__name__}; a part is {{"type": "text", "text": ...}}'
-            )
-        if part.get("type") != "text":
-            raise InvalidRequestError(
-                f"{where}[{number}] is of type {part.get('type')!r}, which is no text; the policies read text alone"
-            )
-        if not isinstance(part.get("text"), str):
-            raise InvalidRequestError(f"{where}[{number}].text is {type(part.get('text')).__name__}; it must be text")
-        texts.append(part["text"])
-    return "".join(texts)
+            raise InvalidRequestError(f'{at} is {type(part).__name__}; a part is {{"type": "text", "text": ...}}')
+        if (kind := part.get("type")) not in kinds:
+            told = f"{at} is of type {kind!r}; must be {', '.join(kinds)}: the policies read text alone"
+            raise InvalidRequestError(told, param=at)
+        if not isinstance(text := part.get("refusal" if kind == "refusal" else "text"), str):
+            raise InvalidRequestError(f"{at}.text is {type(text).__name__}; it must be text")
+        texts.append(text)
+    return between.join(texts)
 
 
 def _splitter(texts: Iterable[str], normalized: Iterable[str], normalise: Callable[[str], str] | None) -> Split:
@@ -185,7 +183,6 @@ class Chat:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._cached_prompt = lru_cache(_CACHE_SIZE)(self._prompt_of_json)
         self._cached_encode = lru_cache(_CACHE_SIZE)(self._encode_inside)
-        self._pieces_of: dict[tuple[str, ...], tuple[str, ...] | None] = {}
         self._followed: set[tuple[str, ...]] = set()
         self._by_thinking: dict[bool, Chat] = {}
         self._by_prefill: dict[str, Chat] = {"": self}
@@ -251,7 +248,7 @@ class Chat:
         turn is there already and is not repeated. Text of special tokens in a message stays text: the output of a program cannot end
         a turn or begin one.
         """
-        text = self._continuation_text([self._special.of_stranger(m) for m in messages])
+        text = self._after_dummy_turn([self._special.of_stranger(m) for m in messages], invite=True)
         ids = self._cached_encode(text)
         closing = self._closing
         if last_sampled in self.stop_token_ids and closing and ids[: len(closing)] == closing:
@@ -368,40 +365,6 @@ class Chat:
         if not found:
             raise ConfigError("the chat template does not show the content of assistant turns")
         return after
-
-    def _continuation_text(self, messages: Sequence[Message]) -> str:
-        if all(m.keys() == {"role", "content"} and isinstance(m["content"], str) for m in messages):
-            roles = tuple(str(m["role"]) for m in messages)
-            if roles not in self._pieces_of:
-                self._pieces_of[roles] = self._cut_into_pieces(roles)
-            pieces = self._pieces_of[roles]
-            if pieces is not None:
-                contents = [str(m["content"]) for m in messages]
-                return pieces[0] + "".join(c + p for c, p in zip(contents, pieces[1:], strict=True))
-        return self._after_dummy_turn(messages, invite=True)
-
-    def _cut_into_pieces(self, roles: tuple[str, ...]) -> tuple[str, ...] | None:
-        """The template's text between the contents of messages with these roles.
-
-        None when the template changes contents (say, trims them): then every continuation is rendered in full.
-        """
-        plain = [f"{_MARKER}{i}." for i in range(len(roles))]
-        padded = [f" \n{marker}\n " for marker in plain]
-
-        def cut(contents: list[str]) -> tuple[str, ...] | None:
-            rest = self._after_dummy_turn(
-                [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)], invite=True
-            )
-            pieces = []
-            for content in contents:
-                piece, found, rest = rest.partition(content)
-                if not found:
-                    return None
-                pieces.append(piece)
-            return (*pieces, rest)
-
-        pieces = cut(plain)
-        return pieces if pieces is not None and pieces == cut(padded) else None
 
     def _find_end_of_turn(self) -> tuple[int, str]:
         """The token that ends an assistant turn, and its text. A template may write it between turns only."""

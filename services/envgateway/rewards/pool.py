@@ -29,7 +29,7 @@ from services.common.config.envgateway import ScorerConfig
 from services.common.errors import CapacityError, InfrastructureError
 from services.common.text.thoughts import after_thoughts
 from services.envgateway.calls import RewardOutcome, RewardResult, grader_failed, take_place, unparsed
-from services.envgateway.child import Child, ChildDied, ChildFailed, ChildLost
+from services.envgateway.child import Child, ChildDied, ChildFailed
 from services.envgateway.rewards.math_worker import COMPARISON
 from services.envgateway.sandbox.bare import procfs, wire
 
@@ -89,8 +89,6 @@ MAX_COMPLETION_CHARS = 50_000  # of the end, where the answer is
 _QUEUE_TIMEOUT_S = 60.0
 _MAX_WAITING = 4096
 _ATTEMPTS = 3
-_MOST_TRIES = 10  # including those that were lost to the answer before
-_DEPTH = 3  # questions at one worker: the current one and the next two, so that the worker never waits for us
 _MAX_SOUND = 4096
 _HARMLESS = "$\\frac{355}{113}$"  # no verdict by a text comparison
 _SURE_AFTER = 2  # crashes on the same answer, until the answer is at fault
@@ -106,48 +104,16 @@ _OWN_DOING = {
 }
 
 
-class _Seat:
-    """A worker's place; empty until first use, and again after its worker has failed."""
-
-    def __init__(self, cpu_s: float, grader: str) -> None:
-        self._cpu_s = cpu_s
-        self._grader = grader
-        self._starting = asyncio.Lock()
-        self.process: MathProcess | None = None
-        self.num_asked = 0
-
-    async def ask(self, frame: bytes) -> dict[str, Any]:
-        """Raises ``ChildFailed``, and ``InfrastructureError`` when no worker starts."""
-        self.num_asked += 1
-        try:
-            async with self._starting:
-                if self.process is None or self.process.failure is not None:
-                    self.empty()
-                    process = MathProcess(self._cpu_s, self._grader)
-                    await process.start(f"the grader {self._grader or 'math'}")
-                    self.process = process
-                process = self.process
-            answer = await process.ask(frame)
-            if answer["worn"] and self.process is process:
-                self.empty()
-            return answer
-        finally:
-            self.num_asked -= 1
-
-    def empty(self) -> None:
-        process, self.process = self.process, None
-        if process is not None:
-            process.kill()
-
-
 class MathPool:
     """Pool of math workers. ``grade`` is the only entry; an unused pool holds no process."""
 
     def __init__(self, config: ScorerConfig, grader: str = "") -> None:
         """``grader``: another than Math-Verify."""
         self._config = config
-        self._seats = [_Seat(config.timeout_s, grader) for _ in range(config.num_workers)]
-        self._room = asyncio.Semaphore(config.num_workers * _DEPTH)
+        self._grader = grader
+        self._workers: set[MathProcess] = set()
+        self._idle: list[MathProcess] = []
+        self._room = asyncio.Semaphore(config.num_workers)
         self._waiting = 0
         self._sound: OrderedDict[str, bool] = OrderedDict()  # by reference answer
         self.counts: Counter[str] = Counter()
@@ -155,7 +121,7 @@ class MathPool:
     @property
     def pids(self) -> list[int]:
         """Process ids of live workers."""
-        return [seat.process.pid for seat in self._seats if seat.process is not None]
+        return [worker.pid for worker in self._workers]
 
     async def grade(self, truth: str, completion: str) -> RewardResult:
         """Grade one completion.
@@ -182,8 +148,8 @@ class MathPool:
         return result.detail
 
     async def close(self) -> None:
-        for seat in self._seats:
-            seat.empty()
+        for worker in list(self._workers):
+            self._end(worker)
 
     async def _is_sound(self, truth: str) -> bool:
         if truth not in self._sound:
@@ -202,26 +168,56 @@ class MathPool:
         return await self._ask(wire.encode({"kind": "grade"}, texts))
 
     async def _ask(self, frame: bytes) -> tuple[RewardResult, bool]:
-        failed, crashes, why = 0, 0, ""
-        for _ in range(_MOST_TRIES):
-            async with self._place():
-                seat = min(self._seats, key=lambda seat: (seat.num_asked, seat.process is None))
-                try:
-                    answer = await seat.ask(frame)
-                except ChildLost:
-                    continue
-                except ChildFailed as failure:
-                    failed += 1
-                    crashes += isinstance(failure, ChildDied) and failure.signal in _OWN_DOING
-                    result, why = self._judged(failure, crashes), str(failure)
-                    if result is not None:
-                        return result, result.outcome is RewardOutcome.UNPARSED
-                    if failed == _ATTEMPTS:
-                        return grader_failed(f"a worker {why}, {_ATTEMPTS} times"), False
-                    continue
-            self.counts["worn"] += answer["worn"]
-            return _result(answer), answer["exhausted"]
-        return grader_failed(f"{_MOST_TRIES} workers were lost to other answers; {why}"), False
+        failed = crashes = 0
+        while True:
+            try:
+                async with self._place():
+                    answer = await self._answered(frame)
+                self.counts["worn"] += answer["worn"]
+                outcome = RewardOutcome(answer["outcome"])
+                result = RewardResult(outcome=outcome, reward=answer["reward"], detail=answer["detail"])
+                return result, answer["exhausted"]
+            except ChildFailed as failure:
+                failed += 1
+                crashes += isinstance(failure, ChildDied) and failure.signal in _OWN_DOING
+                if (judged := self._judged(failure, crashes)) is not None:
+                    return judged, True
+                if failed == _ATTEMPTS:
+                    return grader_failed(f"a worker {failure}, {_ATTEMPTS} times"), False
+
+    async def _answered(self, frame: bytes) -> dict[str, Any]:
+        """The answer of an idle worker, or of a new one.
+
+        Raises:
+            ChildFailed: the worker failed, or an earlier question that its caller has left made it fail.
+            InfrastructureError: no worker starts.
+        """
+        worker = self._idle.pop() if self._idle else MathProcess(self._config.timeout_s, self._grader)
+        try:
+            if worker not in self._workers:
+                self._workers.add(worker)
+                await worker.start(f"the grader {self._grader or 'math'}")
+            answer = await worker.ask(frame)
+        except asyncio.CancelledError:
+            self._leave(worker, is_fit=worker.failure is None)  # it may go on with the question
+            raise
+        except BaseException:
+            self._leave(worker, is_fit=False)
+            raise
+        self._leave(worker, is_fit=not answer["worn"])
+        return answer
+
+    def _leave(self, worker: MathProcess, *, is_fit: bool) -> None:
+        if is_fit:
+            self._idle.append(worker)
+        else:
+            self._end(worker)
+
+    def _end(self, worker: MathProcess) -> None:
+        self._workers.discard(worker)
+        if worker in self._idle:
+            self._idle.remove(worker)
+        worker.kill()
 
     def _judged(self, failure: ChildFailed, crashes: int) -> RewardResult | None:
         """The result of a grading that did not end well; None when the grading should be tried again."""
@@ -252,8 +248,3 @@ class MathPool:
 def comparisons() -> MathPool:
     """For the judge: compares answers of programs."""
     return MathPool(ScorerConfig(num_workers=2, timeout_s=5.0), COMPARISON)
-
-
-def _result(answer: dict[str, Any]) -> RewardResult:
-    outcome = RewardOutcome(answer["outcome"])
-    return RewardResult(outcome=outcome, reward=answer["reward"], detail=answer["detail"])

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from services.common.config.envgateway import MCP, McpServerConfig, ToolConfig, split_name
+from services.common.config.envgateway import MCP, McpServerConfig, split_name
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
 from services.common.installing import install
 from services.common.text.tools import ArgumentSchema, ToolStatus
-from services.common.tools import ToolResult
+from services.common.tools import OfferedTool, ToolResult
 from services.envgateway.calls import take_place
-from services.envgateway.tools.tools import RegisteredTool, StateLostError
+from services.envgateway.tools.tools import StateLostError
 
 if TYPE_CHECKING:
     from services.envgateway.tools.mcp_client import Connection
@@ -73,22 +73,6 @@ class McpServer:
             f"mcp_{self.name}_{name}": value for name, value in {**counted, "sessions": float(len(self._live))}.items()
         }
 
-    async def open_session(self) -> McpSession:
-        """A trajectory's session.
-
-        Raises:
-            CapacityError: ``max_sessions`` are in use.
-            InvalidRequestError: a schema of the server is invalid; with the tool's name.
-            InfrastructureError: the server does not start.
-        """
-        session = McpSession(self)
-        try:
-            await session.connected()
-        except BaseException:
-            await session.close()
-            raise
-        return session
-
     def offers(self, tool: str = "") -> list[Offer]:
         """The tools that the recipe offers, or one of them by the server's name. Known after a session was opened.
 
@@ -107,15 +91,53 @@ class McpServer:
         """The session of all; made where there is none."""
         async with self._opening:
             if self._shared is None:
-                self._shared = await self.connect()
+                self._shared = await self._open()
             return self._shared
 
-    async def connect(self) -> Connection:
+    async def take_own(self) -> Connection:
+        """A session of its own. Raises ``CapacityError`` where ``max_sessions`` are in use."""
+        busy = f"all {self.config.max_sessions} sessions of {self.where} are in use (max_sessions)"
+        await take_place(self._room, _PLACE_S, busy)
+        return await self._open()
+
+    def drop(self, connection: Connection) -> None:
+        """Close a session in the background; its place is free when it is gone."""
+        if connection is self._shared:
+            self._shared = None
+        task = asyncio.create_task(self._close(connection), name=f"close a session of {self.where}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """End every session."""
+        for connection in list(self._live):
+            self.drop(connection)
+        if self._closing:
+            await asyncio.wait(list(self._closing))
+
+    def failed(self, connection: Connection, error: Exception) -> None:
+        """Count a failure of a session in use, and end the session: a new one is made."""
+        self.counts["failures"] += 1
+        self.counts["restarts"] += 1
+        log.warning("mcp.failed", server=self.name, error=str(error))
+        self.drop(connection)
+
+    async def _open(self) -> Connection:
         """A new session, its tools read and checked."""
-        connection = self._new()
+        try:
+            from services.envgateway.tools.mcp_client import Connection
+
+            connection = Connection(self.where, self.config)
+        except (ModuleNotFoundError, ConfigError) as error:
+            self._free_place()
+            told = error.message if isinstance(error, ConfigError) else f"{self.where}: {PACKAGE_MISSING}"
+            raise InvalidRequestError(told) from error
         self._live.add(connection)
         try:
-            self._learn(await connection.open())
+            listed = await connection.open()
+            if listed != self._listed:
+                self._offers = _checked(listed, self.config, self.where)
+                self._listed = listed
         except BaseException as error:
             self.drop(connection)
             if isinstance(error, InfrastructureError):
@@ -126,58 +148,17 @@ class McpServer:
             raise
         return connection
 
-    def drop(self, connection: Connection, *, frees_place: bool = False) -> None:
-        """Close a session in the background; its place is free when it is gone."""
-        if connection is self._shared:
-            self._shared = None
-        task = asyncio.create_task(self._close(connection, frees_place), name=f"close a session of {self.where}")
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
-    async def take_place(self) -> None:
-        """A place among the sessions. Raises ``CapacityError``."""
-        busy = f"all {self.config.max_sessions} sessions of {self.where} are in use (max_sessions)"
-        await take_place(self._room, _PLACE_S, busy)
-
-    def free_place(self) -> None:
-        """Give back a place whose session is gone."""
-        self._room.release()
-
-    async def close(self) -> None:
-        """End every session."""
-        for connection in list(self._live):
-            self.drop(connection)
-        if self._closing:
-            await asyncio.wait(list(self._closing))
-
-    def failed(self, error: Exception) -> None:
-        """Count a failure of a session in use, after which a new one is made."""
-        self.counts["failures"] += 1
-        self.counts["restarts"] += 1
-        log.warning("mcp.failed", server=self.name, error=str(error))
-
-    def _new(self) -> Connection:
-        try:
-            from services.envgateway.tools.mcp_client import Connection
-        except ModuleNotFoundError as error:
-            raise InvalidRequestError(f"{self.where}: {PACKAGE_MISSING}") from error
-        try:
-            return Connection(self.where, self.config)
-        except ConfigError as error:
-            raise InvalidRequestError(error.message) from error
-
-    async def _close(self, connection: Connection, frees_place: bool) -> None:
+    async def _close(self, connection: Connection) -> None:
         try:
             await connection.close()
         finally:
-            self._live.discard(connection)
-            if frees_place:
-                self.free_place()
+            if connection in self._live:
+                self._live.discard(connection)
+                self._free_place()
 
-    def _learn(self, listed: Sequence[Any]) -> None:
-        if listed != self._listed:
-            self._offers = _checked(listed, self.config, self.where)
-            self._listed = listed
+    def _free_place(self) -> None:
+        if self.config.sessions == "episode":
+            self._room.release()
 
 
 PACKAGE_MISSING = f"the package mcp is not installed here: {install('mcp')}"
@@ -189,20 +170,21 @@ class McpSession:
     def __init__(self, server: McpServer) -> None:
         self._server = server
         self._own: Connection | None = None
-        self._has_place = False
         self._has_state = False
         self._lost = ""
 
     async def connected(self) -> Connection:
-        """The session to use now."""
-        server = self._server
-        if server.config.sessions == "shared":
-            return await server.take_shared()
+        """The session to use now.
+
+        Raises:
+            CapacityError: ``max_sessions`` are in use.
+            InvalidRequestError: a schema of the server is invalid; with the tool's name.
+            InfrastructureError: the server does not start.
+        """
+        if self._server.config.sessions == "shared":
+            return await self._server.take_shared()
         if self._own is None:
-            if not self._has_place:
-                await server.take_place()
-                self._has_place = True
-            self._own = await server.connect()
+            self._own = await self._server.take_own()
         return self._own
 
     async def call(self, offer: Offer, arguments: Mapping[str, Any], max_chars: int) -> ToolResult:
@@ -224,7 +206,9 @@ class McpSession:
             connection = await self.connected()
             self._server.counts["calls"] += 1
             try:
-                result = await connection.call(offer.own_name, dict(arguments))
+                result = tool_result(await connection.call(offer.own_name, dict(arguments)), max_chars)
+                self._has_state = True
+                return result
             except (CallSlow, ConnectionFailed) as error:
                 # Over a network the answer may have been lost: only a call that is slow a second time is slow itself.
                 if isinstance(error, CallSlow) and (config.url is None or is_slow):
@@ -232,28 +216,17 @@ class McpSession:
                     limit = f"TimeoutError: stopped after {config.timeout_s:g} s"
                     return ToolResult(status=ToolStatus.TIME_LIMIT, text=limit)
                 is_slow, why = isinstance(error, CallSlow), str(error)
-                self._give_up(connection, error)
-                continue
-            self._has_state = True
-            return tool_result(result, max_chars)
+                self._server.failed(connection, error)
+                if self._own is not None:
+                    self._own = None
+                    self._lost = f"{error}; the session's state is lost" if self._has_state else ""
         raise InfrastructureError(why)
-
-    def _give_up(self, connection: Connection, error: Exception) -> None:
-        """Count a failure; the next call gets another session, if this one had no state."""
-        self._server.failed(error)
-        self._server.drop(connection)
-        if self._own is not None:
-            self._own = None
-            self._lost = f"{error}; the session's state is lost" if self._has_state else ""
 
     async def close(self) -> None:
         """End the session, in the background."""
         connection, self._own = self._own, None
-        has_place, self._has_place = self._has_place, False
         if connection is not None:
-            self._server.drop(connection, frees_place=has_place)
-        elif has_place:
-            self._server.free_place()
+            self._server.drop(connection)
 
 
 def _checked(listed: Sequence[Any], config: McpServerConfig, where: str) -> dict[str, Offer]:
@@ -303,15 +276,15 @@ class McpTool:
 
 async def open_tools(
     servers: Mapping[str, McpServer], names: Sequence[str], max_chars: int | None
-) -> tuple[list[RegisteredTool], list[McpSession]]:
+) -> tuple[list[OfferedTool], list[McpSession]]:
     """The tools that a trajectory asks for by names that begin with ``MCP``, and their sessions, which the caller closes.
 
     Raises:
         InvalidRequestError: an unknown server or tool; a server that cannot be used.
-        InfrastructureError, CapacityError: of ``McpServer.open_session``.
+        InfrastructureError, CapacityError: of ``McpSession.connected``.
     """
     sessions: dict[str, McpSession] = {}
-    tools: dict[str, RegisteredTool] = {}
+    tools: dict[str, OfferedTool] = {}
     try:
         for name in names:
             server_name, tool_name = split_name(name)
@@ -320,7 +293,8 @@ async def open_tools(
                 known = ", ".join(f"{MCP}{one}" for one in servers) or "none"
                 raise InvalidRequestError(f"no MCP server {name!r}; envgateway.mcp has {known}")
             if server_name not in sessions:
-                sessions[server_name] = await server.open_session()
+                sessions[server_name] = McpSession(server)
+                await sessions[server_name].connected()
             most = max_chars or server.config.max_chars
             for offer in server.offers(tool_name):
                 if offer.name in tools:
@@ -328,11 +302,11 @@ async def open_tools(
                         f"{name}: there are two tools named {offer.name!r}: name single tools ({MCP}SERVER/TOOL), or write "
                         f"{server.where}.prefix"
                     )
-                tools[offer.name] = RegisteredTool(
+                tools[offer.name] = OfferedTool(
                     tool=McpTool(sessions[server_name], offer, most),
                     schema=offer.schema,
                     timeout_s=None,  # the session's own
-                    config=ToolConfig(max_chars=most),
+                    max_chars=most,
                     running=server.running,
                 )
     except BaseException:

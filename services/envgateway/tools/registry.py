@@ -5,58 +5,41 @@ Holds the limits that all trajectories share of a tool: calls at once, time of a
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
 
-from services.common import tools
-from services.common.config.envgateway import MCP, ToolConfig
-from services.common.errors import ConfigError, DeadlineError, InfrastructureError, InvalidRequestError, RollmillError
+from services.common.config.envgateway import MCP
+from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError, RollmillError
 from services.common.importing import check_names, told
-from services.common.text.tools import ArgumentSchema, MalformedCall, ToolCall, cut_text
-from services.common.tools import DEFAULT_TIMEOUT_S, AnyTool, ToolResult, ToolSession, check_tool
+from services.common.text.tools import MalformedCall, ToolCall, cut_text
+from services.common.tools import RESPONSE_CHARS, OfferedTool, ToolResult, ToolSession, check_tool
 from services.envgateway.calls import THREADS, take_place
 from services.envgateway.tools.mcp import McpServer, McpSession, open_tools
-from services.envgateway.tools.tools import RegisteredTool
-
-DEFAULT_CONCURRENCY = 64
 
 
 class ToolBox:
     """All tools of a gateway. ``counts`` has finished calls by status, and ``infrastructure`` for those without a
     status."""
 
-    def __init__(
-        self,
-        tools: Iterable[AnyTool],
-        limits: Mapping[str, ToolConfig] | None = None,
-        servers: Mapping[str, McpServer] | None = None,
-    ) -> None:
-        """``servers``: those whose tools are named ``mcp:SERVER``.
-
-        Raises:
-            ConfigError: a tool that is none, a schema that cannot be checked, or limits of no tool.
-        """
+    def __init__(self, tools: Iterable[Any], servers: Mapping[str, McpServer] | None = None) -> None:
+        """``servers``: those whose tools are named ``mcp:SERVER``. Raises ``ConfigError`` for a tool that is none, and a
+        schema that cannot be checked."""
         self.servers = servers or {}
-        limits = limits or {}
         tools = list(tools)
         for tool in tools:
             check_tool(tool, "envgateway.tools", in_replica=False)
         check_names([(tool.name, tool) for tool in tools], "envgateway.tools")
-        self._tools = {tool.name: _registered(tool, limits.get(tool.name, ToolConfig())) for tool in tools}
-        for name in limits:
-            if name not in self._tools:
-                raise ConfigError(f"envgateway.tools.limits.{name}: no such tool; there is {', '.join(self.names)}")
+        self._tools = {tool.name: OfferedTool.of(tool) for tool in tools}
         self.counts: Counter[str] = Counter()
 
     @property
     def names(self) -> list[str]:
         return sorted([*self._tools, *(f"{MCP}{name}" for name in self.servers)])
 
-    def named(self, names: Sequence[str]) -> list[RegisteredTool]:
+    def named(self, names: Sequence[str]) -> list[OfferedTool]:
         """Raises ``InvalidRequestError`` for a tool that the gateway does not have."""
         for name in names:
             if name not in self._tools:
@@ -75,27 +58,6 @@ class ToolBox:
             await server.close()
 
 
-def load_tools(paths: Iterable[str]) -> list[AnyTool]:
-    """One object of each class. Loaded at start: a typo costs a second, not a run.
-
-    Raises:
-        ConfigError: names the path and the fault.
-    """
-    return tools.load_tools(list(paths), "envgateway.tools", in_replica=False)
-
-
-def _registered(tool: AnyTool, config: ToolConfig) -> RegisteredTool:
-    own_s = getattr(tool, "timeout_s", DEFAULT_TIMEOUT_S)
-    concurrency: int = config.concurrency or getattr(tool, "concurrency", None) or DEFAULT_CONCURRENCY
-    return RegisteredTool(
-        tool=tool,
-        schema=ArgumentSchema(tool.parameters),
-        timeout_s=None if own_s is None else config.timeout_s or own_s,
-        config=config,
-        running=asyncio.Semaphore(concurrency),
-    )
-
-
 log = structlog.get_logger()
 _QUEUE_S = 10.0  # waiting for a place among the running calls of a tool
 
@@ -108,7 +70,7 @@ class GatewayToolSession(ToolSession):
         box: ToolBox,
         names: Sequence[str],
         max_chars: int | None = None,
-        borrowed: Sequence[RegisteredTool] = (),
+        borrowed: Sequence[OfferedTool] = (),
         sessions: Sequence[McpSession] = (),
     ) -> None:
         """``names``: the tools that may be called; ``max_chars``: of a response, before the tools' own; ``borrowed``: tools of
@@ -118,7 +80,7 @@ class GatewayToolSession(ToolSession):
             InvalidRequestError: a tool that the gateway does not have, or two of one name.
         """
         tools = [*box.named(names), *borrowed]
-        super().__init__(tools, THREADS, max_chars or ToolConfig().max_chars)
+        super().__init__(tools, THREADS, max_chars or RESPONSE_CHARS)
         if len(self._tools) < len(tools):
             raise InvalidRequestError(f"two tools have one name among {', '.join(one.tool.name for one in tools)}")
         self._box = box
@@ -157,8 +119,8 @@ class GatewayToolSession(ToolSession):
         for session in self._sessions:
             await session.close()
 
-    async def _run(self, one: RegisteredTool, arguments: Mapping[str, Any]) -> ToolResult:
-        name, most = one.tool.name, self._most or one.config.max_chars
+    async def _run(self, one: OfferedTool, arguments: Mapping[str, Any]) -> ToolResult:
+        name, most = one.tool.name, self._most or one.max_chars
         await take_place(one.running, _QUEUE_S, f"no call of the tool {name} ended within {_QUEUE_S:g} s")
         try:
             result = await super()._run(one, arguments)
@@ -171,4 +133,4 @@ class GatewayToolSession(ToolSession):
             raise InfrastructureError(f"the tool {name} raised {told(error)}") from error
         finally:
             one.running.release()
-        return ToolResult(status=result.status, text=cut_text(result.text, most, one.config.cut))
+        return ToolResult(status=result.status, text=cut_text(result.text, most))

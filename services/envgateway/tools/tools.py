@@ -8,17 +8,15 @@ gateway taken is ``CapacityError``: the call did not happen.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from services.common.config.envgateway import EnvGatewayConfig, LiveConfig, ToolConfig
+from services.common.config.envgateway import EnvGatewayConfig, LiveConfig
 from services.common.dataset_rows import BuiltInTool
 from services.common.errors import InfrastructureError
 from services.common.telemetry.metrics import Lane
 from services.common.text.tools import ToolStatus, shown_output, status_of_program
-from services.common.tools import AnyTool, JupyterDescription, OfferedTool, ToolResult
+from services.common.tools import JupyterDescription, PythonDescription, ToolResult
 from services.envgateway.queue.local import JobQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.lease import why_unusable
@@ -33,14 +31,6 @@ class StateLostError(InfrastructureError):
     """The machinery has lost a trajectory's tool state: a repeated call does not restore the state."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegisteredTool(OfferedTool):
-    """A tool with its limits."""
-
-    config: ToolConfig
-    running: asyncio.Semaphore
-
-
 # --- ``python`` and ``python_code_with_standard_io``: one program a call, without kept state.
 
 
@@ -48,22 +38,13 @@ _QUEUE_S = 30.0  # waiting for a slot, on top of a program's own time
 _LONGEST_S = 55.0
 
 
-class PythonTool:
+class PythonTool(PythonDescription):
     """Runs a program in the sandbox; the value of a trailing expression is printed, too."""
 
-    timeout_s = None  # the sandbox holds the program's
     concurrency = 1024  # the queue bounds running programs
 
-    def __init__(self, queue: JobQueue, name: str, *, takes_input: bool, wall_s: float) -> None:
+    def __init__(self, queue: JobQueue, wall_s: float) -> None:
         """``wall_s``: of one program, on the wall's clock; the sandbox may allow less."""
-        properties: dict[str, Any] = {"code": {"type": "string", "description": "The Python code to execute."}}
-        if takes_input:
-            properties["input"] = {"type": "string", "description": "What the code reads from standard input."}
-        self.name = name
-        self.description = "Execute Python code and return what it prints. The value of a trailing expression is printed as in a notebook."
-        self.parameters: Mapping[str, Any] = {
-            "type": "object", "properties": properties, "required": list(properties)
-        }  # fmt: skip
         self._queue = queue
         self._wall_s = wall_s
 
@@ -80,6 +61,15 @@ class PythonTool:
         stdout, stderr = (data.decode(errors="replace") for data in (result.stdout, result.stderr))
         text = shown_output(status, stdout, stderr, wall_s=result.wall_s, detail=result.detail)
         return ToolResult(status=status, text=text)
+
+
+class PythonWithoutInput(PythonTool):
+    name = BuiltInTool.PYTHON.value
+    parameters: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {"code": PythonDescription.properties["code"]},
+        "required": ["code"],
+    }
 
 
 _WHY = {
@@ -178,21 +168,11 @@ def _shown(result: CellResult, status: ToolStatus, lost: str) -> str:
     return f"(a fresh process, without what earlier cells defined: {lost})\n{text}" if lost else text
 
 
-_WITH_INPUT = {BuiltInTool.PYTHON.value: False, BuiltInTool.PYTHON_WITH_INPUT.value: True}
-
-
-def built_in_tools(config: EnvGatewayConfig, queue: JobQueue, live: LiveSlots) -> list[AnyTool]:
+def built_in_tools(config: EnvGatewayConfig, queue: JobQueue, live: LiveSlots) -> list[Any]:
     """Built-in tools with time-outs from the sandbox's limits."""
-    limits = config.tools.limits
-    tools: list[AnyTool] = [
-        PythonTool(
-            queue,
-            name,
-            takes_input=takes_input,
-            wall_s=limits.get(name, ToolConfig()).timeout_s or config.sandbox.wall_time_s,
-        )
-        for name, takes_input in _WITH_INPUT.items()
+    wall_s = config.sandbox.wall_time_s
+    return [
+        PythonWithoutInput(queue, wall_s),
+        PythonTool(queue, wall_s),
+        JupyterTool(live, config.tools.jupyter, config.sandbox.num_slots),
     ]
-    cell_time_s = limits.get(JupyterTool.name, ToolConfig()).timeout_s or config.tools.jupyter.cell_time_s
-    jupyter = config.tools.jupyter.model_copy(update={"cell_time_s": cell_time_s})
-    return [*tools, JupyterTool(live, jupyter, config.sandbox.num_slots)]

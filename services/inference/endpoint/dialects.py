@@ -313,13 +313,9 @@ class ResponsesWriter(AnswerWriter):
         self._whole: Json | None = None  # the finished response
 
     def whole(self, turn: CapturedTurn) -> Json:
-        for kind, text in texts_of(turn.answer):
-            self._output.append(self._item(kind, text))
-            self.num_blocks += 1
-        for call in turn.answer.calls:
-            self._output.append(self._call(call))
-            self.num_blocks += 1
-        return self._finished(turn)
+        list(self.finish(turn))
+        assert self._whole is not None
+        return self._whole
 
     def begin(self) -> Iterable[bytes]:
         response = self._response("in_progress")

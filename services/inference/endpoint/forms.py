@@ -6,14 +6,13 @@ by name, so that no run trains under settings that were not requested.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import orjson
 import structlog
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import ValidationError, field_validator
 
 from services.common.errors import (
     CapacityError,
@@ -27,7 +26,7 @@ from services.common.errors import (
     UnknownPolicyError,
 )
 from services.common.importing import place_of_error, told
-from services.common.text.chat import Message
+from services.common.text.chat import Message, joined_parts
 from services.common.text.tools import cut_text
 from services.inference.workflows.agents import (
     DEFAULT_MODEL,
@@ -36,7 +35,6 @@ from services.inference.workflows.agents import (
     apart_message,
     assistant_message,
     plain_arguments,
-    tool_message,
     written_arguments,
 )
 
@@ -57,115 +55,63 @@ def function_tool(name: Any, description: Any, parameters: Any) -> Json:
     return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
 
 
-def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
-    """Raise ``ValueError`` for a tool that is no function, has no name, twice the same, or an invalid schema."""
-    names = set()
-    for i, tool in enumerate(tools or ()):
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, Mapping):
-            raise ValueError(
-                f"tool {i} is of type {tool.get('type')!r}; only functions can be called here: turn this tool off in the "
-                "agent"
-            )
-        name = function.get("name")
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"tool {i} has no name")
-        if name in names:
-            raise ValueError(f"two tools have the name {name!r}")
-        names.add(name)
-        if (schema := function.get("parameters")) is not None and (wrong := _defect_of(schema)):
-            raise ValueError(f"the parameters of {name!r} are no JSON Schema of an object: {wrong}")
-    return tools
-
-
-def _defect_of(schema: Any) -> str:
-    if not isinstance(schema, Mapping):
-        return f"they are {type(schema).__name__}"
-    try:
-        return _defect(orjson.dumps(_without_nulls(schema), option=orjson.OPT_SORT_KEYS))
-    except (RecursionError, TypeError):  # the latter of orjson, also for an integer of more than 64 bits
-        return "they are nested too deeply, or have a number that is too large"
-
-
-def _without_nulls(value: Any) -> Any:
-    """A schema as agents mean it that write every field of their own classes."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-@functools.lru_cache(4096)  # agents send the same tools with every request
-def _defect(schema: bytes) -> str:
-    """Why no draft in use takes the schema; empty where one does."""
-    from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator, SchemaError
-
-    read, wrong = orjson.loads(schema), ""
-    if read.get("type", "object") != "object":
-        return f"type is {read['type']!r}"
-    for draft in (Draft202012Validator, Draft7Validator, Draft4Validator):
-        try:
-            draft.check_schema(read)
-        except SchemaError as error:
-            wrong = wrong or f"{error.json_path[1:].removeprefix('.')}: {error.message[:200]}"
-        else:
-            return ""
-    return wrong
-
-
-def _check_stops(stops: list[str]) -> list[str]:
-    if len(stops) > 16 or any(not 0 < len(stop) <= 256 for stop in stops):
-        raise ValueError("at most 16 texts of 1 to 256 characters")
-    return stops
-
-
-class Form(BaseModel):
+class Form(TurnRequest):
     """A request without its items (messages, input)."""
 
     given: Json  # all fields, as they came
     model: str = DEFAULT_MODEL
     stream: bool = False
-    tools: Annotated[list[Json], AfterValidator(check_tools)] = Field(default=[], max_length=512)
-    tool_choice: Literal["auto", "none"] = "auto"
     system: str | None = None  # of a field of its own, before the items
     previous: str | None = None  # the id of an answer after whose conversation the items follow
-    stop: Annotated[list[str], AfterValidator(_check_stops)] = []
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)  # 0 and -1 are off; a field of Anthropic's alone
-    min_p: float | None = Field(default=None, ge=0, lt=1)  # a field of none
-    seed: int | None = None
     logprobs: bool = False
     tells_usage: bool = False  # at the end of a stream
     is_kept: bool = True  # for clients that fetch the answer by its id
+
+    @field_validator("tools")
+    @classmethod
+    def _are_functions(cls, tools: list[Json]) -> list[Json]:
+        """Each is a function with a name of its own and, if any, the schema of an object."""
+        try:
+            orjson.dumps(tools)
+        except (RecursionError, TypeError):  # the latter also for an integer of more than 64 bits
+            raise ValueError("they are nested too deeply, or have a number that is too large") from None
+        names = set()
+        for i, tool in enumerate(tools):
+            function = tool.get("function")
+            if tool.get("type") != "function" or not isinstance(function, Mapping):
+                raise ValueError(
+                    f"tool {i} is of type {tool.get('type')!r}; only functions can be called here: turn this tool off in the "
+                    "agent"
+                )
+            name = function.get("name")
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"tool {i} has no name")
+            if name in names:
+                raise ValueError(f"two tools have the name {name!r}")
+            names.add(name)
+            schema = function.get("parameters")
+            if schema is not None and not (isinstance(schema, Mapping) and schema.get("type") in (None, "object")):
+                raise ValueError(f"the parameters of {name!r} are no JSON Schema of an object: {str(schema)[:60]}")
+        return tools
+
+    @field_validator("stop")
+    @classmethod
+    def _are_short(cls, stops: list[str]) -> list[str]:
+        if len(stops) > 16 or any(not 0 < len(stop) <= 256 for stop in stops):
+            raise ValueError("at most 16 texts of 1 to 256 characters")
+        return stops
 
     def preface(self) -> list[Message]:
         """Messages before the items."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
-    def turn(self, policy: str) -> TurnRequest:
-        return TurnRequest(
-            policy=policy,
-            tools=self.tools,
-            read_calls=self.tool_choice != "none",
-            stop=tuple(self.stop),
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=None if self.top_k is None else max(0, self.top_k),
-            min_p=self.min_p,
-            seed=self.seed,
-        )
+
+TOOL_RESULT_CHARS = 262_144  # of a tool's result; the policy reads the rest and a mark
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ItemLimits:
-    """Bounds of what a request's items hold."""
-
-    tool_result_chars: int
-
-    def tool_result(self, text: str) -> str:
-        return cut_text(text, self.tool_result_chars)
+def tool_result(call_id: Any, text: str) -> Json:
+    """The message of a tool's result, which is cut."""
+    return {"role": "tool", "content": cut_text(text, TOOL_RESULT_CHARS), "tool_call_id": str(call_id or "")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +141,7 @@ class Dialect:
     only: Mapping[str, Any] = field(default_factory=dict)
     checks: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
     as_function: Callable[[Any], Any] = lambda tool: tool
-    read_items: Callable[[Sequence[Any], ItemLimits], list[Message]]
+    read_items: Callable[[Sequence[Any]], list[Message]]
     writer: Callable[..., Any]  # of an ``AnswerWriter``
     refusal: Callable[[Refusal], tuple[int, Json]]
     counts: str | None = None
@@ -289,15 +235,7 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",), between:
     """The text of a content that is a text, or a list of parts of these kinds."""
     if content is None or isinstance(content, str):
         return content or ""
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"{where} is {type(content).__name__}; it must be text or a list of text parts")
-    texts = []
-    for i, each in enumerate(content):
-        part = object_at(each, f"{where}[{i}]")
-        if (kind := part.get("type")) not in kinds:
-            raise _no_text(f"{where}[{i}]", kind, kinds)
-        texts.append(text_at(part, "refusal" if kind == "refusal" else "text", f"{where}[{i}]"))
-    return between.join(texts)
+    return joined_parts(content, where, kinds, between)
 
 
 def _no_text(where: str, kind: Any, wanted: Sequence[str]) -> InvalidRequestError:
@@ -342,7 +280,7 @@ class _PolicyTurn:
         return apart_message(self._said, self._thought, self._calls)
 
 
-def read_chat(messages: Sequence[Any], limits: ItemLimits) -> list[Message]:
+def read_chat(messages: Sequence[Any]) -> list[Message]:
     """Of chat completions."""
     plain: list[Message] = []
     for i, each in enumerate(messages):
@@ -351,7 +289,7 @@ def read_chat(messages: Sequence[Any], limits: ItemLimits) -> list[Message]:
         role = _role_of(message, where, ("system", "user", "assistant", "tool"))
         content = text_of(message.get("content"), f"{where}.content")
         if role == "tool":
-            plain.append(tool_message(str(message.get("tool_call_id", "")), limits.tool_result(content)))
+            plain.append(tool_result(message.get("tool_call_id"), content))
         elif role == "assistant":
             made = message.get("tool_calls") or []
             if not isinstance(made, list):
@@ -370,12 +308,15 @@ def read_chat(messages: Sequence[Any], limits: ItemLimits) -> list[Message]:
 _RESPONSE_TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text")
 
 
-def read_input(items: Sequence[Any], limits: ItemLimits) -> list[Message]:
+def read_input(items: Sequence[Any]) -> list[Message]:
     """Of Responses: the items of one turn of the policy (a reasoning, a message, calls) are one message here."""
     messages: list[Message] = []
     turn: _PolicyTurn | None = None
     for i, item in enumerate(items):
-        read = _read_item({"role": "user", "content": item} if isinstance(item, str) else item, f"input[{i}]", limits)
+        read = _read_item(
+            {"role": "user", "content": item} if isinstance(item, str) else item,
+            f"input[{i}]",
+        )
         if isinstance(read, tuple):
             turn = turn or _PolicyTurn()
             turn.add(*read)
@@ -387,7 +328,7 @@ def read_input(items: Sequence[Any], limits: ItemLimits) -> list[Message]:
     return messages if turn is None else [*messages, turn.message()]
 
 
-def _read_item(item: Any, where: str, limits: ItemLimits) -> Json | tuple[str, Any]:
+def _read_item(item: Any, where: str) -> Json | tuple[str, Any]:
     """A message that is no turn of the policy, or a part of such a turn."""
     item = object_at(item, where)
     kind = item.get("type", "message")
@@ -401,12 +342,11 @@ def _read_item(item: Any, where: str, limits: ItemLimits) -> Json | tuple[str, A
     if kind == "function_call":
         return "call", _call_in(item, item.get("call_id"), where)
     if kind == "function_call_output":
-        output = limits.tool_result(text_of(item.get("output"), f"{where}.output", _RESPONSE_TEXTS))
-        return tool_message(str(item.get("call_id", "")), output)
+        return tool_result(item.get("call_id"), text_of(item.get("output"), f"{where}.output", _RESPONSE_TEXTS))
     raise _no_text(where, kind, ("message", "reasoning", "function_call", "function_call_output"))
 
 
-def read_messages(messages: Sequence[Any], limits: ItemLimits) -> list[Message]:
+def read_messages(messages: Sequence[Any]) -> list[Message]:
     """Of Messages."""
     plain: list[Message] = []
     for i, each in enumerate(messages):
@@ -426,7 +366,10 @@ def read_messages(messages: Sequence[Any], limits: ItemLimits) -> list[Message]:
                     turn.add(*_read_block(block, at))
             plain.append(turn.message())
         else:
-            plain += _read_user(role, placed, limits)
+            plain += _read_user(
+                role,
+                placed,
+            )
     return plain
 
 
@@ -444,14 +387,14 @@ def _read_block(block: Mapping[str, Any], where: str) -> tuple[str, Any]:
     raise _no_text(where, kind, ("text", "thinking", "tool_use"))
 
 
-def _read_user(role: str, blocks: Sequence[tuple[Mapping[str, Any], str]], limits: ItemLimits) -> list[Message]:
+def _read_user(role: str, blocks: Sequence[tuple[Mapping[str, Any], str]]) -> list[Message]:
     """The results of tools are messages of their own, and the texts between them one each."""
     plain: list[Json] = []
     for block, where in blocks:
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
             result = text_of(block.get("content"), f"{where}.content", between="\n")
-            plain.append(tool_message(str(block.get("tool_use_id", "")), limits.tool_result(result)))
+            plain.append(tool_result(block.get("tool_use_id"), result))
         elif kind != "text":
             raise _no_text(where, kind, ("text", "tool_result"))
         elif plain and plain[-1]["role"] == role:

@@ -49,7 +49,7 @@ from services.common.system.surroundings import reach_directly
 from services.common.text.chat import Message
 from services.common.text.tools import OPEN
 from services.inference.endpoint.dialects import CHAT, DIALECTS, MESSAGES, RESPONSES, AnswerWriter
-from services.inference.endpoint.forms import Dialect, Form, ItemLimits, Refusal, UnknownSessionError, known
+from services.inference.endpoint.forms import Dialect, Form, Refusal, UnknownSessionError, known
 from services.inference.workflows.agents import (
     DEFAULT_MODEL,
     CapturedSession,
@@ -57,7 +57,6 @@ from services.inference.workflows.agents import (
     IncrementalText,
     Located,
     Thread,
-    TurnRequest,
     settled,
 )
 
@@ -69,7 +68,6 @@ SESSION_HEADERS = (SESSION_HEADER, "X-Session-ID")
 KEY_HEADERS = ("X-Api-Key", "Authorization")
 CA_VARIABLE = "SSL_CERT_FILE"  # trusted authorities; read by OpenSSL and httpx, and so by the client `openai`
 BODY_BYTES = 16 << 20  # of the largest request
-TOOL_RESULT_CHARS = 262_144  # of a tool's result; the policy reads the rest and a mark
 _BETWEEN = "~"  # a character that no token and no session has
 _BEARER = "Bearer "
 
@@ -94,16 +92,6 @@ def shown_token(request: web.Request) -> str | None:
 
 def _plain(header: str) -> str:
     return header.removeprefix(_BEARER).strip()
-
-
-def agent_of(who: Identity) -> Identity:
-    """The agents' identity: the inference service's bundle holds theirs. Raises ``ConfigError`` if the bundle lacks the identity."""
-    return identity.load(who.folder, Role.AGENT)
-
-
-def with_token(session: str, agent: Identity) -> str:
-    """The session text with an agent's token."""
-    return agent.bundle.token + _BETWEEN + session
 
 
 def base_url(host: str, port: int, *, secure: bool) -> str:
@@ -187,7 +175,6 @@ class Asked:
     """A request that was read. ``locate`` finds its thread when the turn begins."""
 
     form: Form
-    turn: TurnRequest
     preface: tuple[Message, ...]
     locate: Callable[[], Located]
 
@@ -204,24 +191,23 @@ class _Continued:
 class ServedSession:
     """A captured session with its running requests and its answers."""
 
-    def __init__(self, captured: CapturedSession, limits: ItemLimits) -> None:
+    def __init__(self, captured: CapturedSession) -> None:
         self.captured = captured
         self.running: set[asyncio.Task[Any]] = set()
-        self._limits = limits
         self._answered: dict[str, _Continued] = {}
         self._stored: dict[str, dict[str, Any]] = {}  # bodies of answers by id
 
     def read(self, body: bytes, dialect: Dialect) -> Asked:
         given, items = read_body(body, dialect.items)
         form = dialect.form_of(given)
-        turn = form.turn(self._policy_of(form.model))
+        form.policy = self._policy_of(form.model)
         preface = tuple(form.preface())
-        new = dialect.read_items(items, self._limits)
+        new = dialect.read_items(items)
 
         def locate() -> Located:
-            return self.captured.locate(turn, [*preface, *self._messages_before(form.previous), *new])
+            return self.captured.locate(form, [*preface, *self._messages_before(form.previous), *new])
 
-        return Asked(form=form, turn=turn, preface=preface, locate=locate)
+        return Asked(form=form, preface=preface, locate=locate)
 
     def answered(self, answer_id: str, asked: Asked, turn: CapturedTurn) -> None:
         """Remember an answer, which later requests may name."""
@@ -300,8 +286,7 @@ class Stream:
         self._session = session
         self._asked = asked
         self._writer = writer
-        turn = asked.turn
-        self._held = (*turn.stop, *((OPEN,) if turn.tools and turn.read_calls else ()))
+        self._held = (*asked.form.stop, *((OPEN,) if asked.form.reads_calls else ()))
         self._opening = tuple(writer.begin())  # made first: events are numbered
         self._response: web.StreamResponse | None = None
 
@@ -315,7 +300,7 @@ class Stream:
                 loop.call_soon_threadsafe(tokens.put_nowait, token)
 
         asked, captured = self._asked, self._session.captured
-        turn_task = asyncio.ensure_future(captured.take_turn(asked.turn, asked.locate, on_token))
+        turn_task = asyncio.ensure_future(captured.take_turn(asked.form, asked.locate, on_token))
         turn_task.add_done_callback(lambda _: tokens.put_nowait(None))
         try:
             turn = await in_session(self._session, self._follow(tokens, turn_task))
@@ -386,7 +371,6 @@ class EndpointServer:
         """``setting`` is the port's path in the recipe."""
         assert config.port is not None
         self._host = host
-        self._limits = ItemLimits(tool_result_chars=TOOL_RESULT_CHARS)
         self._sessions: dict[str, ServedSession] = {}
         application = web.Application(client_max_size=BODY_BYTES, middlewares=[_refusing])
         application.add_routes(self._routes())
@@ -402,7 +386,8 @@ class EndpointServer:
             shown=shown_token,
         )
         self._who = identity.current()
-        self._agent = None if self._who is None else agent_of(self._who)
+        # The inference service's bundle holds the agents' identity.
+        self._agent = None if self._who is None else identity.load(self._who.folder, Role.AGENT)
 
     @property
     def base_url(self) -> str:
@@ -427,9 +412,9 @@ class EndpointServer:
     def opened(self, session: CapturedSession) -> Iterator[str]:
         """Serve a session under the id that this context yields; its end cancels the session's requests."""
         session_id = secrets.token_urlsafe(24)
-        served = self._sessions[session_id] = ServedSession(session, self._limits)
+        served = self._sessions[session_id] = ServedSession(session)
         try:
-            yield session_id if self._agent is None else with_token(session_id, self._agent)
+            yield session_id if self._agent is None else self._agent.bundle.token + _BETWEEN + session_id
         finally:
             del self._sessions[session_id]
             for task in served.running:
@@ -476,12 +461,12 @@ class EndpointServer:
         async def handler(request: web.Request) -> web.StreamResponse:
             session = self._session(request)
             asked = session.read(await request.read(), dialect)
-            captured, policy = session.captured, asked.turn.policy
+            captured, policy = session.captured, asked.form.policy
             chat = captured.policies[policy].chat
             writer = dialect.writer(asked.form, policy, chat, thinks=captured.thinks(policy))
             if asked.form.stream:
                 return await Stream(request, session, asked, writer).send()
-            turn = await in_session(session, captured.take_turn(asked.turn, asked.locate))
+            turn = await in_session(session, captured.take_turn(asked.form, asked.locate))
             session.answered(writer.id, asked, turn)
             body = writer.whole(turn)
             session.store(writer)
@@ -493,7 +478,7 @@ class EndpointServer:
         async def handler(request: web.Request) -> web.StreamResponse:
             session = self._session(request)
             asked = session.read(await request.read(), dialect)
-            return json_answer(dialect.counted(session.captured.count(asked.turn, asked.locate)))
+            return json_answer(dialect.counted(session.captured.count(asked.form, asked.locate)))
 
         return handler
 

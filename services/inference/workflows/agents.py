@@ -15,12 +15,12 @@ from __future__ import annotations
 import json
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import orjson
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from services.common.config.base import Section
 from services.common.config.recipe import Recipe
@@ -96,10 +96,6 @@ def apart_message(said: str, thought: str | None, calls: Sequence[Call] = ()) ->
     return {**assistant_message(content, calls), "said": said, **({} if thought is None else {"thought": thought})}
 
 
-def tool_message(call_id: str, content: str) -> dict[str, Any]:
-    return {"role": "tool", "content": content, "tool_call_id": call_id}
-
-
 def written_arguments(arguments: Any) -> str:
     """JSON as text, without spaces; its integers have any size, unlike orjson's."""
     return json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
@@ -163,15 +159,11 @@ def same_message(ours: Message, theirs: Message) -> bool:
     return bool(ours.get("said") == theirs["said"] and theirs.get("thought", thought) == thought)
 
 
-def same_messages(ours: Sequence[Message], theirs: Sequence[Message]) -> bool:
-    return len(ours) == len(theirs) and all(map(same_message, ours, theirs))
-
-
 # --- Finds where a new conversation of an agent comes from: which earlier conversation of its rollout, and how.
 
 
 QUOTED_CHARS = 12
-"""Shorter answers and arguments stand in other texts by chance."""
+"""Shorter answers stand in other texts by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,13 +190,11 @@ def lineage_of(messages: Sequence[Message], tools_key: bytes, threads: Sequence[
     if shared:
         parent, at = max(shared, key=lambda each: each[1].num_messages)
         return Lineage(origin=Origin.BRANCH, parent=parent, at=at)
-    texts = [str(message["content"]) for message in messages]
-    quoted = next((thread for thread in latest_first if _quotes(messages, texts, thread)), None)
-    if quoted is not None and any(_same_frame(messages, tools_key, thread) for thread in _with_ancestors(quoted)):
+    quoted = next((thread for thread in latest_first if _quotes(messages, thread)), None)
+    if quoted is not None and _frame_of(messages, tools_key) == _frame_of(quoted.messages, quoted.tools_key):
         return Lineage(origin=Origin.COMPACTION, parent=quoted)
     waiting = [thread for thread in latest_first if thread.messages[-1].get("tool_calls")]
-    asked = next((thread for thread in waiting if _passes_arguments(thread.messages[-1], texts)), None)
-    caller = asked or quoted or next(iter(waiting), None)
+    caller = quoted or next((thread for thread in waiting if _asks(thread, messages)), next(iter(waiting), None))
     return Lineage() if caller is None else Lineage(origin=Origin.SUBAGENT, parent=caller)
 
 
@@ -220,7 +210,7 @@ def _shared_turn(messages: Sequence[Message], thread: Thread) -> TurnMark | None
     return found
 
 
-def _quotes(messages: Sequence[Message], texts: Sequence[str], thread: Thread) -> bool:
+def _quotes(messages: Sequence[Message], thread: Thread) -> bool:
     """Whether messages have an answer of a thread as their own, or its last answer within a text."""
     answers = [thread.messages[mark.num_messages - 1] for mark in thread.marks]
     calls = {call["id"] for answer in answers for call in answer.get("tool_calls", ())}
@@ -230,49 +220,20 @@ def _quotes(messages: Sequence[Message], texts: Sequence[str], thread: Thread) -
         if message["role"] == "assistant" and any(same_message(answer, message) for answer in answers):
             return True
     said = str(answers[-1].get("said", "")).strip()
-    return len(said) >= QUOTED_CHARS and any(said in text for text in texts)
+    return len(said) >= QUOTED_CHARS and any(said in str(message["content"]) for message in messages)
 
 
-def _same_frame(messages: Sequence[Message], tools_key: bytes, thread: Thread) -> bool:
-    return tools_key == thread.tools_key and _system_of(messages) == _system_of(thread.messages)
+def _asks(thread: Thread, messages: Sequence[Message]) -> bool:
+    """Whether a text among the arguments of a thread's open calls stands in one of the messages."""
+    calls = [json.loads(call["arguments"]) for call in thread.messages[-1]["tool_calls"]]
+    values = [value for arguments in calls for value in arguments.values() if isinstance(value, str)]
+    texts = [str(message["content"]) for message in messages]
+    return any(len(value) >= QUOTED_CHARS and any(value.strip() in text for text in texts) for value in values)
 
 
-def _system_of(messages: Sequence[Message]) -> Any:
-    return messages[0]["content"] if messages[0]["role"] == "system" else None
-
-
-def _with_ancestors(thread: Thread) -> Iterator[Thread]:
-    found: Thread | None = thread
-    while found is not None:
-        yield found
-        found = found.parent
-
-
-def _passes_arguments(answer: Message, texts: Sequence[str]) -> bool:
-    """Whether one of the texts has a text among the arguments of the answer's calls."""
-    return any(
-        len(value) >= QUOTED_CHARS and any(value in text for text in texts)
-        for call in answer["tool_calls"]
-        for value in _texts_in(_json(call["arguments"]))
-    )
-
-
-def _json(text: str) -> Any:
-    try:
-        return orjson.loads(text)
-    except ValueError:
-        return None
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value.strip()
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _texts_in(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _texts_in(inner)
+def _frame_of(messages: Sequence[Message], tools_key: bytes) -> tuple[bytes, Any]:
+    """The tools and the system prompt of a conversation."""
+    return tools_key, messages[0]["content"] if messages[0]["role"] == "system" else None
 
 
 # --- Detects stop texts while a policy generates, and decodes the growing text.
@@ -377,23 +338,26 @@ def _first_tokens(segments: Sequence[Segment], num_tokens: int) -> tuple[Segment
 DEFAULT_MODEL = "default"  # the name under which a request asks for the session's own policy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRequest:
+class TurnRequest(BaseModel):
     """One request for a turn, without its messages. A field that is None has the run's value."""
 
-    policy: str
-    tools: Sequence[Mapping[str, Any]] = ()
-    read_calls: bool = True
-    stop: tuple[str, ...] = ()
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
+    policy: str = ""
+    tools: list[dict[str, Any]] = Field(default=[], max_length=512)
+    tool_choice: Literal["auto", "none"] = "auto"
+    stop: list[str] = []
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)  # 0 and -1 are off; a field of Anthropic's alone
+    min_p: float | None = Field(default=None, ge=0, lt=1)  # a field of none
     seed: int | None = None
 
+    @property
+    def reads_calls(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
     def tools_key(self) -> bytes:
-        return orjson.dumps(list(self.tools), option=orjson.OPT_SORT_KEYS) if self.tools else b""
+        return orjson.dumps(self.tools, option=orjson.OPT_SORT_KEYS) if self.tools else b""
 
 
 @dataclass(slots=True, eq=False)
@@ -411,10 +375,6 @@ class Thread:
     busy: bool = False
     ended: bool = True  # the last turn, by itself
     text: str = ""  # of the last turn
-
-    @property
-    def num_messages(self) -> int:
-        return len(self.messages)
 
     @property
     def parent(self) -> Thread | None:
@@ -441,8 +401,22 @@ class CapturedTurn:
 Located = tuple[Thread | None, Sequence[Message]]
 
 
-Rewrites = Literal["new_sequence", "refuse"]
 _SHOWN = ("role", "content", "tool_calls", "tool_call_id")  # of a message, to functions that compute rewards
+
+
+class SessionSettings(Section):
+    policy: str | None = None
+    """The policy behind the model `default`; left out, the only policy of the recipe."""
+    rewrites: Literal["new_sequence", "refuse"] = "new_sequence"
+    """A request that does not extend an earlier one, word for word, begins another sequence of the trajectory, or is
+    refused."""
+    client_sampling: bool = False
+    """Whether temperature, top_p, top_k, min_p and seed of requests count, instead of the recipe's `sampling`. Each turn is then
+    trained at the temperature and over the tokens of its sampling; temperature 0 is refused, except in evaluation."""
+    max_sequences: int = Field(default=64, ge=1)
+    """Most sequences of one trajectory; a request that would begin another is refused."""
+    thinking: bool | None = None
+    """Turn the thinking of the chat template on or off, if supported (Qwen3); left out, the template's default."""
 
 
 class CapturedSession:
@@ -452,26 +426,16 @@ class CapturedSession:
         self,
         policies: Mapping[str, PolicyClient],
         sampling: Sampling,
-        *,
-        default_policy: str | None = None,
-        rewrites: Rewrites = "new_sequence",
-        client_sampling: bool = False,
-        max_sequences: int = 64,
-        thinking: bool | None = None,
+        settings: SessionSettings,
         purpose: Purpose = Purpose.TRAIN,
     ) -> None:
-        """``client_sampling``: the requests' temperature, top_p, top_k, min_p and seed replace the run's. Each captured turn
-        then has its sampling parameters, and is trained under them."""
         self.policies = policies
-        self.default_policy = default_policy or (next(iter(policies)) if len(policies) == 1 else None)
+        self.default_policy = settings.policy or (next(iter(policies)) if len(policies) == 1 else None)
         self.failure: RollmillError | None = None  # of the infrastructure; an agent may have swallowed the error
         self.last: Thread | None = None
         self.reward: float | None = None  # that the agent told for the whole rollout
         self._sampling = sampling
-        self._rewrites = rewrites
-        self._client_sampling = client_sampling
-        self._max_sequences = max_sequences
-        self._thinking = thinking
+        self._settings = settings
         self._purpose = purpose
         self._threads: list[Thread] = []  # in the order of their first answers
         self._by_last_turn: dict[Thread, None] = {}
@@ -483,16 +447,16 @@ class CapturedSession:
         tools_key = ask.tools_key()
         found = None
         for thread in self._threads:
-            length = thread.num_messages
+            length = len(thread.messages)
             if (
                 length < len(messages)
                 and not thread.busy
                 and (thread.policy, thread.tools_key) == (ask.policy, tools_key)
-                and (found is None or length > found.num_messages)
-                and same_messages(thread.messages, messages[:length])
+                and (found is None or length > len(found.messages))
+                and all(map(same_message, thread.messages, messages))
             ):
                 found = thread
-        return found, messages[found.num_messages if found else 0 :]
+        return found, messages[len(found.messages) if found else 0 :]
 
     async def take_turn(
         self, ask: TurnRequest, locate: Callable[[], Located], on_token: Callable[[int], None] | None = None
@@ -513,7 +477,7 @@ class CapturedSession:
             try:
                 return await self._sample(ask, thread, on_token)
             except BaseException:  # cancelled, too: the client left
-                del thread.messages[thread.num_messages - len(new) :]
+                del thread.messages[len(thread.messages) - len(new) :]
                 thread.conversation.take_back()
                 raise
         except InfrastructureError as error:
@@ -529,13 +493,13 @@ class CapturedSession:
 
     def _begin(self, ask: TurnRequest, messages: Sequence[Message]) -> Thread:
         siblings = [thread for thread in self._threads if thread.policy == ask.policy]
-        if siblings and self._rewrites == "refuse":
+        if siblings and self._settings.rewrites == "refuse":
             raise InvalidRequestError(
                 "the messages do not extend the conversation of this session, word for word, and "
                 "workflow.settings.rewrites is `refuse`",
                 code="history_rewritten",
             )
-        if len(self._threads) >= self._max_sequences:
+        if len(self._threads) >= self._settings.max_sequences:
             raise InvalidRequestError(
                 f"this session has {len(self._threads)} sequences (workflow.settings.max_sequences)",
                 code="too_many_sequences",
@@ -570,7 +534,7 @@ class CapturedSession:
         policy = self.policies[ask.policy]
         shown = [shown_to_template(message) for message in messages]
         if ask.tools and not policy.chat.lists_tools:
-            suffix = describe_tools(list(ask.tools))
+            suffix = describe_tools(ask.tools)
             if shown[0]["role"] == "system":
                 shown[0] = {**shown[0], "content": f"{shown[0]['content']}\n\n{suffix}"}
             else:
@@ -580,7 +544,7 @@ class CapturedSession:
             shown,
             self._sampling,
             tools=ask.tools if ask.tools and policy.chat.lists_tools else None,
-            thinking=self._thinking,
+            thinking=self._settings.thinking,
         )
 
     async def _sample(self, ask: TurnRequest, thread: Thread, on_token: Callable[[int], None] | None) -> CapturedTurn:
@@ -593,7 +557,7 @@ class CapturedSession:
             sampled = await thread.conversation.sample(
                 sampling,
                 watch=watch.on_sampled if ask.stop or on_token is not None else None,
-                seed=ask.seed if self._client_sampling else None,
+                seed=ask.seed if self._settings.client_sampling else None,
             )
         finally:
             thread.busy = False
@@ -607,11 +571,9 @@ class CapturedSession:
         stop = watch.stop_in(text)
         thread.text = text if stop is None else text.partition(stop)[0]
         thread.ended = generation.finish_reason is FinishReason.STOP
-        answer = read_answer(
-            thread.text, with_calls=ask.read_calls and bool(ask.tools), thinks=self.thinks(thread.policy)
-        )
+        answer = read_answer(thread.text, with_calls=ask.reads_calls, thinks=self.thinks(thread.policy))
         thread.messages.append(answer.message())
-        thread.marks.append(TurnMark(num_messages=thread.num_messages, num_segments=thread.conversation.num_segments))
+        thread.marks.append(TurnMark(num_messages=len(thread.messages), num_segments=thread.conversation.num_segments))
         self._by_last_turn.pop(thread, None)
         self._by_last_turn[thread] = None
         self.last = thread
@@ -622,19 +584,19 @@ class CapturedSession:
             ended=thread.ended,
             stop=stop,
             num_prompt_tokens=num_prompt_tokens,
-            num_messages=thread.num_messages,
+            num_messages=len(thread.messages),
         )
 
     def thinks(self, policy: str) -> bool:
         """Whether the chat template begins this policy's turns within a thought."""
-        return self.policies[policy].chat.with_thinking(self._thinking).thinks
+        return self.policies[policy].chat.with_thinking(self._settings.thinking).thinks
 
     def _sampling_of(self, ask: TurnRequest) -> Sampling:
         sampling = self._sampling
         if ask.max_tokens is not None:
             budget = min(ask.max_tokens, sampling.max_new_tokens)
             sampling = replace(sampling, max_new_tokens=budget, min_new_tokens=min(budget, sampling.min_new_tokens))
-        if self._client_sampling:
+        if self._settings.client_sampling:
             too_low = ask.temperature is not None and ask.temperature < LEAST_TRAINED_TEMPERATURE
             if too_low and self._purpose is Purpose.TRAIN:  # the orchestrator would refuse the whole rollout
                 raise InvalidRequestError(
@@ -646,7 +608,7 @@ class CapturedSession:
                 sampling,
                 temperature=sampling.temperature if ask.temperature is None else ask.temperature,
                 top_p=sampling.top_p if ask.top_p is None else ask.top_p,
-                top_k=sampling.top_k if ask.top_k is None else ask.top_k,
+                top_k=sampling.top_k if ask.top_k is None else max(0, ask.top_k),
                 min_p=sampling.min_p if ask.min_p is None else ask.min_p,
             )
         return sampling
@@ -742,21 +704,6 @@ def conversation_grader(reward: str) -> ConversationGrader:
 Given = TypeVar("Given")
 
 
-class SessionSettings(Section):
-    policy: str | None = None
-    """The policy behind the model `default`; left out, the only policy of the recipe."""
-    rewrites: Rewrites = "new_sequence"
-    """A request that does not extend an earlier one, word for word, begins another sequence of the trajectory, or is
-    refused."""
-    client_sampling: bool = False
-    """Whether temperature, top_p, top_k, min_p and seed of requests count, instead of the recipe's `sampling`. Each turn is then
-    trained at the temperature and over the tokens of its sampling; temperature 0 is refused, except in evaluation."""
-    max_sequences: int = Field(default=64, ge=1)
-    """Most sequences of one trajectory; a request that would begin another is refused."""
-    thinking: bool | None = None
-    """Turn the thinking of the chat template on or off, if supported (Qwen3); left out, the template's default."""
-
-
 def check_endpoint(recipe: Recipe, who: str) -> None:
     """Check that a recipe's replicas have an endpoint; ``ConfigError`` names the remedy."""
     for name, service in recipe.inference.items():
@@ -776,16 +723,7 @@ async def in_session(
     """
     if context.endpoint is None:
         raise ConfigError("this workflow needs the endpoint: write a port at inference.<name>.endpoint.port")
-    session = CapturedSession(
-        context.policies,
-        context.sampling,
-        default_policy=settings.policy,
-        rewrites=settings.rewrites,
-        client_sampling=settings.client_sampling,
-        max_sequences=settings.max_sequences,
-        thinking=settings.thinking,
-        purpose=context.purpose,
-    )
+    session = CapturedSession(context.policies, context.sampling, settings, context.purpose)
     try:
         with context.endpoint.opened(session) as session_id:
             given = await play(context.endpoint.base_url, session_id)

@@ -422,7 +422,9 @@ def build_messages(
 
     A row's ``starter_code`` is shown after the last user turn, unless the turn has the code already.
     """
-    messages = _with_starter_code(_messages_of(settings.prompt_field, task), task)
+    prompt = prompt_in(task.data, settings.prompt_field, f"task {task.task_id}")
+    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages = _with_starter_code(messages, task)
     has_system = messages[0].get("role") == "system"
     system = str(messages[0]["content"]) if has_system else (settings.system or "")
     if system_suffix:
@@ -469,11 +471,6 @@ def fill(template: str, **values: str) -> str:
     return pattern.sub(lambda found: values[found.group()[1:-1]], template)
 
 
-def _messages_of(field: str | None, task: Task) -> list[Message]:
-    prompt = prompt_in(task.data, field, f"task {task.task_id}")
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-
-
 # --- Asks for a program as the task's tests will run it: one that reads stdin, or a function of the right name.
 
 
@@ -506,18 +503,13 @@ def entry_point_of(tests: Mapping[str, Any]) -> str | None:
     return calls[-1] if calls and calls[-1] != "candidate" else None
 
 
-def asking_for_program(
-    messages: list[Message],
-    task: Task,
-    program_prompt: str = WRITE_PROGRAM,
-    function_prompt: str = WRITE_FUNCTION,
-) -> list[Message]:
+def asking_for_program(messages: list[Message], task: Task) -> list[Message]:
     """The conversation with its last turn inside the prompt; unchanged if the tests do not name an entry point."""
     tests = task.data.get("tests")
     entry_point = entry_point_of(tests if isinstance(tests, Mapping) else {})
     if entry_point is None:
         return messages
-    template = function_prompt if entry_point else program_prompt
+    template = WRITE_FUNCTION if entry_point else WRITE_PROGRAM
     problem = str(messages[-1]["content"])
     return with_last_text(messages, fill(template, problem=problem, entry_point=entry_point))
 

@@ -26,14 +26,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from services.common.records import Purpose, Task, TokenSequence
-from services.common.text.chat import Message
+from services.common.records import Purpose, Task
 from services.common.text.programs import fenced_blocks, program_of, with_preamble
 from services.common.text.thoughts import after_thoughts
 from services.common.text.tools import cut_text
 from services.inference.workflows.base import (
-    WRITE_FUNCTION,
-    WRITE_PROGRAM,
     CaseOutcome,
     JudgeCase,
     Outcome,
@@ -281,9 +278,9 @@ def without_examples(problem: str) -> str:
         ends_docstring = any(quotes in line for quotes in _DOCSTRING)
         if in_doctest and (ends_docstring or not line.strip()):
             in_doctest = False
-        if _begins_example(line):
+        if _EXAMPLE.fullmatch(_heading(line)):
             in_example = True
-        elif ends_docstring or _begins_whole(line) or line.startswith(_PYTHON):
+        elif ends_docstring or _heading(line).lower() in _WHOLE_PROBLEM or line.startswith(_PYTHON):
             in_example = False
         if line.lstrip().startswith(_DOCTEST):
             in_doctest = True
@@ -292,14 +289,6 @@ def without_examples(problem: str) -> str:
     if len(kept) == len(lines) or not any(line.strip() for line in kept):
         return problem
     return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip("\n")
-
-
-def _begins_example(line: str) -> bool:
-    return _EXAMPLE.fullmatch(_heading(line)) is not None
-
-
-def _begins_whole(line: str) -> bool:
-    return _heading(line).lower() in _WHOLE_PROBLEM
 
 
 def _heading(line: str) -> str:
@@ -329,97 +318,11 @@ class CodegenVerifierSettings(WorkflowSettings):
     """Time of a program on one generated case; at most that of `envgateway.sandbox`."""
     evaluate: Literal["coder", "all"] = "coder"
     """The part that an evaluation plays: the coder's first program alone, or all turns."""
-    max_report_chars: int = Field(default=1000, ge=40)
-    """Most characters of each input and output in the report to the coder; longer ones are cut in the middle."""
-    program_prompt: str = WRITE_PROGRAM
-    """The coder's prompt when programs read stdin, with `{problem}`."""
-    function_prompt: str = WRITE_FUNCTION
-    """The coder's prompt when a function is called, with `{problem}` and `{entry_point}`."""
-    program_test_prompt: str = TEST_PROGRAM
-    """The verifier's prompt when programs read stdin, with `{problem}`, `{program}` and `{num_cases}`."""
-    function_test_prompt: str = TEST_FUNCTION
-    """The verifier's prompt when a function is called, with `{problem}`, `{program}`, `{num_cases}` and `{entry_point}`."""
-    retry_prompt: str = TRY_AGAIN
-    """The coder's prompt when its program was not accepted, with `{problem}`, `{program}` and `{report}`."""
 
 
-_MAX_KNOWN_REFERENCES = 4096  # tasks whose reference solution is remembered
-_NO_PROGRAM = "(there is no program in the answer)"
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """One task with its policies and context."""
-
-    task: Task
-    context: WorkflowContext
-    entry_point: str | None  # "" for programs that read stdin, None when the task does not say
-    preamble: str  # code that a program may continue
-    solutions: tuple[str, ...]  # of the row, unchanged
-
-    @classmethod
-    def of(cls, task: Task, context: WorkflowContext) -> _Job:
-        found = task.data.get("tests")
-        tests: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
-        written = task.data.get("solutions") or [task.data.get("solution")]
-        return cls(
-            task=task,
-            context=context,
-            entry_point=entry_point_of(tests),
-            preamble=str(tests.get("preamble") or ""),
-            solutions=tuple(text for text in written if isinstance(text, str) and text.strip()),
-        )
-
-    async def run_on(self, program: str, cases: Sequence[JudgeCase], case_time_s: float) -> tuple[CaseOutcome, ...]:
-        """The outcomes of a program on generated cases."""
-        if not cases:
-            return ()
-        if not program.strip():
-            nothing = CaseOutcome(verdict=ProgramStatus.INVALID_REQUEST, detail="there is no program in the answer")
-            return (nothing,) * len(cases)
-        entry_point = self.entry_point or ""
-        code = with_preamble(program, self.preamble, entry_point)
-        return await self.context.gateway.judge(code, cases, entry_point=entry_point, case_time_s=case_time_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """A program of the coder, judged by the ground truth."""
-
-    chat: Dialogue
-    program: str
-
-    @property
-    def correct(self) -> bool:
-        return self.reward >= 1.0
-
-    @property
-    def reward(self) -> float:
-        assert self.chat.graded is not None
-        return self.chat.graded.value
-
-
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """The verifier's text, the parsed cases, and the first program's outcomes."""
-
-    chat: Dialogue
-    read: GeneratedCases
-    outcomes: tuple[CaseOutcome, ...]
-
-    @property
-    def rejects(self) -> bool:
-        return needs_retry(self.outcomes)
-
-    def sequence(self, reward: float, valid: bool | None) -> TokenSequence:
-        return self.chat.sequence(
-            reward,
-            cases=float(len(self.read.cases)),
-            cases_left_out=float(self.read.num_left_out),
-            cases_unparsed=float(not self.read.cases),
-            cases_failed=float(sum(not outcome.passed for outcome in self.outcomes)),
-            cases_valid=float(valid is True),
-        )
+_MOST_REFERENCES = 4096  # tasks whose reference solution is remembered
+_MOST_REPORT_CHARS = 1000  # of each input and output in the report to the coder; longer ones are cut in the middle
+_NO_PROGRAM = "there is no program in the answer"
 
 
 class CodegenVerifier(Workflow):
@@ -435,119 +338,119 @@ class CodegenVerifier(Workflow):
 
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         """Plays one rollout: a program, in training the test cases for it, after a failure a second program."""
-        job = _Job.of(task, context)
-        first = await self._written(job, self.converse(task, context, **self._as_coder, messages=self._messages(job)))
-        sequences = [first.chat.sequence(first.reward)]
-        metrics = {"first_correct": float(first.correct)}
-        if context.purpose is Purpose.EVALUATION and self.settings.evaluate == "coder":
-            return Outcome(sequences=tuple(sequences), reward=first.reward, metrics=metrics)
-        check = await self._check(job, first)
-        if check is None:
+        settings = self.settings
+        coder: dict[str, Any] = {"policy": settings.policy or "model0", "role": "coder"}
+        asked = asking_for_program(build_messages(settings, task), task)
+        first = self.converse(task, context, **coder, messages=asked)
+        program, first_reward = await self._write(first)
+        sequences = [first.sequence(first_reward)]
+        metrics = {"first_correct": float(first_reward >= 1.0)}
+        if context.purpose is Purpose.EVALUATION and settings.evaluate == "coder":
+            return Outcome(sequences=tuple(sequences), reward=first_reward, metrics=metrics)
+        tests = task.data.get("tests")
+        tests = tests if isinstance(tests, Mapping) else {}
+        entry_point = entry_point_of(tests)
+        check = None if entry_point is None else self._begin_check(task, context, program, entry_point)
+        if check is None or entry_point is None:
             metrics["verification_skipped"] = 1.0
-            return Outcome(sequences=tuple(sequences), reward=first.reward, metrics=metrics)
-        second = await self._write_again(job, first, check) if check.rejects else None
-        last = second or first
-        reference = await self._reference(job) if check.read.cases else None
-        valid = await self._passes(job, reference, check.read.cases)
-        reward = verifier_reward(
-            self.settings.verifier_reward,
-            final_correct=last.correct,
-            first_correct=first.correct,
-            rejected=check.rejects,
+            return Outcome(sequences=tuple(sequences), reward=first_reward, metrics=metrics)
+        read = read_cases(await check.respond(), is_function=bool(entry_point), num_cases=settings.num_cases)
+
+        async def run_on_cases(program: str) -> Sequence[CaseOutcome]:
+            if not read.cases or not program.strip():
+                nothing = CaseOutcome(verdict=ProgramStatus.INVALID_REQUEST, detail=_NO_PROGRAM)
+                return (nothing,) * len(read.cases)
+            code = with_preamble(program, str(tests.get("preamble") or ""), entry_point)
+            time_s = settings.case_time_s
+            return await context.gateway.judge(code, read.cases, entry_point=entry_point, case_time_s=time_s)
+
+        outcomes = await run_on_cases(program)
+        rejected = needs_retry(outcomes)
+        second, reward = None, first_reward
+        if rejected:
+            # No part of the prompt comes from the ground truth, and a program's output must not end a turn.
+            told = report(read.cases, outcomes, max_chars=_MOST_REPORT_CHARS)
+            told = context.policy(coder["policy"]).chat.as_text(told or f"No test case could be run: {read.problem}.")
+            prompt = fill(TRY_AGAIN, problem=str(asked[-1]["content"]), report=told)
+            messages = with_last_text(build_messages(settings, task), prompt)
+            second = self.converse_if_it_fits(task, context, **coder, attempt=1, messages=messages)
+            if second is not None:
+                _, reward = await self._write(second)
+        solutions = _solutions_of(task)
+        reference = await self._reference(task, context, solutions) if read.cases else None
+        valid: bool | None = False  # without cases; None without a reference
+        if read.cases:
+            valid = None if reference is None else not needs_retry(await run_on_cases(reference))
+        earned = verifier_reward(
+            settings.verifier_reward,
+            final_correct=reward >= 1.0,
+            first_correct=first_reward >= 1.0,
+            rejected=rejected,
             valid=valid,
         )
-        metrics |= {
-            "final_correct": float(last.correct),
-            "rejected": float(check.rejects),
-            "retry_skipped": float(check.rejects and second is None),
-            "solved_by_retry": float(last.correct and not first.correct),
-            "broken_by_retry": float(first.correct and not last.correct),
-            "reference_missing": float(not job.solutions or (bool(check.read.cases) and reference is None)),
-        }
-        sequences.append(check.sequence(reward, valid))
+        sequences.append(
+            check.sequence(
+                earned,
+                cases=float(len(read.cases)),
+                cases_left_out=float(read.num_left_out),
+                cases_unparsed=float(not read.cases),
+                cases_failed=float(sum(not outcome.passed for outcome in outcomes)),
+                cases_valid=float(valid is True),
+            )
+        )
         if second is not None:
-            sequences.append(second.chat.sequence(second.reward))
-        return Outcome(sequences=tuple(sequences), reward=last.reward, metrics=metrics)
+            sequences.append(second.sequence(reward))
+        metrics |= {
+            "final_correct": float(reward >= 1.0),
+            "rejected": float(rejected),
+            "retry_skipped": float(rejected and second is None),
+            "solved_by_retry": float(reward >= 1.0 > first_reward),
+            "broken_by_retry": float(first_reward >= 1.0 > reward),
+            "reference_missing": float(not solutions or (bool(read.cases) and reference is None)),
+        }
+        return Outcome(sequences=tuple(sequences), reward=reward, metrics=metrics)
 
-    @property
-    def _coder(self) -> str:
-        return self.settings.policy or "model0"
-
-    @property
-    def _as_coder(self) -> dict[str, Any]:
-        return {"policy": self._coder, "role": "coder"}
-
-    def _messages(self, job: _Job) -> list[Message]:
-        messages = build_messages(self.settings, job.task)
-        return asking_for_program(messages, job.task, self.settings.program_prompt, self.settings.function_prompt)
-
-    async def _written(self, job: _Job, chat: Dialogue) -> _Attempt:
+    async def _write(self, chat: Dialogue) -> tuple[str, float]:
+        """Let the coder write a program; returns it, and its reward by the ground truth."""
         answer = after_thoughts(await chat.respond())
-        await chat.grade(answer)
-        return _Attempt(chat, program_of(answer))
+        return program_of(answer), await chat.grade(answer)
 
-    async def _write_again(self, job: _Job, first: _Attempt, check: _Check) -> _Attempt | None:
-        """The second program; None when its prompt does not fit. No part of the prompt comes from the ground truth."""
+    def _begin_check(self, task: Task, context: WorkflowContext, program: str, entry_point: str) -> Dialogue | None:
+        """The conversation that asks for test cases; None where its prompt does not fit."""
         settings = self.settings
-        told = report(check.read.cases, check.outcomes, max_chars=settings.max_report_chars)
-        as_text = job.context.policy(self._coder).chat.as_text  # a program's output must not end a turn
+        as_text = context.policy(settings.verifier).chat.as_text
         prompt = fill(
-            settings.retry_prompt,
-            problem=str(self._messages(job)[-1]["content"]),
-            program=as_text(first.program.strip("\n")),
-            report=as_text(told or f"No test case could be run: {check.read.problem}."),
-        )
-        messages = with_last_text(build_messages(settings, job.task), prompt)
-        chat = self.converse_if_it_fits(job.task, job.context, **self._as_coder, attempt=1, messages=messages)
-        return None if chat is None else await self._written(job, chat)
-
-    async def _check(self, job: _Job, first: _Attempt) -> _Check | None:
-        """Test cases for the first program; None when they cannot be asked for."""
-        settings = self.settings
-        if job.entry_point is None:
-            return None
-        problem = without_examples(str(build_messages(settings, job.task, bare=True)[-1]["content"]))
-        template = settings.function_test_prompt if job.entry_point else settings.program_test_prompt
-        as_text = job.context.policy(settings.verifier).chat.as_text
-        prompt = fill(
-            template,
-            problem=problem,
-            program=as_text(first.program.strip("\n") or _NO_PROGRAM),
+            TEST_FUNCTION if entry_point else TEST_PROGRAM,
+            problem=without_examples(str(build_messages(settings, task, bare=True)[-1]["content"])),
+            program=as_text(program.strip("\n") or f"({_NO_PROGRAM})"),
             num_cases=str(settings.num_cases),
-            entry_point=job.entry_point,
+            entry_point=entry_point,
         )
-        chat = self.converse_if_it_fits(
-            job.task,
-            job.context,
+        return self.converse_if_it_fits(
+            task,
+            context,
             policy=settings.verifier,
             messages=[{"role": "user", "content": prompt}],
             role="verifier",
             thinking=settings.verifier_thinking,
         )
-        if chat is None:
-            return None
-        text = await chat.respond()
-        read = read_cases(text, is_function=bool(job.entry_point), num_cases=settings.num_cases)
-        return _Check(chat, read, await job.run_on(first.program, read.cases, settings.case_time_s))
 
-    async def _reference(self, job: _Job) -> str | None:
+    async def _reference(self, task: Task, context: WorkflowContext, solutions: tuple[str, ...]) -> str | None:
         """The first of the row's solutions that passes every test of the task; None when none does."""
-        key = (job.task.task_id, *job.solutions)
+        key = (task.task_id, *solutions)
         if key not in self._references:
             found = None
-            for solution in job.solutions:
-                if (await self.grader(job.context.gateway, job.task, solution)).value >= 1.0:
+            for solution in solutions:
+                if (await self.grader(context.gateway, task, solution)).value >= 1.0:
                     found = program_of(solution)
                     break
-            if len(self._references) >= _MAX_KNOWN_REFERENCES:
+            if len(self._references) >= _MOST_REFERENCES:
                 self._references.clear()
             self._references[key] = found
         return self._references[key]
 
-    async def _passes(self, job: _Job, reference: str | None, cases: Sequence[JudgeCase]) -> bool | None:
-        """Whether the reference solution passes the cases, of which there must be one; None without a reference."""
-        if not cases:
-            return False
-        if reference is None:
-            return None
-        return all(outcome.passed for outcome in await job.run_on(reference, cases, self.settings.case_time_s))
+
+def _solutions_of(task: Task) -> tuple[str, ...]:
+    """The solutions of a row, unchanged."""
+    written = task.data.get("solutions") or [task.data.get("solution")]
+    return tuple(text for text in written if isinstance(text, str) and text.strip())

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import math
 import os
 import shutil
@@ -25,7 +24,7 @@ from pydantic import Field, model_validator
 
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.importing import check_call, load_object
+from services.common.importing import check_call, extras_of, load_object
 from services.common.records import Task
 from services.common.security.keys import without_keys
 from services.common.system.child import bound_to_this_process
@@ -150,10 +149,14 @@ class ExternalAgent:
     def __init__(self, settings: ExternalAgentSettings) -> None:
         self._settings = settings
         self._agent: Any = load_object(settings.agent) if settings.agent else None
-        self._takes = _parameters(self._agent) if self._agent is not None else frozenset()
+        self._takes = extras_of(self._agent, ("seed", "episode_seed")) if self._agent is not None else ()
         if self._agent is not None:
-            seeds: dict[str, Any] = {name: 0 for name in ("seed", "episode_seed") if name in self._takes}
-            given: dict[str, Any] = {"base_url": "", "session": "", **seeds, **settings.arguments}
+            given: dict[str, Any] = {
+                "base_url": "",
+                "session": "",
+                **dict.fromkeys(self._takes, 0),
+                **settings.arguments,
+            }
             wanted = f"async def agent(task, {', '.join(given)})"
             check_call(self._agent, f"workflow.settings.agent: {settings.agent}", wanted, "task", keywords=given)
         self._grade = build_grader(settings.reward) if settings.reward is not None else None
@@ -192,7 +195,7 @@ class ExternalAgent:
             async with limit:
                 if self._agent is None:
                     return await run_command(self._settings.command, task, base_url, session, seeds)
-                wanted = {name: seed for name, seed in seeds.items() if name in self._takes}
+                wanted = {name: seeds[name] for name in self._takes}
                 call = {"base_url": base_url, "session": session, **wanted, **self._settings.arguments}
                 # A blocking client must not stop the endpoint that serves its request: a plain function runs in a thread.
                 return await _THREADS.call(self._agent, task, **call)
@@ -219,10 +222,3 @@ class ExternalAgent:
                 "the agent returned no reward, posted none to /v1/rewards, and workflow.settings.reward names none"
             )
         return await self._grade(context.gateway, task, session.last.text)
-
-
-def _parameters(agent: Any) -> frozenset[str]:
-    try:
-        return frozenset(inspect.signature(agent).parameters)
-    except ValueError:  # a callable written in C has no signature
-        return frozenset()

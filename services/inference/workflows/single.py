@@ -240,8 +240,6 @@ class ActorVerifierSettings(WorkflowSettings):
     retry_prompt: str = TRY_AGAIN
     """The solver's prompt after a rejection, with `{problem}`, its first `{solution}` and the verifier's `{review}`;
     `instruction` follows it."""
-    max_review_chars: int | None = Field(default=None, ge=1)
-    """Keep only the end of a longer review in the retry; left out, the whole review."""
 
 
 class ActorVerifier(Workflow):
@@ -304,8 +302,6 @@ class ActorVerifier(Workflow):
         self, task: Task, context: WorkflowContext, problem: str, solution: str, review: str
     ) -> Dialogue | None:
         settings, (solver, _) = self.settings, self.policies()
-        if settings.max_review_chars is not None:
-            review = review[-settings.max_review_chars :]
         as_text = context.policy(solver).chat.as_text
         prompt = fill(settings.retry_prompt, problem=problem, solution=as_text(solution), review=as_text(review))
         messages = with_last_text(build_messages(settings, task), with_instruction(prompt, settings.instruction))

@@ -25,7 +25,6 @@ from services.common.system.threads import DaemonThreads
 from services.common.telemetry.metrics import RolloutKey
 from services.common.text.tools import (
     STATUS_METRIC,
-    ArgumentSchema,
     MalformedCall,
     cut_text,
     find_call,
@@ -33,9 +32,9 @@ from services.common.text.tools import (
     status_of_program,
 )
 from services.common.tools import (
-    DEFAULT_TIMEOUT_S,
     JupyterDescription,
     OfferedTool,
+    PythonDescription,
     ToolResult,
     ToolSession,
     load_tools,
@@ -128,23 +127,8 @@ async def opened(
         await at_servers.close()
 
 
-class PythonWithStandardIo:
+class PythonWithStandardIo(PythonDescription):
     """Runs a program with the given standard input; the value of a trailing expression is printed, too."""
-
-    name = "python_code_with_standard_io"
-    description = (
-        "Execute Python code with the given standard input and return what it prints. "
-        "The value of a trailing expression is printed as in a notebook."
-    )
-    parameters: Mapping[str, Any] = {
-        "type": "object",
-        "properties": {
-            "code": {"type": "string", "description": "The Python code to execute."},
-            "input": {"type": "string", "description": "What the code reads from standard input."},
-        },
-        "required": ["code", "input"],
-    }
-    timeout_s = None  # the gateway holds its time
 
     async def call(self, arguments: Mapping[str, Any], gateway: Gateway) -> ToolResult:
         stdin = str(arguments["input"]).encode("utf-8", errors="replace")
@@ -194,14 +178,7 @@ def build_tools(names: Sequence[str]) -> list[OfferedTool]:
             )
     tools = load_tools([TOOLS.get(name, name) for name in names], _WHERE, in_replica=True)
     check_names([(tool.name, tool) for tool in tools], _WHERE)
-    return [
-        OfferedTool(
-            tool=tool,
-            schema=ArgumentSchema(tool.parameters),
-            timeout_s=getattr(tool, "timeout_s", DEFAULT_TIMEOUT_S),
-        )
-        for tool in tools
-    ]
+    return [OfferedTool.of(tool) for tool in tools]
 
 
 def execution_result(execution: Execution) -> ToolResult:

@@ -12,13 +12,13 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from services.common.config.processes import EndpointConfig
-from services.common.records import Sampling, Segment
+from services.common.records import Purpose, Sampling, Segment
 from services.common.telemetry.accounts import TimeAccount
 from services.common.text.chat import Chat
 from services.inference.endpoint.server import SESSION_HEADER, EndpointServer
 from services.inference.engine.base import Engine, Generation, GenerationRequest
 from services.inference.rollouts import RolloutPolicy, ServedPolicy
-from services.inference.workflows.agents import CapturedSession
+from services.inference.workflows.agents import CapturedSession, SessionSettings
 from services.inference.workflows.base import WorkflowContext
 from tests.unit.inference.fakes import FakeGateway
 
@@ -82,10 +82,12 @@ async def serving() -> AsyncIterator[EndpointServer]:
         await server.stop()
 
 
-def session_of(policy: ServedPolicy, name: str = "g/0/0", seed: int = 1, **settings: Any) -> CapturedSession:
+def session_of(
+    policy: ServedPolicy, name: str = "g/0/0", seed: int = 1, purpose: Purpose = Purpose.TRAIN, **settings: Any
+) -> CapturedSession:
     sampling = settings.pop("sampling", Sampling(max_new_tokens=24))
     client = RolloutPolicy(policy, request_prefix=name, seed=seed, account=TimeAccount("replica/a"))
-    return CapturedSession({POLICY: client}, sampling, **settings)
+    return CapturedSession({POLICY: client}, sampling, SessionSettings(**settings), purpose)
 
 
 def context_of(policy: ServedPolicy, server: EndpointServer, **gateway: Any) -> WorkflowContext:

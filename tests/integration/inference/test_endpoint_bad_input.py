@@ -14,6 +14,7 @@ import pytest
 
 from services.common.config.processes import EndpointConfig
 from services.common.records import Sampling
+from services.inference.endpoint import forms
 from services.inference.endpoint import server as endpoint_server
 from services.inference.endpoint.server import EndpointServer
 from tests.integration.inference.endpoint_peers import mismatches, serving, session_of, torch_policy
@@ -124,6 +125,79 @@ async def test_bodies_that_cannot_be_read_are_refused_by_name(server: EndpointSe
     assert session.sequences(0.0) == ()
 
 
+def saying(content: Any, role: str = "user") -> list[Any]:
+    return [{"role": role, "content": content}]
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": {}}]}
+FUNCTION = {"type": "function", "name": "add"}
+REFUSED: dict[str, list[tuple[dict[str, Any], int, str]]] = {
+    "chat": [
+        ({"n": 2}, 400, "n:"),
+        ({"ITEMS": []}, 400, "messages"),
+        ({"ITEMS": saying("", "alien")}, 400, "alien"),
+        ({"ITEMS": saying([{"type": "image_url"}])}, 400, "text"),
+        ({"ITEMS": saying([{"type": "text", "text": "a"}, "text"])}, 400, "messages[0].content[1]"),
+        ({"ITEMS": [USER, *saying("x", "assistant")]}, 400, "end with"),
+        ({"ITEMS": saying("long " * 5000)}, 400, "tokens"),
+        ({"model": "gpt"}, 404, "model0"),
+        ({"tool_choice": "required"}, 400, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"top_logprobs": 5, "logprobs": True}, 400, "top_logprobs"),
+        ({"stop": [""]}, 400, "stop"),
+        ({"temperature": 7}, 400, "temperature"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty"),
+        ({"logit_bias": {"5": 1.0}}, 400, "logit_bias"),
+        ({"repetition_penalty": 1.1}, 400, "repetition_penalty"),
+    ],
+    "responses": [
+        ({"ITEMS": []}, 400, "end with"),
+        ({"ITEMS": [{"type": "item_reference", "id": "x"}]}, 400, "item_reference"),
+        ({"ITEMS": saying([{"type": "input_image", "image_url": "x"}])}, 400, "input_image"),
+        ({"ITEMS": [{"type": "function_call", "call_id": "1"}]}, 400, "name and arguments"),
+        ({"tools": [{"type": "web_search"}]}, 400, "web_search"),
+        ({"tools": [FUNCTION, FUNCTION]}, 400, "two tools"),
+        ({"tools": [{**FUNCTION, "parameters": {"maximum": 10**30}}]}, 400, "too large"),
+        ({"text": {"format": {"type": "json_object"}}}, 400, "answers are text"),
+        ({"truncation": "auto"}, 400, "truncation"),
+        ({"background": True}, 400, "background"),
+        ({"conversation": "c"}, 400, "conversation"),
+        ({"include": ["message.output_text.logprobs"]}, 400, "log-probabilities"),
+        ({"previous_response_id": "resp_x"}, 404, "resp_x"),
+    ],
+    "messages": [
+        ({"ITEMS": [USER, *saying("It is (", "assistant")]}, 400, "end with"),
+        ({"ITEMS": saying([{"type": "image", "source": {}}])}, 400, "image"),
+        ({"ITEMS": saying([RESULT])}, 400, "messages[0].content[0].content[0]"),
+        ({"ITEMS": saying("long " * 5000)}, 400, "prompt is too long"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "web_search_20250305"),
+        ({"tools": [{"name": "add", "input_schema": {"type": "list"}}]}, 400, "'list'"),
+        ({"tools": [{"name": "add", "input_schema": "none"}]}, 400, "no JSON Schema"),
+        ({"tools": [{"name": "", "input_schema": {}}]}, 400, "no name"),
+        ({"tool_choice": {"type": "any"}}, 400, "tool_choice"),
+        ({"stop_sequences": [""]}, 400, "stop_sequences"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, 400, "clear_tool"),
+        ({"model": "claude"}, 404, "model0"),
+    ],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_what_cannot_be_done_is_refused_by_name(server: EndpointServer, dialect: str, stream: bool) -> None:
+    session = session_of(await served_policy(["x"]))
+    with server.opened(session) as session_id:
+        for change, status, word in REFUSED[dialect]:
+            body = {ITEMS[dialect] if name == "ITEMS" else name: value for name, value in change.items()}
+            body = {ITEMS[dialect]: [USER], "stream": stream, **body}
+            given, answer = await post(server, PATHS[dialect], body, **{"X-Session-ID": session_id})
+            kind, message = told(dialect, answer)
+            not_found = dialect == "messages" and status == 404
+            assert (given, kind) == (status, "not_found_error" if not_found else "invalid_request_error"), change
+            assert word in message, (change, message)
+    assert session.sequences(0.0) == ()
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_body_above_the_bound_is_refused(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_server, "BODY_BYTES", 2048)
@@ -172,10 +246,8 @@ def tool(dialect: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_result_of_ten_megabytes_is_cut_at_the_documented_bound(
-    dialect: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(endpoint_server, "TOOL_RESULT_CHARS", 512)
+async def test_a_long_result_is_cut_at_the_documented_bound(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "TOOL_RESULT_CHARS", 512)
     server = EndpointServer(EndpointConfig(port=0), "127.0.0.1", setting="x")
     await server.start()
     policy = await served_policy([CALL, "one", "two"])
@@ -185,7 +257,7 @@ async def test_a_result_of_ten_megabytes_is_cut_at_the_documented_bound(
         with server.opened(session) as session_id:
             ask = {"model": "default", "tools": [tool(dialect)], ITEMS[dialect]: [USER]}
             _, answer = await post(server, PATHS[dialect], ask, **{"X-Session-ID": session_id})
-            ask[ITEMS[dialect]] = with_result(dialect, answer, "left " + "x" * 10_000_000 + " right")
+            ask[ITEMS[dialect]] = with_result(dialect, answer, "left " + "x" * 1_000_000 + " right")
             for _ in range(2):
                 status, answer = await post(server, PATHS[dialect], ask, **{"X-Session-ID": session_id})
                 assert status == 200

@@ -11,8 +11,7 @@ from pydantic import TypeAdapter
 
 from services.common.records import Sampling
 from services.inference.endpoint.server import EndpointServer
-from services.inference.workflows.agents import CapturedSession
-from tests.integration.inference.endpoint_peers import anthropic_of, mismatches, serving, session_of, torch_policy
+from tests.integration.inference.endpoint_peers import anthropic_of, serving, session_of
 from tests.unit.inference.fakes import served_policy
 
 pytestmark = pytest.mark.needs("anthropic")
@@ -95,21 +94,6 @@ async def test_the_events_are_those_of_the_protocol_in_its_order(server: Endpoin
     assert [line for line in lines if line.startswith("event:")][:2] == ["event: message_start", "event: ping"]
 
 
-async def test_what_is_trained_is_what_was_sampled(server: EndpointServer) -> None:
-    async with torch_policy() as policy:
-        engine: Any = policy.engine
-        session = session_of(policy)
-        messages = list(GO)
-        with server.opened(session) as session_id:
-            async with anthropic_of(server, session_id) as client:
-                for turn in range(4):
-                    answer = await client.messages.create(messages=messages, tools=[ADD], system="Be brief.", **ASK)
-                    messages.append({"role": "assistant", "content": answer.content})
-                    messages.append(result(f"{turn}", f"result {turn}"))
-        assert len(session.sequences(0.0)) == 1
-        assert mismatches(engine.said, session) == 0
-
-
 async def test_another_system_prompt_behind_the_messages_is_another_conversation(server: EndpointServer) -> None:
     """The client writes ``system`` behind ``messages``, where the text that was read before does not show it."""
     session = session_of(await served_policy(["Yes."]))
@@ -144,55 +128,3 @@ async def test_a_stop_sequence_is_told(server: EndpointServer) -> None:
         async with anthropic_of(server, session_id) as client:
             answer = await client.messages.create(messages=GO, stop_sequences=["thr", "two"], **ASK)
     assert (answer.stop_reason, answer.stop_sequence, answer.content[0].text) == ("stop_sequence", "two", "one")
-
-
-@pytest.mark.parametrize(
-    ("change", "status", "word"),
-    [
-        ({"messages": []}, 400, "end with"),
-        ({"messages": [*GO, {"role": "assistant", "content": "It is ("}]}, 400, "end with"),
-        ({"messages": [{"role": "alien", "content": ""}]}, 400, "alien"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "image"),
-        ({"messages": [result("1", [{"type": "image", "source": {}}])]}, 400, r"messages[0].content[0].content[0]"),
-        ({"messages": [{"role": "user", "content": "long " * 5000}]}, 400, "prompt is too long"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "web_search_20250305"),
-        ({"tools": [{**ADD, "input_schema": {"type": "list"}}]}, 400, "'list'"),
-        ({"tools": [{**ADD, "input_schema": "none"}]}, 400, "no JSON Schema"),
-        ({"tools": [{"name": "", "input_schema": {}}]}, 400, "no name"),
-        ({"tool_choice": {"type": "any"}}, 400, "tool_choice"),
-        ({"stop_sequences": [""]}, 400, "stop_sequences"),
-        ({"extra_body": {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}}, 400, "clear_tool"),
-        ({"model": "claude"}, 404, "model0"),
-    ],
-)
-async def test_what_cannot_be_done_is_refused_in_anthropics_shape(
-    server: EndpointServer, change: dict[str, Any], status: int, word: str
-) -> None:
-    import anthropic
-
-    session = session_of(await served_policy(["x"]))
-    kind = {400: "invalid_request_error", 404: "not_found_error"}[status]
-    with server.opened(session) as session_id:
-        async with anthropic_of(server, session_id) as client:
-            for stream in (False, True):
-                with pytest.raises(anthropic.APIStatusError) as refused:
-                    await client.messages.create(**{**ASK, "messages": GO, "stream": stream, **change})
-                assert refused.value.status_code == status
-                body: Any = refused.value.body
-                assert body["type"] == "error" and body["error"]["type"] == kind and word in body["error"]["message"]
-    assert session.sequences(1.0) == ()
-
-
-async def test_a_broken_engine_is_told_as_an_error_of_the_server_and_kept(server: EndpointServer) -> None:
-    import anthropic
-
-    policy = await served_policy(["x"])
-    await policy.engine.stop()
-    session: CapturedSession = session_of(policy)
-    with server.opened(session) as session_id:
-        async with anthropic_of(server, session_id) as client:
-            with pytest.raises(anthropic.InternalServerError) as refused:
-                await client.messages.create(messages=GO, **ASK)
-    body: Any = refused.value.body
-    assert (refused.value.status_code, body["error"]["type"]) == (503, "api_error")
-    assert session.failure is not None

@@ -163,18 +163,15 @@ print(json.dumps({"reward": float(said == task["answer"])}))
 """
 
 
-async def test_a_program_is_an_agent(server: EndpointServer) -> None:
-    outcome = await play(server, {"command": [sys.executable, "-c", PROGRAM]}, ["42"])
+async def test_a_program_is_an_agent_and_finds_what_it_needs_in_its_environment(server: EndpointServer) -> None:
+    """Anthropic's client adds /v1 to its base URL."""
+    checks = (
+        'assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == os.environ["OPENAI_BASE_URL"]\n'
+        'assert os.environ["ANTHROPIC_API_KEY"] == os.environ["OPENAI_API_KEY"] == os.environ["ROLLMILL_SESSION"]\n'
+        'assert (os.environ["ROLLMILL_SEED"], os.environ["ROLLMILL_EPISODE_SEED"]) == ("1", "2")\n'
+    )
+    outcome = await play(server, {"command": [sys.executable, "-c", PROGRAM + checks]}, ["42"])
     assert outcome.reward == 1.0
-
-
-async def test_a_program_finds_the_seeds_of_its_slot_and_of_its_group_in_its_environment(
-    server: EndpointServer,
-) -> None:
-    seeds = 'float(os.environ["ROLLMILL_EPISODE_SEED"]) + float(os.environ["ROLLMILL_SEED"]) / 10'
-    program = PROGRAM.replace('float(said == task["answer"])', seeds)
-    outcome = await play(server, {"command": [sys.executable, "-c", program]}, ["42"])
-    assert outcome.reward == 2.1
 
 
 @pytest.mark.parametrize("leaves", ["sleep 600", "setsid sleep 600"])
@@ -226,15 +223,14 @@ async def test_the_documented_agent_runs(
 
 
 @pytest.mark.parametrize("agent", ["agent", pytest.param("anthropic_agent", marks=pytest.mark.needs("anthropic"))])
-@pytest.mark.parametrize(("last", "reward"), [("It is 42.", 1.0), ("It is 41.", 0.0)])
 async def test_the_agents_of_the_examples_run(
-    server: EndpointServer, monkeypatch: pytest.MonkeyPatch, agent: str, last: str, reward: float
+    server: EndpointServer, monkeypatch: pytest.MonkeyPatch, agent: str
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[3] / "examples")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    outcome = await play(server, {"agent": f"{agent}:agent", "arguments": {"max_turns": 3}}, [CALL, last])
+    outcome = await play(server, {"agent": f"{agent}:agent", "arguments": {"max_turns": 3}}, [CALL, "It is 42."])
     (sequence,) = outcome.sequences
-    assert outcome.reward == reward
+    assert outcome.reward == 1.0
     assert [segment.is_policy for segment in sequence.segments] == [False, True, False, True]
     sys.modules.pop(agent, None)
 
@@ -289,17 +285,3 @@ async def test_a_function_of_conversations_that_gives_no_rewards_fails_the_rollo
     settings = {"agent": f"{HERE}:two_agents", "conversation_reward": f"{HERE}:{function}"}
     with pytest.raises(ValueError, match=message):
         await play(server, settings, ["42"])
-
-
-ANTHROPIC = """
-import anthropic
-client = anthropic.Anthropic(max_retries=0)
-answer = client.messages.create(model="default", max_tokens=9, messages=[{"role": "user", "content": "go"}])
-print('{"reward": %d}' % (answer.content[0].text == "42"))
-"""
-
-
-@pytest.mark.needs("anthropic")
-async def test_a_program_with_anthropics_client_needs_no_arguments(server: EndpointServer) -> None:
-    outcome = await play(server, {"command": [sys.executable, "-c", ANTHROPIC]}, ["42"])
-    assert outcome.reward == 1.0

@@ -91,9 +91,9 @@ def described(**code: Any) -> dict[str, Any]:
         (None, "must be a JSON Schema of `type: object`"),
         ({"type": "text"}, "must be a JSON Schema of `type: object`"),
         ({"type": "object", "required": ["a"]}, "names 'a'"),
-        (described(type="str"), r"parameters\.properties\.code\.type: 'str'"),
         (described(pattern=r"(?<=a)b"), r"parameters\.code\.pattern .*linear time"),
         (described(pattern=r"(a)\1"), "linear time"),
+        (described(type="str"), r"parameters\.properties\.code\.type: 'str'"),
         (described(pattern="["), "is not a 'regex'"),
         ({"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}}, "#/\\$defs/A, which it does not have"),
         (

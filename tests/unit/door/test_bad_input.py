@@ -13,10 +13,11 @@ from services.common import importing
 from services.common.config.data import DatasetConfig, WorkflowConfig
 from services.common.config.loading import load_recipe, read_yaml
 from services.common.errors import ConfigError, RollmillError
+from services.common.tools import load_tools
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.episodes import EnvironmentRegistry
 from services.envgateway.rewards.registry import Rewards
-from services.envgateway.tools.registry import ToolBox, load_tools
+from services.envgateway.tools.registry import ToolBox
 from services.inference.engine.streaming import check_engine
 from services.inference.workflows.base import build_grader
 from services.inference.workflows.registry import build_workflow

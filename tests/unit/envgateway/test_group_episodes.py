@@ -161,7 +161,7 @@ async def test_another_attempt_and_another_run_play_the_same_episode_with_the_sa
             player.play(make_order(group, (2, 5), task=Task(task_id="1", data={}), seed=9))
             await player.wait_until_idle()
             assert len(records.trajectories) == 2
-            assert player.num_retries == lose
+            assert player.counters.retries == lose
         return set(secrets), sampling_seeds(engine)
 
     secret, seeds = await played("0a1b2c-00000001", lose=0)

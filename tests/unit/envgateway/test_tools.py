@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from services.common.config.envgateway import ToolConfig
 from services.common.errors import CapacityError, ConfigError, DeadlineError, InfrastructureError, InvalidRequestError
 from services.common.text.tools import ToolCall, ToolStatus
 from services.common.tools import ToolError, ToolResult
@@ -20,8 +19,6 @@ from services.envgateway.tools.tools import StateLostError
 from tests.waiting import WAIT_S
 
 S = ToolStatus
-
-BRIEF = ToolConfig(timeout_s=1.0)  # enough for a call that answers, on a busy machine
 
 
 class Echo:
@@ -107,9 +104,13 @@ class Count:
         raise RuntimeError("closing fails, and others are closed all the same")
 
 
-def _session(*tools: Any, **limits: ToolConfig) -> GatewayToolSession:
+class Brief(Echo):
+    timeout_s = 0.3
+
+
+def _session(*tools: Any) -> GatewayToolSession:
     tools = tools or (Echo(),)
-    return GatewayToolSession(ToolBox(tools, limits), [tool.name for tool in tools])
+    return GatewayToolSession(ToolBox(tools), [tool.name for tool in tools])
 
 
 def _call(name: str, arguments: Any) -> str:
@@ -128,14 +129,14 @@ def _call(name: str, arguments: Any) -> str:
         (_call("echo", {"text": "x", "times": "2"}), S.INVALID_ARGUMENTS, "'times': '2' is not of type 'integer'"),
         (_call("echo", {"text": "x", "volume": 11}), S.INVALID_ARGUMENTS, "unknown argument 'volume'"),
         (_call("shout", {"text": "x"}), S.UNKNOWN_TOOL, "no tool 'shout'; there is echo"),
-        (_call("echo", {"text": "sleep"}), S.TIME_LIMIT, "stopped after 1 s"),
+        (_call("echo", {"text": "sleep"}), S.TIME_LIMIT, "stopped after 0.3 s"),
         (_call("echo", {"text": "impossible"}), S.TOOL_ERROR, "nothing to say again"),
         ("{", S.MALFORMED_CALL, "not valid JSON"),
         (_call("echo", "x"), S.MALFORMED_CALL, '"arguments" must be a JSON object'),
     ],
 )
 async def test_the_status_of_a_call(content: str, status: ToolStatus, text: str) -> None:
-    session = _session(echo=BRIEF) if status is S.TIME_LIMIT else _session()
+    session = _session(Brief()) if status is S.TIME_LIMIT else _session()
     result = await session.answer(content)
     assert result.status is status and text in result.text
     metrics = session.statistics.metrics()
@@ -174,7 +175,8 @@ async def test_a_tool_that_leaves_is_told_and_ends_no_process() -> None:
 
 async def test_concurrency_is_bounded_per_tool_and_a_long_queue_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     tool = Echo()
-    session = _session(tool, echo=ToolConfig(concurrency=2))
+    tool.concurrency = 2
+    session = _session(tool)
     await asyncio.gather(*(session.answer(ToolCall(name="echo", arguments={"text": "x"})) for _ in range(10)))
     assert tool.most_running == 2
     monkeypatch.setattr(session_module, "_QUEUE_S", 0.05)
@@ -188,15 +190,11 @@ async def test_concurrency_is_bounded_per_tool_and_a_long_queue_is_no_result(mon
     await asyncio.gather(*stuck, return_exceptions=True)
 
 
-@pytest.mark.parametrize(
-    ("cut", "shown"),
-    [("start", " ...(cut)... " + "b" * 7), ("middle", "aaaa ...(cut)... bbb"), ("end", "a" * 7 + " ...(cut)... ")],
-)
-async def test_a_response_is_cut_where_the_tool_says(cut: Any, shown: str) -> None:
-    session = _session(echo=ToolConfig(max_chars=20, cut=cut))
-    assert (await session.answer(ToolCall(name="echo", arguments={"text": "a" * 50 + "b" * 50}))).text == shown
-    longer = GatewayToolSession(ToolBox([Echo()], {"echo": ToolConfig(max_chars=20, cut=cut)}), ["echo"], max_chars=64)
-    assert len((await longer.answer(ToolCall(name="echo", arguments={"text": "a" * 100}))).text) == 64
+async def test_a_response_is_cut_in_its_middle() -> None:
+    for most, length in ((None, 256), (64, 64)):
+        session = GatewayToolSession(ToolBox([Echo()]), ["echo"], most)
+        text = (await session.answer(ToolCall(name="echo", arguments={"text": "a" * 500 + "b" * 500}))).text
+        assert len(text) == length and text.startswith("aaaa") and text.endswith("bbb")
 
 
 async def test_a_state_belongs_to_one_trajectory_and_ends_with_it() -> None:
@@ -239,15 +237,14 @@ class Callless:
 
 
 @pytest.mark.parametrize(
-    ("tools", "limits", "told"),
+    ("tools", "told"),
     [
-        ([Echo(), Echo()], {}, "two named 'echo', .*test_tools.py:"),
-        ([Unchecked()], {}, "text.minLength: '1' is not of type 'integer'"),
-        ([Nameless()], {}, "Nameless.name is missing"),
-        ([Callless()], {}, "neither call"),
-        ([Echo()], {"ecko": ToolConfig()}, "no such tool; there is echo"),
+        ([Echo(), Echo()], "two named 'echo', .*test_tools.py:"),
+        ([Unchecked()], "text.minLength: '1' is not of type 'integer'"),
+        ([Nameless()], "Nameless.name is missing"),
+        ([Callless()], "neither call"),
     ],
 )
-def test_a_tool_that_cannot_be_used_is_refused_at_start(tools: Any, limits: Any, told: str) -> None:
+def test_a_tool_that_cannot_be_used_is_refused_at_start(tools: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        ToolBox(tools, limits)
+        ToolBox(tools)

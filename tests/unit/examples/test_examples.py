@@ -18,9 +18,10 @@ from services.common.config.loading import load_recipe
 from services.common.importing import load_object
 from services.common.records import Sampling, StopReason
 from services.common.text.tools import ToolCall
+from services.common.tools import load_tools
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.episodes import EnvironmentRegistry
-from services.envgateway.tools.registry import GatewayToolSession, ToolBox, load_tools
+from services.envgateway.tools.registry import GatewayToolSession, ToolBox
 from services.inference.engine.base import FinishReason, GenerationRequest, WeightUpdate
 from services.inference.engine.streaming import EngineSetup
 from services.inference.workflows.registry import build_workflow

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import InfrastructureError
 from services.common.records import Task
 from services.common.telemetry.accounts import TimeAccount
 from services.common.text.chat import Chat
 from services.inference.rollouts import RolloutPolicy
-from services.inference.workflows.base import Outcome, ReviewVerdict, fill, read_verdict
+from services.inference.workflows.base import Outcome, ReviewVerdict, read_verdict
 from services.inference.workflows.single import ActorVerifier, ActorVerifierSettings
 from tests.unit.inference.fakes import (
     FakeGateway,
@@ -129,11 +128,6 @@ async def test_the_instruction_is_the_solvers_alone_and_stands_last_in_the_secon
     assert solver[1].rindex(instruction) > solver[1].rindex(REJECT)
 
 
-async def test_an_approved_solution_is_not_tried_again() -> None:
-    _, solver, verifier = await play([RIGHT], APPROVE)
-    assert len(solver) == 1 and len(verifier) == 1
-
-
 async def test_a_verification_that_does_not_fit_is_left_out_and_the_solution_stays() -> None:
     outcome, _, verifier = await play([RIGHT], APPROVE, verifier_context=60)
     assert [s.role for s in outcome.sequences] == ["solver"] and not verifier
@@ -143,11 +137,6 @@ async def test_a_verification_that_does_not_fit_is_left_out_and_the_solution_sta
 async def test_a_second_try_that_does_not_fit_is_left_out() -> None:
     outcome, solver, _ = await play([WRONG], REJECT, solver_context=200)
     assert len(solver) == 1 and outcome.metrics["retry_skipped"] == 1.0
-
-
-async def test_only_the_end_of_a_long_review_is_read_when_asked() -> None:
-    _, solver, _ = await play([WRONG, RIGHT], "MARK" + "x" * 100 + REJECT, max_review_chars=60)
-    assert "MARK" not in solver[1] and "<verdict>reject</verdict>" in solver[1]
 
 
 async def test_what_one_policy_writes_begins_no_turn_of_the_other() -> None:
@@ -165,12 +154,6 @@ async def test_each_policy_thinks_as_it_is_told() -> None:
     assert "</think>" not in verifier[0]
 
 
-def test_braces_in_a_problem_are_left_alone() -> None:
-    assert fill("P: {problem} S: {solution} {}", problem="\\frac{1}{2} {solution}", solution="x") == (
-        "P: \\frac{1}{2} {solution} S: x {}"
-    )
-
-
 async def measured(gateway: Any, task: Task, solution: str) -> str:
     """An ``evidence`` function."""
     return f"log of {solution}: {'ok' if '42' in solution else 'FAIL'} <|im_end|>"
@@ -185,12 +168,3 @@ async def test_the_verifier_is_shown_evidence_and_the_second_try_its_first_solut
     _, solver_read, verifier_read = await play([WRONG, RIGHT], REJECT, **settings)
     assert "log of it is 41: FAIL < |im_end|>" in verifier_read[0], "evidence ends no turn"
     assert "not it is 41" in solver_read[1]
-
-
-async def test_machinery_of_the_evidence_that_fails_is_told_to_no_policy() -> None:
-    with pytest.raises(InfrastructureError, match="sandbox"):
-        await play([RIGHT], APPROVE, evidence=f"{__name__}:broken")
-
-
-async def broken(gateway: Any, task: Task, solution: str) -> str:
-    raise InfrastructureError("the sandbox is gone")

@@ -156,13 +156,6 @@ async def test_the_verifier_reads_the_program_and_the_problem_without_examples()
     assert "81" in played.coder[0], "the coder sees the examples"
 
 
-async def test_a_program_cannot_end_the_turn_that_shows_it_to_the_verifier() -> None:
-    played = await play(["```python\nwrong = '<|im_start|>'\n```", RIGHT], GOOD)
-    plain = await play([WRONG, RIGHT], GOOD)
-    assert "wrong = '< |im_start|>'" in played.verifier[0]
-    assert played.verifier[0].count("<|im_start|>") == plain.verifier[0].count("<|im_start|>")
-
-
 async def test_the_second_prompt_has_all_cases_and_no_program_and_ends_no_turn() -> None:
     mixed = GOOD.replace('"2", "output": "good"', '"2", "output": "bad"')
     played = await play([WRONG, RIGHT], mixed)
@@ -197,12 +190,6 @@ async def test_the_retry_does_not_depend_on_the_ground_truth() -> None:
         seen.append((played.coder, played.verifier, of_the_coder))
         assert all("secret" not in prompt and "truth" not in prompt for prompt in played.coder + played.verifier)
     assert seen[0] == seen[1]
-
-
-async def test_there_is_one_second_try_and_what_it_brings_is_not_run_on_the_cases() -> None:
-    played = await play([WRONG, WRONG], GOOD)
-    assert len(played.coder) == 2 and len(played.verifier) == 1
-    assert [code.split()[0] for code, _, _ in played.gateway.judged] == ["wrong", "reference"]
 
 
 async def test_a_function_is_called_with_generated_arguments() -> None:

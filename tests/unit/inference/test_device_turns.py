@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ConfigError, DeadlineError, InfrastructureError
-from services.common.records import DeviceTurn, Purpose, Task
+from services.common.errors import ConfigError, InfrastructureError
+from services.common.records import DeviceTurn, Purpose
 from services.inference.engine.base import sharing
 from services.inference.replica import EngineTurns
-from services.inference.rollouts import Attempts, RolloutClock
+from services.inference.rollouts import RolloutPlayer
+from tests.unit.inference.fakes import FakeGateway, Records, make_order
 from tests.waiting import until
 
 
@@ -89,19 +90,8 @@ async def test_an_engine_without_the_interface_is_refused() -> None:
         sharing(Plain())  # type: ignore[arg-type]
 
 
-@dataclass
 class Waiting:
-    """A workflow that never ends, and the little of an order that ``Attempts`` reads."""
-
-    timeout_s: float = 0.05
-    task_group_id: str = "g"
-    required_versions: dict[str, int] = field(default_factory=dict)
-    policies: tuple[str, ...] = ()
-    purpose: Purpose = Purpose.TRAIN
-    seed: int = 1
-    task: Task = field(default_factory=lambda: Task(task_id="7", data={}))
-    sampling: Any = None
-    source: str = ""
+    """A workflow that never ends."""
 
     async def run(self, task: Any, context: Any) -> None:
         await asyncio.Event().wait()
@@ -109,25 +99,25 @@ class Waiting:
 
 @pytest.mark.parametrize("begins", ["before", "meanwhile"])
 async def test_a_rollout_does_not_time_out_while_another_holds_the_device(begins: str) -> None:
-    order = Waiting()
-    attempts = Attempts(
-        workflows={Purpose.TRAIN: order},  # type: ignore[dict-item]
+    records = Records()
+    player = RolloutPlayer(
+        workflows={Purpose.TRAIN: Waiting()},  # type: ignore[dict-item]
         policies={},
-        gateway=None,  # type: ignore[arg-type]
-        endpoint=None,
+        gateway=FakeGateway(),
+        sink=records,
+        replica_id="a",
+        num_slots=1,
         infra_retries=0,
-        account=None,  # type: ignore[arg-type]
     )
-
-    def begin() -> asyncio.Task[Any]:
-        return asyncio.create_task(attempts.play(order, 0, RolloutClock()))  # type: ignore[arg-type]
-
-    rollout = begin() if begins == "before" else None
+    order = make_order(indices=(0,), timeout_s=0.05)
+    if begins == "before":
+        player.play(order)
     await asyncio.sleep(0)
-    attempts.stand_still()
-    rollout = rollout or begin()
-    done, _ = await asyncio.wait({rollout}, timeout=4 * order.timeout_s)
-    assert not done
-    attempts.go_on()
-    with pytest.raises(DeadlineError, match="not done within"):
-        await rollout
+    player.stand_still()
+    if begins == "meanwhile":
+        player.play(order)
+    await asyncio.sleep(4 * order.timeout_s)
+    assert player.num_running == 1
+    player.go_on()
+    await player.wait_until_idle()
+    assert "not done within" in records.failures[0].detail

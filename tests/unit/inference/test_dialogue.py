@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from services.common.config.data import WorkflowConfig
-from services.common.errors import InfrastructureError
 from services.common.records import StopReason, Task
 from services.inference.workflows.base import Outcome, WorkflowContext
 from services.inference.workflows.registry import build_workflow
@@ -66,14 +65,6 @@ async def test_a_message_that_does_not_fit_ends_the_dialogue() -> None:
     await chat.respond()
     assert not chat.say("word " * 100)
     assert chat.sequence(0.0).stop_reason is StopReason.LENGTH
-
-
-async def test_a_grader_that_failed_is_no_reward() -> None:
-    chat, gateway = await begun(["first"])
-    gateway.failures.append(InfrastructureError("away"))
-    await chat.respond()
-    with pytest.raises(InfrastructureError, match="away"):
-        await chat.grade()
 
 
 def test_settings_of_another_class_are_refused_where_they_are_written() -> None:

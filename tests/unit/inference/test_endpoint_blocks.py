@@ -9,12 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import InvalidRequestError
 from services.inference.endpoint.dialects import split_growing
 from services.inference.endpoint.forms import (
-    ItemLimits,
-    check_tools,
-    function_tool,
     read_chat,
     read_input,
     read_messages,
@@ -28,7 +24,6 @@ from services.inference.workflows.agents import (
     split_thought,
 )
 
-LIMITS = ItemLimits(tool_result_chars=1000)
 pieces = st.lists(st.sampled_from(["<think>", "</think>", "<", "thi", "a", " ", "\n", "b c"]), max_size=8).map("".join)
 
 
@@ -62,14 +57,13 @@ def test_an_answer_that_a_client_returns_is_the_answer_in_every_dialect(
         return [{"id": c.id, "function": {"name": c.name, "arguments": f" {c.arguments} "}} for c in made]
 
     returned = {
-        "chat": read_chat([{"role": "assistant", "content": f"{text} ", "tool_calls": functions()}], LIMITS),
+        "chat": read_chat([{"role": "assistant", "content": f"{text} ", "tool_calls": functions()}]),
         "responses": read_input(
             [
                 *([{"type": "reasoning", "content": [{"type": "reasoning_text", "text": thought}]}] if keeps and thought else []),
                 {"role": "assistant", "content": [{"type": "output_text", "text": said}]},
                 *({"type": "function_call", "call_id": c.id, "name": c.name, "arguments": c.arguments} for c in made),
             ],
-            LIMITS,
         ),
         "messages": read_messages(
             [
@@ -82,7 +76,6 @@ def test_an_answer_that_a_client_returns_is_the_answer_in_every_dialect(
                     ],
                 }
             ],
-            LIMITS,
         ),
     }  # fmt: skip
     for dialect, (theirs,) in returned.items():
@@ -106,37 +99,10 @@ def test_results_between_texts_keep_their_places() -> None:
         {"type": "text", "text": "a"},
         {"type": "text", "text": "b"},
     ]
-    read = read_messages([{"role": "user", "content": blocks}], LIMITS)
+    read = read_messages([{"role": "user", "content": blocks}])
     assert [(m["role"], m["content"]) for m in read] == [
         ("user", "before"), ("tool", "one"), ("tool", ""), ("user", "a\nb"),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("parameters", "word"),
-    [
-        ([], "no JSON Schema"), ({"type": "object", "properties": {"a": 3}}, "properties.a: 3 is not"),
-        ({"type": "array"}, "'array'"), ({"type": 3}, "3"), ({"required": "a"}, "required: 'a' is not"),
-        ({"anyOf": {}}, "anyOf"), ({"properties": {"a": {"type": "int"}}}, "'int'"),
-    ],
-)  # fmt: skip
-def test_a_schema_that_is_none_is_refused_by_its_place(parameters: Any, word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        check_tools([function_tool("add", None, parameters)])
-
-
-def test_schemas_of_any_keyword_and_depth_up_to_a_bound_are_taken() -> None:
-    schema: dict[str, Any] = {"type": ["string", "null"], "format": "uri", "x-unknown": 1}
-    for _ in range(30):
-        schema = {"type": "object", "properties": {"a": schema}, "patternProperties": {}, "additionalProperties": True}
-    assert check_tools([function_tool("add", "", schema), function_tool("sub", None, None)])
-    deep: dict[str, Any] = {}
-    for _ in range(100):
-        deep = {"properties": {"a": deep}}
-    with pytest.raises(ValueError, match="deep"):
-        check_tools([function_tool("add", None, deep)])
-    with pytest.raises(InvalidRequestError, match="messages\\[0\\]"):
-        read_messages([3], LIMITS)
 
 
 CALL = '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>'

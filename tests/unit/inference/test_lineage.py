@@ -9,7 +9,8 @@ import pytest
 
 from services.common.records import Origin
 from services.common.text.chat import Message
-from services.inference.workflows.agents import Answer, Call, TurnMark, lineage_of, tool_message
+from services.inference.endpoint.forms import tool_result
+from services.inference.workflows.agents import Answer, Call, TurnMark, lineage_of
 
 SYSTEM: Message = {"role": "system", "content": "You lead."}
 GO: Message = {"role": "user", "content": "Write the report."}
@@ -51,14 +52,14 @@ ALONE = [{"role": "user", "content": "Something else."}]
         ([*LEAD.messages[:3], *ALONE], [DONE, LEAD], Origin.BRANCH, LEAD),
         ([SYSTEM, {"role": "user", "content": f"So far: {SUMMARY} Go on."}], [DONE], Origin.COMPACTION, DONE),
         (
-            [SYSTEM, GO, says("I ask for help.", ask=BRIEF), tool_message("id-ask", "78")],
+            [SYSTEM, GO, says("I ask for help.", ask=BRIEF), tool_result("id-ask", "78")],
             [LEAD],
             Origin.COMPACTION,
             LEAD,
         ),
-        ([SYSTEM, GO, tool_message("id-ask", "78")], [LEAD], Origin.COMPACTION, LEAD),
+        ([SYSTEM, GO, tool_result("id-ask", "78")], [LEAD], Origin.COMPACTION, LEAD),
         ([{"role": "user", "content": f"Judge this: {SUMMARY}"}], [DONE], Origin.SUBAGENT, DONE),
-        ([{"role": "user", "content": BRIEF}], [LEAD, DONE], Origin.SUBAGENT, LEAD),
+        ([{"role": "user", "content": BRIEF}], [DONE, LEAD], Origin.SUBAGENT, LEAD),
         (ALONE, [LEAD], Origin.SUBAGENT, LEAD),
     ],
 )
@@ -73,12 +74,6 @@ def test_a_branch_begins_behind_the_last_turn_that_it_shares() -> None:
     history = [SYSTEM, GO, says("one"), GO, says("two"), GO, says("three")]
     found = lineage_of([*history[:5], *ALONE], b"", [Played(history)])
     assert found.at == TurnMark(num_messages=5, num_segments=4)
-
-
-def test_a_summary_by_another_agent_compacts_the_conversation_that_it_was_made_for() -> None:
-    summariser = Played([{"role": "system", "content": "Sum up."}, GO, says(SUMMARY)], parent=LEAD)
-    found = lineage_of([SYSTEM, {"role": "user", "content": SUMMARY}], b"", [LEAD, summariser])
-    assert (found.origin, found.parent) == (Origin.COMPACTION, summariser)
 
 
 def test_other_tools_under_the_same_history_are_a_branch_and_short_answers_are_no_quotes() -> None:

@@ -149,7 +149,7 @@ async def test_an_infrastructure_failure_is_played_again(error: Exception) -> No
     await player.wait_until_idle()
     assert len(records.trajectories) == 1
     assert workflow.num_runs == 3
-    assert player.num_retries == 2
+    assert player.counters.retries == 2
 
 
 @pytest.mark.parametrize(
@@ -171,16 +171,6 @@ async def test_what_stays_wrong_fails_its_slot_and_no_other_and_is_never_a_rewar
     assert workflow.num_runs == attempts + 2
 
 
-class Nameless(type):
-    @property
-    def __name__(cls) -> str:  # type: ignore[override]
-        raise RuntimeError("no name")
-
-
-class NamelessError(Exception, metaclass=Nameless):
-    pass
-
-
 class MuteError(Exception):
     def __str__(self) -> str:
         raise ValueError("no text")
@@ -188,19 +178,11 @@ class MuteError(Exception):
     __repr__ = __str__
 
 
-class LeavingError(Exception):
-    def __str__(self) -> str:
-        raise SystemExit
-
-
-@pytest.mark.parametrize(
-    "error", [MuteError(), LeavingError(), NamelessError("x")], ids=["mute", "leaving", "nameless"]
-)
-async def test_an_error_whose_own_code_raises_fails_its_slot(error: Exception) -> None:
-    player, records, _, _ = await make_player(raises(error, times=1))
+async def test_an_error_whose_own_code_raises_fails_its_slot() -> None:
+    player, records, _, _ = await make_player(raises(MuteError(), times=1))
     player.play(make_order(indices=(0, 1)))
     await player.wait_until_idle()
-    assert [failure.reason for failure in records.failures] == [type.__dict__["__name__"].__get__(type(error))]
+    assert [failure.reason for failure in records.failures] == ["MuteError"]
     assert len(records.trajectories) == 1
 
 
@@ -217,8 +199,6 @@ async def cancels_itself(context: WorkflowContext) -> None:
         (raises(asyncio.CancelledError("a scope")), "CancelledError"),
         (cancels_itself, "CancelledError"),
         (raises(SystemExit(0)), "SystemExit"),
-        (raises(KeyboardInterrupt()), "KeyboardInterrupt"),
-        (raises(GeneratorExit()), "GeneratorExit"),
     ],
 )
 async def test_a_workflow_that_leaves_or_cancels_fails_its_slots_by_name(before: Behaviour, reason: str) -> None:
@@ -274,7 +254,7 @@ async def slow_player(gateway: FakeGateway, before: Behaviour | None = None, **e
     records = Records()
     player = RolloutPlayer(
         workflows=dict.fromkeys(Purpose, Told(SingleTurnSettings(), before)), policies={"model0": policy},
-        gateway=gateway, sink=records, replica_id="a", num_slots=1, infra_retries=2, timed=False,
+        gateway=gateway, sink=records, replica_id="a", num_slots=1, infra_retries=2,
     )  # fmt: skip
     return player, records, policy
 
@@ -282,7 +262,7 @@ async def slow_player(gateway: FakeGateway, before: Behaviour | None = None, **e
 async def played_late(gateway: FakeGateway, before: Behaviour | None = None, **engine: Any) -> str:
     """Why a rollout that runs out of time has failed. The time is enough to reach the wait on a busy machine."""
     player, records, _ = await slow_player(gateway, before, **engine)
-    player.play(make_order(indices=(0,), timeout_s=1.0))
+    player.play(make_order(indices=(0,), timeout_s=0.4))
     await player.wait_until_idle()
     (failure,) = records.failures
     return failure.reason

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError
 from services.common.records import Logprobs, Purpose, Sampling, Segment, StopReason, TokenSequence
-from services.common.telemetry.accounts import TimeAccount
 from services.inference.engine.base import ScoreRequest
 from services.inference.engine.scripted import ScriptedEngine
-from services.inference.rollouts import Attempts, RolloutClock, RolloutPlayer, ServedPolicy, Teachers, score_request
-from services.inference.workflows.base import Outcome, WorkflowContext
+from services.inference.rollouts import RolloutPlayer, ServedPolicy, score_request
+from services.inference.workflows.base import Outcome
 from services.inference.workflows.single import SingleTurn, SingleTurnSettings
 from tests.unit.inference.fakes import FakeGateway, Records, make_order, qwen_like_chat, served_policy
 
@@ -35,7 +35,17 @@ class Teacher(ScriptedEngine):
         return await super().score(request)
 
 
-async def make_player(teacher: Teacher, infra_retries: int = 2) -> tuple[RolloutPlayer, Records]:
+class Plays:
+    """A workflow with a ready outcome."""
+
+    def __init__(self, *sequences: TokenSequence) -> None:
+        self.outcome = Outcome(sequences=sequences, reward=1.0)
+
+    async def run(self, task: object, context: object) -> Outcome:
+        return self.outcome
+
+
+async def make_player(teacher: Teacher, infra_retries: int = 2, workflow: Any = None) -> tuple[RolloutPlayer, Records]:
     await teacher.start()
     student = await served_policy(["hello"])
     policies = {
@@ -44,7 +54,7 @@ async def make_player(teacher: Teacher, infra_retries: int = 2) -> tuple[Rollout
     }
     records = Records()
     player = RolloutPlayer(
-        workflows=dict.fromkeys(Purpose, SingleTurn(SingleTurnSettings())),
+        workflows=dict.fromkeys(Purpose, workflow or SingleTurn(SingleTurnSettings())),
         policies=policies,
         gateway=FakeGateway(),
         sink=records,
@@ -101,7 +111,7 @@ async def test_what_could_not_be_scored_is_played_again_and_never_a_trajectory_w
     player.play(make_order(indices=(0,)))
     await player.wait_until_idle()
     (trajectory,) = records.trajectories
-    assert player.num_retries == 2 and trajectory.timing.num_retries == 2
+    assert player.counters.retries == 2 and trajectory.timing.num_retries == 2
     assert [r.request_id for r in teacher.scored] == ["g0/0/2/score/0"]
     away = Teacher(failures=99)
     player, records = await make_player(away, infra_retries=1)
@@ -129,7 +139,7 @@ def conversation(**changes: object) -> TokenSequence:
     first = Segment.policy([10, 11], [-0.1, -0.2], 3)
     second = replace(Segment.policy([12, 13, 14], [-0.3] * 3, 4), temperature=0.5)
     segments = (Segment.environment([1, 2]), first, Segment.environment([7]), replace(second, **changes))
-    return TokenSequence(policy="student", segments=segments, reward=1.0, stop_reason=StopReason.STOP)
+    return TokenSequence(policy="model0", segments=segments, reward=1.0, stop_reason=StopReason.STOP)
 
 
 async def test_scores_come_back_to_the_segments_that_they_are_of() -> None:
@@ -137,15 +147,12 @@ async def test_scores_come_back_to_the_segments_that_they_are_of() -> None:
     assert asked.token_ids.tolist() == [1, 2, 10, 11, 7, 12, 13, 14]
     assert asked.positions.tolist() == [2, 3, 5, 6, 7]
     assert asked.temperatures.tolist() == pytest.approx([0.8, 0.8, 0.5, 0.5, 0.5])
-    teacher = Teacher()
-    await teacher.start()
-    served = ServedPolicy(name="teacher", engine=teacher, chat=qwen_like_chat(), context_length=100)
-    student = replace(served, name="student")
-    teachers = Teachers({"teacher": served, "student": student}, {"student": "teacher"}, TimeAccount("replica/a"))
     others = replace(conversation(), policy="partner")
-    found, untouched = await teachers.scored(
-        (conversation(), others), Sampling(temperature=0.8), RolloutClock(), "g/0/0"
-    )
+    teacher = Teacher()
+    player, records = await make_player(teacher, workflow=Plays(conversation(), others))
+    player.play(make_order(indices=(0,), sampling=Sampling(temperature=0.8)))
+    await player.wait_until_idle()
+    found, untouched = records.trajectories[0].sequences
     scores = await ScriptedEngine.score(teacher, asked)
     assert found.segments[1].teacher_logprobs.tolist() == scores[:2].tolist()
     assert found.segments[3].teacher_logprobs.tolist() == scores[2:].tolist()
@@ -157,27 +164,3 @@ async def test_scores_come_back_to_the_segments_that_they_are_of() -> None:
 def test_tokens_from_a_part_of_the_vocabulary_are_refused() -> None:
     with pytest.raises(ConfigError, match="client_sampling"):
         score_request(conversation(kept=b"\x01"), 1.0, "r")
-
-
-async def test_every_attempt_is_made_with_the_same_policies_when_there_is_no_teacher() -> None:
-    """Without teachers, all policies of the replica play."""
-    seen: list[set[str]] = []
-
-    class Looks:
-        Settings = SingleTurnSettings
-
-        async def run(self, task: object, context: WorkflowContext) -> Outcome:
-            seen.append(set(context.policies))
-            return Outcome(sequences=(conversation(),), reward=0.0)
-
-    student = await served_policy(["hello"])
-    attempts = Attempts(
-        workflows=dict.fromkeys(Purpose, Looks()),  # type: ignore[arg-type]
-        policies={"student": student, "partner": student},
-        gateway=FakeGateway(),
-        endpoint=None,
-        infra_retries=0,
-        account=TimeAccount("replica/a"),
-    )
-    await attempts.play(make_order(), 0, RolloutClock())
-    assert seen == [{"student", "partner"}]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import InfrastructureError
-from services.common.records import NO_TIMING, Segment, Task
+from services.common.records import Segment, Task
 from services.inference.rollouts import MAX_PHASES, RolloutClock, TimedGateway
 from services.inference.workflows.base import JudgeCase
 from tests.unit.inference.fakes import FakeGateway, make_order
@@ -88,15 +88,8 @@ def test_tokens_of_several_versions_are_one_phase_with_the_oldest_and_the_newest
     assert (found.num_tokens, found.first_version, found.last_version) == (3, 4, 5)
 
 
-def test_nothing_is_recorded_where_that_is_off() -> None:
-    clock = RolloutClock(enabled=False)
-    with clock.phase("step"):
-        pass
-    assert clock.timing() == NO_TIMING
-
-
 def test_what_was_waited_for_is_what_was_cut_short_since_then_or_still_runs() -> None:
-    clock = RolloutClock(enabled=False)
+    clock = RolloutClock()
     with pytest.raises(asyncio.CancelledError), clock.phase("generate"):
         raise asyncio.CancelledError
     with pytest.raises(RuntimeError), clock.phase("step"):

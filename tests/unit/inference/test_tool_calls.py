@@ -107,12 +107,3 @@ def test_a_long_response_keeps_begin_and_end(max_chars: int) -> None:
     assert cut[-1] == text[-1]
     assert "...(cut)..." in cut
     assert cut_text(text[:max_chars], max_chars) == text[:max_chars]
-
-
-@pytest.mark.parametrize("max_chars", [16, 64])
-def test_a_long_response_may_keep_its_begin_or_its_end_only(max_chars: int) -> None:
-    text = "".join(chr(ord("a") + i % 26) for i in range(1000))
-    at_end, at_start = cut_text(text, max_chars, "end"), cut_text(text, max_chars, "start")
-    assert len(at_end) == len(at_start) == max_chars
-    assert at_end == text[: max_chars - 13] + " ...(cut)... "
-    assert at_start == " ...(cut)... " + text[-(max_chars - 13) :]

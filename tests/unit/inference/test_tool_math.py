@@ -11,7 +11,7 @@ import pytest
 from services.common.errors import PromptTooLongError
 from services.common.records import Purpose, StopReason, TokenSequence
 from services.inference.workflows.base import Execution, ProgramStatus
-from services.inference.workflows.tools import ToolMath, ToolMathSettings, format_term, tool_error_share
+from services.inference.workflows.tools import ToolMath, ToolMathSettings, format_term
 from tests.unit.inference.fakes import (
     FakeGateway,
     RecordingEngine,
@@ -78,17 +78,6 @@ async def test_the_penalty_counts_failed_calls_and_a_missing_or_repeated_answer(
 )
 def test_format_term(turns: list[str], term: float) -> None:
     assert format_term(turns, "answer") == term
-
-
-def test_a_rollout_without_a_call_counts_as_half_failed() -> None:
-    assert tool_error_share(0, 0) == 0.5 and tool_error_share(3, 3) == 1.0
-
-
-async def test_the_prompt_asks_for_the_tags_and_the_box_and_lists_the_tool() -> None:
-    sequence = await play([ANSWER])
-    prompt = qwen_like_chat().decode(sequence.segments[0].token_ids.tolist())
-    for wanted in ("<reason>", "</reason>", "<answer>", "\\boxed{}", "python_code_with_standard_io"):
-        assert wanted in prompt
 
 
 async def test_every_turn_is_begun_with_the_prefill_which_is_not_trained_nor_graded() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,6 @@ from services.inference.workflows.base import PromptSettings, boxed_integer, bui
 from services.inference.workflows.registry import WORKFLOWS, build_workflow, build_workflows
 from services.inference.workflows.single import SingleTurn, SingleTurnSettings
 from tests.unit.inference.fakes import FakeGateway, make_context, make_task, served_policy
-
-
-def half(task: Mapping[str, Any], completion: str) -> float:
-    return 0.5
-
-
-async def slow_half(task: Mapping[str, Any], completion: str) -> float:
-    return 0.5
-
-
-def not_finite(task: Mapping[str, Any], completion: str) -> float:
-    return float("nan")
 
 
 @pytest.mark.parametrize("name", sorted(WORKFLOWS))
