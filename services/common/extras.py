@@ -22,6 +22,8 @@ Kind = Literal[
     "stand_ins",
     "datasets",
     "graders",
+    "tool_servers",
+    "server_checks",
     "workflows",
     "engines",
     "trackers",

@@ -51,7 +51,6 @@ from services.envgateway.rpc import (
     by_client,
 )
 from services.envgateway.sandbox.pool import COMPILE_TIME_S, SandboxPool
-from services.envgateway.tools.mcp import McpServer
 from services.envgateway.tools.registry import ToolBox
 from services.envgateway.tools.tools import built_in_tools
 
@@ -140,7 +139,7 @@ class Gateway:
         )
         self.tools = ToolBox(
             [*built_in_tools(config, self.queue, sandbox.live), *load_tools(config.tools.paths)],
-            {name: McpServer(name, server) for name, server in config.mcp.items()},
+            _make_mcp_servers(config),
         )
         self._environments = EnvironmentRegistry(
             config.environments, EnvironmentContext(self._rewards, self.tools), make_worlds(config, sandbox)
@@ -239,6 +238,15 @@ def _make_http(config: EnvGatewayConfig, queue: JobQueue, rewards: Rewards) -> H
         output_bytes=limits.output_bytes,
     )
     return HttpServer(config.http, config.host, queue, submissions)
+
+
+def _make_mcp_servers(config: EnvGatewayConfig) -> Any:
+    """The servers of ``envgateway.mcp``, if there are any. Raises ``ConfigError`` without their extra."""
+    if not config.mcp:
+        return None
+    if "mcp" not in provided("tool_servers"):
+        raise ConfigError(f"envgateway.mcp: {absent('tool_servers', 'mcp')}")
+    return load_extra("tool_servers", "mcp")(config.mcp)
 
 
 def _make_task_server(config: EnvGatewayConfig, episodes: EpisodeManager, environments: EnvironmentRegistry) -> Any:

@@ -8,16 +8,15 @@ server does not have is then refused by CreateEpisode.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.config.data import DatasetConfig
-from services.common.config.envgateway import MCP, McpServerConfig
+from services.common.config.envgateway import MCP
 from services.common.config.recipe import Recipe
 from services.common.errors import RollmillError
-from services.common.extras import load_extra, provided
+from services.common.extras import absent, load_extra, provided
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,37 +116,14 @@ def mcp_problems(recipe: Recipe) -> list[str]:
     gateway = recipe.envgateway
     if gateway is None or not gateway.mcp:
         return []
-    from services.envgateway.tools.mcp import PACKAGE_MISSING
-
-    if importlib.util.find_spec("mcp") is None:
-        return [f"envgateway.mcp: {PACKAGE_MISSING}"]
+    if "mcp" not in provided("server_checks"):
+        return [f"envgateway.mcp: {absent('server_checks', 'mcp')}"]
     wanted = [name for name in _tools_of(recipe) if name.startswith(MCP)]
-    return asyncio.run(_problems(gateway.mcp, wanted))
+    lines: list[str] = load_extra("server_checks", "mcp")(gateway.mcp, wanted)
+    return lines
 
 
 def _tools_of(recipe: Recipe) -> list[str]:
     workflows = [recipe.workflow, recipe.evaluation.workflow]
     tools = [workflow.settings.get("tools", []) for workflow in workflows if workflow is not None]
     return [name for names in tools if isinstance(names, list) for name in names if isinstance(name, str)]
-
-
-async def _problems(servers: Mapping[str, McpServerConfig], wanted: list[str]) -> list[str]:
-    from services.envgateway.tools.mcp import McpServer, open_tools
-
-    opened = {name: McpServer(name, config) for name, config in servers.items()}
-
-    async def problem_of(name: str) -> str | None:
-        asked = [tool for tool in wanted if tool.removeprefix(MCP).partition("/")[0] == name] or [f"{MCP}{name}"]
-        try:
-            _, sessions = await open_tools(opened, asked, None)
-            for session in sessions:
-                await session.close()
-        except RollmillError as error:
-            return error.message
-        return None
-
-    try:
-        found = await asyncio.gather(*map(problem_of, opened))
-    finally:
-        await asyncio.gather(*(server.close() for server in opened.values()))
-    return [problem for problem in found if problem is not None]

@@ -17,17 +17,16 @@ from services.common.importing import check_names, told
 from services.common.text.tools import MalformedCall, ToolCall, cut_text
 from services.common.tools import RESPONSE_CHARS, OfferedTool, ToolResult, ToolSession, check_tool
 from services.envgateway.calls import THREADS, take_place
-from services.envgateway.tools.mcp import McpServer, McpSession, open_tools
 
 
 class ToolBox:
     """All tools of a gateway. ``counts`` has finished calls by status, and ``infrastructure`` for those without a
     status."""
 
-    def __init__(self, tools: Iterable[Any], servers: Mapping[str, McpServer] | None = None) -> None:
-        """``servers``: those whose tools are named ``mcp:SERVER``. Raises ``ConfigError`` for a tool that is none, and a
+    def __init__(self, tools: Iterable[Any], servers: Any = None) -> None:
+        """``servers``: of the extra ``mcp``, whose tools are named ``mcp:SERVER``. Raises ``ConfigError`` for a tool that is none, and a
         schema that cannot be checked."""
-        self.servers = servers or {}
+        self.servers = servers
         tools = list(tools)
         for tool in tools:
             check_tool(tool, "envgateway.tools", in_replica=False)
@@ -37,7 +36,7 @@ class ToolBox:
 
     @property
     def names(self) -> list[str]:
-        return sorted([*self._tools, *(f"{MCP}{name}" for name in self.servers)])
+        return sorted([*self._tools, *(self.servers.names if self.servers else ())])
 
     def named(self, names: Sequence[str]) -> list[OfferedTool]:
         """Raises ``InvalidRequestError`` for a tool that the gateway does not have."""
@@ -50,12 +49,12 @@ class ToolBox:
     def gauges(self) -> dict[str, float]:
         """Finished calls by status; and sessions, calls and failures of each MCP server."""
         counted = {f"tool_calls_{name}": float(n) for name, n in self.counts.items()}
-        return counted | {name: n for server in self.servers.values() for name, n in server.gauges.items()}
+        return counted | (self.servers.gauges if self.servers else {})
 
     async def close(self) -> None:
         """End the sessions at MCP servers."""
-        for server in self.servers.values():
-            await server.close()
+        if self.servers is not None:
+            await self.servers.close()
 
 
 log = structlog.get_logger()
@@ -71,7 +70,7 @@ class GatewayToolSession(ToolSession):
         names: Sequence[str],
         max_chars: int | None = None,
         borrowed: Sequence[OfferedTool] = (),
-        sessions: Sequence[McpSession] = (),
+        sessions: Sequence[Any] = (),
     ) -> None:
         """``names``: the tools that may be called; ``max_chars``: of a response, before the tools' own; ``borrowed``: tools of
         MCP servers, whose ``sessions`` are closed with this one.
@@ -97,7 +96,9 @@ class GatewayToolSession(ToolSession):
         """
         remote = [name for name in names if name.startswith(MCP)]
         local = [name for name in names if not name.startswith(MCP)]
-        borrowed, sessions = await open_tools(box.servers, remote, max_chars)
+        if remote and box.servers is None:
+            raise InvalidRequestError(f"no MCP server {remote[0]!r}; envgateway.mcp has none")
+        borrowed, sessions = await box.servers.open(remote, max_chars) if remote else ((), ())
         try:
             return cls(box, local, max_chars, borrowed, sessions)
         except BaseException:

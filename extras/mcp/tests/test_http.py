@@ -12,10 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from extras.mcp.servers import McpServers
 from services.common.config.envgateway import McpServerConfig
 from services.common.errors import InfrastructureError
 from services.common.text.tools import ToolStatus
-from services.envgateway.tools.mcp import McpServer
 from services.envgateway.tools.registry import GatewayToolSession, ToolBox
 from services.envgateway.tools.tools import StateLostError
 from tests.ports import free_port
@@ -23,7 +23,7 @@ from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.needs("mcp"), pytest.mark.slow]
 
-EXAMPLE = str(Path(__file__).parents[4] / "examples" / "mcp_server.py")
+EXAMPLE = str(Path(__file__).parents[3] / "examples" / "mcp_server.py")
 
 
 class Remote:
@@ -68,10 +68,10 @@ def call(name: str, **arguments: Any) -> str:
 async def test_calls_go_on_with_the_server_that_takes_the_place_of_a_killed_one(remote: Remote) -> None:
     url = f"http://127.0.0.1:{remote.port}/mcp"
     servers = {
-        "shared": McpServer("shared", McpServerConfig(url=url, sessions="shared", timeout_s=10.0, concurrency=8)),
-        "own": McpServer("own", McpServerConfig(url=url, start_timeout_s=2.5)),
+        "shared": McpServerConfig(url=url, sessions="shared", timeout_s=10.0, concurrency=8),
+        "own": McpServerConfig(url=url, start_timeout_s=2.5),
     }
-    box = ToolBox([], servers=servers)
+    box = ToolBox([], servers=McpServers(servers))
     shared, own = [await GatewayToolSession.open(box, [f"mcp:{name}"]) for name in servers]
     for session in (shared, own):
         assert (await session.answer(call("add", a=1, b=2))).text == "3"

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from extras.mcp import servers as server_module
+from extras.mcp.servers import McpServers
 from services.common.config.envgateway import McpServerConfig
 from services.common.errors import CapacityError, InfrastructureError, InvalidRequestError
 from services.common.text.tools import ToolStatus
-from services.envgateway.tools import mcp as server_module
-from services.envgateway.tools.mcp import McpServer
 from services.envgateway.tools.registry import GatewayToolSession, ToolBox
 from services.envgateway.tools.tools import StateLostError
 from tests.waiting import until
@@ -34,7 +34,7 @@ def raw(*arguments: str, **settings: Any) -> McpServerConfig:
 @asynccontextmanager
 async def serving(**configs: McpServerConfig) -> AsyncIterator[ToolBox]:
     """A box with servers; at the end no session of theirs is left."""
-    box = ToolBox([], servers={name: McpServer(name, config) for name, config in configs.items()})
+    box = ToolBox([], servers=McpServers(configs))
     try:
         yield box
     finally:
@@ -123,7 +123,7 @@ async def test_a_place_is_waited_for_and_given_back(monkeypatch: pytest.MonkeyPa
 async def test_a_server_that_ends_or_hangs_is_started_again_and_the_call_is_no_result(
     ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.envgateway.tools import mcp_client
+    from extras.mcp import client as mcp_client
 
     monkeypatch.setattr(mcp_client, "_PING_S", 0.2)
     async with serving(a=raw(sessions="shared", timeout_s=0.3)) as box:
@@ -133,7 +133,7 @@ async def test_a_server_that_ends_or_hangs_is_started_again_and_the_call_is_no_r
         assert box.gauges["mcp_a_failures"] == 3, "the call was repeated on new sessions"
         assert box.counts["infrastructure"] == 1
         assert not session.statistics.metrics()["tool_calls"], "no failure is counted against the policy"
-        box.servers["a"].config = raw(sessions="shared")
+        box.servers._servers["a"].config = raw(sessions="shared")
         assert (await session.answer(call("echo", text="again"))).text == "again"
 
 
@@ -158,7 +158,7 @@ async def test_a_server_that_was_killed_between_calls_is_started_again_where_the
 
 
 async def test_a_slow_tool_of_a_server_that_answers_is_told_to_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.envgateway.tools import mcp_client
+    from extras.mcp import client as mcp_client
 
     monkeypatch.setattr(mcp_client, "_PING_S", 30.0)
     async with serving(a=raw(timeout_s=0.2)) as box:
@@ -246,7 +246,7 @@ def test_a_killed_gateway_leaves_no_server(tmp_path: Path) -> None:
     program = (
         "import asyncio, sys\n"
         "from services.common.config.envgateway import McpServerConfig\n"
-        "from services.envgateway.tools.mcp import McpServer\n"
+        "from extras.mcp.servers import McpServer\n"
         "async def main():\n"
         f"    config = McpServerConfig(command=[sys.executable, '-S', {RAW!r}, '--log', {str(log)!r}])\n"
         "    await McpServer('a', config).take_own()\n"

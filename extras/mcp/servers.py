@@ -1,4 +1,4 @@
-"""The tools of one MCP server, as trajectories use them: sessions, failures, restarts.
+"""The tools of MCP servers, as trajectories use them: sessions, failures, restarts.
 
     sessions: episode    a session (a process) per trajectory, from its first use to its end
     sessions: shared     one session for all, made again after a failure
@@ -10,6 +10,7 @@ state: then the trajectory is lost, and played again. Either way an infrastructu
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from services.common.config.envgateway import MCP, McpServerConfig, split_name
-from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
+from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError, RollmillError
 from services.common.installing import install
 from services.common.text.tools import ArgumentSchema, ToolStatus
 from services.common.tools import OfferedTool, ToolResult
@@ -27,7 +28,7 @@ from services.envgateway.calls import take_place
 from services.envgateway.tools.tools import StateLostError
 
 if TYPE_CHECKING:
-    from services.envgateway.tools.mcp_client import Connection
+    from extras.mcp.client import Connection
 
 
 log = structlog.get_logger()
@@ -125,7 +126,7 @@ class McpServer:
     async def _open(self) -> Connection:
         """A new session, its tools read and checked."""
         try:
-            from services.envgateway.tools.mcp_client import Connection
+            from extras.mcp.client import Connection
 
             connection = Connection(self.where, self.config)
         except (ModuleNotFoundError, ConfigError) as error:
@@ -195,7 +196,7 @@ class McpSession:
             StateLostError: the session's state is gone with the server.
             InfrastructureError, CapacityError: the call did not happen.
         """
-        from services.envgateway.tools.mcp_client import CallSlow, ConnectionFailed, tool_result
+        from extras.mcp.client import CallSlow, ConnectionFailed, tool_result
 
         config, began, why, is_slow = self._server.config, time.monotonic(), "", False
         for _ in range(_ATTEMPTS):
@@ -274,43 +275,91 @@ class McpTool:
         return await self._session.call(self._offer, arguments, self._max_chars)
 
 
-async def open_tools(
-    servers: Mapping[str, McpServer], names: Sequence[str], max_chars: int | None
-) -> tuple[list[OfferedTool], list[McpSession]]:
-    """The tools that a trajectory asks for by names that begin with ``MCP``, and their sessions, which the caller closes.
+class McpServers:
+    """The servers of a recipe."""
 
-    Raises:
-        InvalidRequestError: an unknown server or tool; a server that cannot be used.
-        InfrastructureError, CapacityError: of ``McpSession.connected``.
-    """
-    sessions: dict[str, McpSession] = {}
-    tools: dict[str, OfferedTool] = {}
-    try:
-        for name in names:
-            server_name, tool_name = split_name(name)
-            server = servers.get(server_name)
-            if server is None:
-                known = ", ".join(f"{MCP}{one}" for one in servers) or "none"
-                raise InvalidRequestError(f"no MCP server {name!r}; envgateway.mcp has {known}")
-            if server_name not in sessions:
-                sessions[server_name] = McpSession(server)
-                await sessions[server_name].connected()
-            most = max_chars or server.config.max_chars
-            for offer in server.offers(tool_name):
-                if offer.name in tools:
+    def __init__(self, configs: Mapping[str, McpServerConfig]) -> None:
+        self._servers = {name: McpServer(name, config) for name, config in configs.items()}
+
+    @property
+    def names(self) -> list[str]:
+        """``mcp:SERVER`` for each."""
+        return [f"{MCP}{name}" for name in self._servers]
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Sessions, calls and failures of each server."""
+        return {name: n for server in self._servers.values() for name, n in server.gauges.items()}
+
+    async def open(self, names: Sequence[str], max_chars: int | None) -> tuple[list[OfferedTool], list[McpSession]]:
+        """The tools that a trajectory asks for by names that begin with ``MCP``, and their sessions, which the caller closes.
+
+        Raises:
+            InvalidRequestError: an unknown server or tool; a server that cannot be used.
+            InfrastructureError, CapacityError: of ``McpSession.connected``.
+        """
+        sessions: dict[str, McpSession] = {}
+        tools: dict[str, OfferedTool] = {}
+        try:
+            for name in names:
+                server_name, tool_name = split_name(name)
+                server = self._servers.get(server_name)
+                if server is None:
                     raise InvalidRequestError(
-                        f"{name}: there are two tools named {offer.name!r}: name single tools ({MCP}SERVER/TOOL), or write "
-                        f"{server.where}.prefix"
+                        f"no MCP server {name!r}; envgateway.mcp has {', '.join(self.names) or 'none'}"
                     )
-                tools[offer.name] = OfferedTool(
-                    tool=McpTool(sessions[server_name], offer, most),
-                    schema=offer.schema,
-                    timeout_s=None,  # the session's own
-                    max_chars=most,
-                    running=server.running,
-                )
-    except BaseException:
-        for session in sessions.values():
-            await session.close()
-        raise
-    return list(tools.values()), list(sessions.values())
+                if server_name not in sessions:
+                    sessions[server_name] = McpSession(server)
+                    await sessions[server_name].connected()
+                most = max_chars or server.config.max_chars
+                for offer in server.offers(tool_name):
+                    if offer.name in tools:
+                        raise InvalidRequestError(
+                            f"{name}: there are two tools named {offer.name!r}: name single tools ({MCP}SERVER/TOOL), or "
+                            f"write {server.where}.prefix"
+                        )
+                    tools[offer.name] = OfferedTool(
+                        tool=McpTool(sessions[server_name], offer, most),
+                        schema=offer.schema,
+                        timeout_s=None,  # the session's own
+                        max_chars=most,
+                        running=server.running,
+                    )
+        except BaseException:
+            for session in sessions.values():
+                await session.close()
+            raise
+        return list(tools.values()), list(sessions.values())
+
+    async def close(self) -> None:
+        """End every session."""
+        for server in self._servers.values():
+            await server.close()
+
+
+def server_problems(configs: Mapping[str, McpServerConfig], wanted: Sequence[str]) -> list[str]:
+    """Servers that cannot be used from this machine, and tools of ``wanted`` that they lack, a line for each."""
+    if importlib.util.find_spec("mcp") is None:
+        return [f"envgateway.mcp: {PACKAGE_MISSING}"]
+    return asyncio.run(_problems(configs, wanted))
+
+
+async def _problems(configs: Mapping[str, McpServerConfig], wanted: Sequence[str]) -> list[str]:
+    servers = McpServers(configs)
+
+    async def problem_of(name: str) -> str | None:
+        try:
+            _, sessions = await servers.open(
+                [one for one in wanted if split_name(one)[0] == name] or [f"{MCP}{name}"], None
+            )
+            for session in sessions:
+                await session.close()
+        except RollmillError as error:
+            return error.message
+        return None
+
+    try:
+        found = await asyncio.gather(*map(problem_of, configs))
+    finally:
+        await servers.close()
+    return [problem for problem in found if problem is not None]
