@@ -521,8 +521,8 @@ async def _try_pages(services: Services, visitors: Visitors | None, tally: Tally
 
 def _routes() -> dict[str, list[tuple[str, str]]]:
     """Method and path of everything that the HTTP servers register; made here for their routers only."""
+    from extras.code_judge.server import HttpServer
     from extras.worlds.taskserver import TaskServer
-    from services.envgateway.http import HttpServer
     from services.inference.endpoint.server import EndpointServer
 
     nothing: Any = None

@@ -22,6 +22,7 @@ Kind = Literal[
     "stand_ins",
     "datasets",
     "graders",
+    "judge_http",
     "tool_servers",
     "server_checks",
     "workflows",

@@ -37,7 +37,6 @@ from services.envgateway import rpc
 from services.envgateway.calls import THREADS
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.episodes import EnvironmentRegistry, EpisodeManager, make_worlds
-from services.envgateway.http import HttpServer, Submissions
 from services.envgateway.judge.judge import Judge
 from services.envgateway.queue.local import JobQueue, local_queue
 from services.envgateway.queue.redis import RedisQueue
@@ -50,7 +49,7 @@ from services.envgateway.rpc import (
     RewardServicer,
     by_client,
 )
-from services.envgateway.sandbox.pool import COMPILE_TIME_S, SandboxPool
+from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.tools.registry import ToolBox
 from services.envgateway.tools.tools import built_in_tools
 
@@ -226,18 +225,13 @@ class Gateway:
         }
 
 
-def _make_http(config: EnvGatewayConfig, queue: JobQueue, rewards: Rewards) -> HttpServer | None:
+def _make_http(config: EnvGatewayConfig, queue: JobQueue, rewards: Rewards) -> Any:
+    """The interface of Code Judge, where the recipe gives it a port. Raises ``ConfigError`` without its extra."""
     if config.http.port is None:
         return None
-    limits = config.sandbox
-    submissions = Submissions(
-        queue,
-        rewards,
-        run_s=limits.wall_time_s,
-        compile_s=COMPILE_TIME_S,
-        output_bytes=limits.output_bytes,
-    )
-    return HttpServer(config.http, config.host, queue, submissions)
+    if "code_judge" not in provided("judge_http"):
+        raise ConfigError(f"envgateway.http: {absent('judge_http', 'code_judge')}")
+    return load_extra("judge_http", "code_judge")(config, queue, rewards)
 
 
 def _make_mcp_servers(config: EnvGatewayConfig) -> Any:

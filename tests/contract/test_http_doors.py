@@ -19,6 +19,7 @@ import zmq.asyncio
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from extras.code_judge.server import HttpServer
 from extras.prometheus.server import MetricsServer
 from extras.worlds.taskserver import TaskServer
 from services.common import http as origin
@@ -31,7 +32,6 @@ from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.security import identity
 from services.common.security.keys import Role
 from services.common.telemetry.metrics import ProcessStatus
-from services.envgateway.http import HttpServer
 from services.inference.endpoint.server import EndpointServer
 from tests.contract.run_servicer import RunServicer, make_server
 from tests.keys import as_role, client_context, make_keys

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from extras.code_judge.server import HttpServer, Submission, SubmissionOutcome
 from extras.prometheus.server import MetricsServer
 from extras.worlds.tests.taskserver_scripted import task_server
 from services.common import http
 from services.common.config.envgateway import HttpConfig, ServedTaskConfig
-from services.envgateway.http import HttpServer, Submission, SubmissionOutcome
 from tests import needs
 from tests.contract.test_http_doors import _status
 from tests.integration.hostile_page import Target, visit

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from extras.code_judge.tests.judge_clients import GradingClient, RolloutClient, Status
 from services.common.telemetry.logs import LogEvent
-from tests.integration.envgateway.judge_clients import GradingClient, RolloutClient, Status
 from tests.integration.envgateway.queue.processes import ROOT, Process, World, children, serves_connection
 from tests.integration.envgateway.queue.redis_server import RedisServer
 from tests.ports import free_port

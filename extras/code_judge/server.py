@@ -23,7 +23,7 @@ from aiohttp import web
 from pydantic import BaseModel, Field, ValidationError
 
 from services.common.aio import ended
-from services.common.config.envgateway import HttpConfig
+from services.common.config.envgateway import EnvGatewayConfig, HttpConfig
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError, RollmillError
 from services.common.http import Listener, json_answer
 from services.common.telemetry.metrics import Lane
@@ -41,6 +41,7 @@ from services.envgateway.judge.records import (
 from services.envgateway.queue.local import JobQueue
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.pool import COMPILE_TIME_S
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 from services.envgateway.sandbox.scheduler import on_behalf_of
 
@@ -303,6 +304,15 @@ class HttpServer:
         lane = Lane.BATCH if len(batch.submissions) > 1 else Lane.INTERACTIVE
         outcomes = await self._submissions.run_all(batch.submissions, lane, wait_s)
         return {"sub_id": batch.sub_id or _made_id(), "results": [outcome.shown(with_output) for outcome in outcomes]}
+
+
+def make_server(config: EnvGatewayConfig, queue: JobQueue, rewards: Rewards) -> HttpServer:
+    """The server of a gateway's queue and rewards."""
+    limits = config.sandbox
+    submissions = Submissions(
+        queue, rewards, run_s=limits.wall_time_s, compile_s=COMPILE_TIME_S, output_bytes=limits.output_bytes
+    )
+    return HttpServer(config.http, config.host, queue, submissions)
 
 
 async def _read(request: web.Request, model: type[Model]) -> Model:

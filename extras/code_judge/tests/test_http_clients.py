@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from extras.code_judge import server as http
+from extras.code_judge.tests.judge_clients import GradingClient, RolloutClient, Status, Submission
 from services.common.config.envgateway import EnvGatewayConfig, HttpConfig
-from services.envgateway import http
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 from tests.integration.envgateway.conftest import CONFIG
-from tests.integration.envgateway.judge_clients import GradingClient, RolloutClient, Status, Submission
 
 LIMITS = CONFIG.model_copy(update={"wall_time_s": 4.0})
 

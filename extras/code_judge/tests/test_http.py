@@ -12,9 +12,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from extras.code_judge import server as gateway_http
 from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, ScorerConfig
 from services.common.errors import ConfigError
-from services.envgateway import http as gateway_http
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 from tests.integration.envgateway.conftest import CONFIG, LONG, SLEEP_LONG
