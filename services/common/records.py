@@ -1,7 +1,7 @@
 """The records that go round the ring: segments, sequences, trajectories, task groups.
 
 Plain frozen dataclasses over numpy arrays. Independent of gRPC, protobuf and torch;
-``services.common.codec`` converts to and from the wire.
+``services.common.wire`` converts to and from the wire.
 
 Wrong-length lists cannot be written down: a segment is a run of consecutive tokens with *one* source and
 *one* weight version, so the loss mask is ``segment.source is TokenSource.POLICY`` alone.

@@ -13,9 +13,8 @@ import grpc
 import orjson
 import structlog
 
-from services.common import codec
+from services.common import wire
 from services.common.aio import backoff
-from services.common.codec import json_object, read, write
 from services.common.errors import ConfigError, DeadlineError, InvalidRequestError, RollmillError, UserError
 from services.common.pb import environment_pb2, judge_pb2_grpc, pool_pb2, pool_pb2_grpc
 from services.common.pb import environment_pb2 as pb
@@ -28,7 +27,7 @@ from services.common.security.keys import Peer
 from services.common.telemetry.logs import LogEvent
 from services.common.telemetry.metrics import Lane
 from services.common.text.encodable import encodable
-from services.common.wire import duration_to_proto
+from services.common.wire import duration_to_proto, json_object, read, write
 from services.envgateway.calls import RewardOutcome, RewardResult, SharedCalls
 from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.judge.records import (
@@ -49,8 +48,8 @@ from services.envgateway.sandbox.records import ExecutionLimits, ExecutionReques
 from services.envgateway.sandbox.scheduler import on_behalf_of
 
 _MODE = {judge_pb.ComparisonMode.Value(f"COMPARISON_MODE_{mode.name}"): mode for mode in ComparisonMode}
-codec.DISPLAYED |= {CaseResult, ExecutionResult, JudgeResult}  # texts of programs
-codec.RENAMED |= {
+wire.DISPLAYED |= {CaseResult, ExecutionResult, JudgeResult}  # texts of programs
+wire.RENAMED |= {
     ExecutionLimits: {"processes": "num_processes"},
     ExecutionRequest: {"echo": "print_trailing_expression", "language": ""},
     ExecutionResult: {"tier": "isolation_tier", "stdout": "", "stderr": ""},

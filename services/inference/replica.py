@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import structlog
 
-from services.common import codec
+from services.common import wire
 from services.common.aio import backoff, deadline
 from services.common.errors import (
     AccessError,
@@ -149,7 +149,7 @@ class ReplicaReport:
     device_turn: int = 0  # that it has carried out last
 
 
-codec.RENAMED[ReplicaReport] = {"emission_intervals": ""}  # pairs of numbers
+wire.RENAMED[ReplicaReport] = {"emission_intervals": ""}  # pairs of numbers
 
 
 # --- Records the time intervals in which an engine samples tokens, for the report to the orchestrator.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from services.common import codec
+from services.common import wire
 from services.common.checkpoints import CheckpointGauge
 from services.common.config.data import is_training
 from services.common.pb import account_pb2, run_pb2
@@ -21,8 +21,8 @@ from services.orchestrator.metrics import evaluation_values
 from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.tasks.datasets import TaskSource
 
-codec.RENAMED[EvaluationResult] = {"elapsed_s": ""}
-codec.RENAMED[DatasetScore] = {"items": "", "item_rewards": ""}
+wire.RENAMED[EvaluationResult] = {"elapsed_s": ""}
+wire.RENAMED[DatasetScore] = {"items": "", "item_rewards": ""}
 
 
 def progress(core: OrchestratorCore) -> run_pb2.RunProgress:

@@ -121,7 +121,7 @@ BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
         (
             "services/common/records",
             "services/common/wire",
-            "services/common/codec",
+            "services/common/wire",
             "services/common/kept_tokens",
             "services/common/dataset_rows",
         ),

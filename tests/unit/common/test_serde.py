@@ -15,7 +15,6 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.codec import json_object
 from services.common.errors import InvalidRequestError
 from services.common.pb import account_pb2, pool_pb2, training_pb2, trajectory_pb2, weights_pb2
 from services.common.records import (
@@ -41,6 +40,7 @@ from services.common.records import (
 from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.wire import (
     batch_chunks,
+    json_object,
     read,
     timestamp_to_proto,
     write,

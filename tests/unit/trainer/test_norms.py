@@ -5,7 +5,7 @@ import torch
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from services.trainer.model.norms import rms_norm, speed_up_norms
+from services.trainer.model.policy_model import rms_norm, speed_up_norms
 from tests.unit.trainer.building import tiny_causal_lm
 
 CPU = torch.device("cpu")
