@@ -30,20 +30,12 @@ import asyncio, sys
 from services.inference.workflows.external_agent import run_command
 asyncio.run(run_command([sys.executable, "-c", {program!r}], {{}}, "http://127.0.0.1:9/v1", "s", {{}}))
 """
-GAME_MAKER = """
-import asyncio, pathlib
-from extras.worlds import textworld as maker
-maker._SCRIPT = "{path}.py"
-pathlib.Path(maker._SCRIPT).write_text({program!r})
-asyncio.run(maker.GameMaker(None, 600)._run([], "/tmp"))
-"""
 
 
 @pytest.mark.needs("Linux")
-@pytest.mark.parametrize("starts", [AGENT, GAME_MAKER], ids=["agent", "game maker"])
-def test_a_program_of_a_service_dies_with_a_service_that_is_killed(tmp_path: Path, starts: str) -> None:
+def test_a_program_of_a_service_dies_with_a_service_that_is_killed(tmp_path: Path) -> None:
     told = tmp_path / "pid"
-    code = starts.format(path=str(told), program=PROGRAM.format(path=str(told)))
+    code = AGENT.format(program=PROGRAM.format(path=str(told)))
     with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(REPOSITORY)}) as service:
         wait_until(lambda: told.exists() and told.read_text(), "the program's start")
         pid = int(told.read_text())

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from services.common.errors import ConfigError, ModelMismatchError
 from services.common.text.chat import load_model, named_weights
@@ -113,9 +114,52 @@ def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
         load_policy_model(tmp_path / "nowhere", Ranks.single())
 
 
-def test_names_that_are_converted_are_loaded_whole_and_right(tmp_path: Path) -> None:
-    """A checkpoint has one matrix for each expert, and the model one tensor."""
-    original = tiny_experts()
+@pytest.fixture
+def experts(tmp_path: Path) -> Path:
+    tiny_experts().save_pretrained(tmp_path / "experts")
+    return tmp_path / "experts"
+
+
+def test_experts_are_read_one_by_one_into_the_merged_weights(experts: Path) -> None:
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in load_file(experts / WEIGHTS)
+    assert open_by_shards(experts, torch.float32) is not None
+    loaded, whole = load_policy_model(experts, Ranks.single()), load_model(experts)
+    assert named_weights(loaded.causal_lm).keys() == named_weights(whole).keys()
+    for name, weight in named_weights(loaded.causal_lm).items():
+        assert torch.equal(weight, named_weights(whole)[name]), name
+
+
+def test_a_rank_reads_its_own_experts_and_no_others(experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def second_half(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
+        first = len(weight) // 2
+        return weight[first:], first
+
+    monkeypatch.setattr(policy_model, "local_rows", second_half)
+    opened = open_by_shards(experts, torch.float32)
+    assert opened is not None
+    with torch.no_grad():
+        read = opened.materialize(opened.causal_lm, torch.device("cpu"))
+    whole = named_weights(load_model(experts))
+    for name, weight in named_weights(opened.causal_lm).items():
+        assert torch.equal(second_half(weight)[0], second_half(whole[name])[0]), name
+    assert read == sum(second_half(weight)[0].numel() * 4 for weight in whole.values())
+
+
+def test_an_expert_of_another_size_is_refused(experts: Path) -> None:
+    rewrite(experts, lambda t: t.update({"model.layers.1.mlp.experts.2.down_proj.weight": torch.zeros(16, 9)}))
+    with pytest.raises(
+        ModelMismatchError, match=r"experts\.2\.down_proj\.weight has shape \[16, 9\], the model \[16, 8\]"
+    ):
+        load_policy_model(experts, Ranks.single())
+
+
+def test_names_that_are_converted_in_another_way_are_loaded_whole_and_right(tmp_path: Path) -> None:
+    """Mixtral also renames the block that holds its experts."""
+    torch.manual_seed(0)
+    original = MixtralForCausalLM(MixtralConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    ))  # fmt: skip
     original.save_pretrained(tmp_path)
     assert open_by_shards(tmp_path, torch.float32) is None
     for name, weight in named_weights(load_policy_model(tmp_path, Ranks.single()).causal_lm).items():
@@ -123,17 +167,17 @@ def test_names_that_are_converted_are_loaded_whole_and_right(tmp_path: Path) -> 
 
 
 def test_copies_that_do_not_fit_a_host_are_refused_with_the_figure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    experts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """30B of experts in float32 on eight ranks: 960 GB."""
-    tiny_experts().save_pretrained(tmp_path)
+    rewrite(experts, lambda t: t.update({"extra": torch.zeros(1)}))  # now it takes more than reading
     size = sum(weight.numel() * 4 for weight in named_weights(tiny_experts()).values())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(policy_model, "available_bytes", lambda: 8 * size - 1)
-    with pytest.raises(ConfigError, match=r"names differ .*: 8 ranks on this host need 0\.0 GiB .* Use fewer ranks"):
-        open_by_shards(tmp_path, torch.float32)
+    with pytest.raises(ConfigError, match=r"1 names differ .*: 8 ranks on this host need 0\.0 GiB .* Use fewer ranks"):
+        open_by_shards(experts, torch.float32)
     monkeypatch.setattr(policy_model, "available_bytes", lambda: 8 * size)
-    assert open_by_shards(tmp_path, torch.float32) is None
+    assert open_by_shards(experts, torch.float32) is None
 
 
 def test_a_hub_name_is_found_in_the_cache(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
