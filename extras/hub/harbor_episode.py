@@ -55,6 +55,7 @@ You work in a shell without a network, in the directory {workdir}. To run a comm
 
 and its output comes back; one command in each reply. A reply without a command ends the task."""
 _LATE_S = 3600.0  # of a policy that answers slowly after the agent's time: never the reason of a reward
+_COMMAND_S = 30.0  # of one command; then it is stopped, and the agent is told
 _AGENT_TIME_S = 3600.0  # before the tests; a task's `agent.timeout_sec` may be less
 _MOST_CHARS = 4000  # of its output before the agent; the middle is cut
 _SPARE_S = 5.0  # between the time of a command and that of its turn
@@ -115,7 +116,7 @@ class HarborEpisode:
         if isinstance(command, MalformedCall):
             return StepResult(observation=f"Error: {command.error}", metrics=self._metrics(invalid_commands=1.0))
         self._commands += 1
-        result = await self._process.run(_call("command", command, self._config.command_time_s))
+        result = await self._process.run(_call("command", command, _COMMAND_S))
         if not result.alive:
             return self._ended_by_its_command(result)
         said = (result.stdout + result.stderr).decode(errors="replace").rstrip()
@@ -222,7 +223,7 @@ class HarborEpisode:
 
     def _limits(self) -> LiveConfig:
         config = self._config
-        turn_s = max(config.command_time_s, config.verifier_time_s) + _SPARE_S
+        turn_s = max(_COMMAND_S, config.verifier_time_s) + _SPARE_S
         return LiveConfig.model_construct(
             cell_time_s=turn_s,
             cpu_time_s=config.cpu_time_s,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from extras.hub import harbor_episode
 from extras.hub.harbor import read_task
 from extras.hub.harbor_episode import HarborEpisode
 from services.common.config.envgateway import HarborConfig
@@ -98,11 +99,12 @@ async def test_the_agent_sees_neither_tests_nor_the_machine_and_leaves_nothing_t
     assert done.metrics["commands"] == 4.0
 
 
-async def test_commands_end_at_their_limits_and_the_task_goes_on(play: Play, task: Path) -> None:
+async def test_commands_end_at_their_limits_and_the_task_goes_on(
+    play: Play, task: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harbor_episode, "_COMMAND_S", 1.0)
     told: list[str] = []
-    done = await play(
-        task, "sleep 300", "yes", "exit 3", "true", solution("add-numbers"), told=told, command_time_s=1.0
-    )
+    done = await play(task, "sleep 300", "yes", "exit 3", "true", solution("add-numbers"), told=told)
     assert "stopped after 1 s" in told[0]
     assert "printed too much" in told[1]
     assert told[2:4] == ["(exit code 3)", "(no output)"]

@@ -74,8 +74,6 @@ class CallLimits(Section):
     timeout_s: float | None = Field(default=None, gt=0, le=45)
     """Wall-clock time of one call; left out, the tool's own: 30 s, `sandbox.wall_time_s` for programs,
     `tools.jupyter.cell_time_s` for `jupyter_code`, 20 s at an MCP server."""
-    concurrency: int | None = Field(default=None, ge=1)
-    """Calls that run at once, over all rollouts; left out, the tool's own: 64, `sandbox.num_slots` for `jupyter_code`."""
     max_chars: int = Field(default=256, ge=16)
     """A longer response is cut; a task's `max_response_chars` has precedence."""
 

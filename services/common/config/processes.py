@@ -19,7 +19,8 @@ from services.common.installing import install, missing
 # `model.context_length`.
 
 
-_LOADED_BYTES_PER_S = 1e8  # of a slow disk
+SERVER_START_S = 600.0  # an engine that does not answer after this long, and the time to load its weights, has failed
+LOADED_BYTES_PER_S = 1e8  # of a slow disk
 MASK_TOKENS = 1024  # of a cut distribution, how many tokens a server can list at most; it is started with this
 
 
@@ -35,20 +36,8 @@ class ServersConfig(Section):
     python: str | None = None
     """Interpreter of the environment that holds the engine's package. Variable: ROLLMILL_SGLANG_PYTHON,
     ROLLMILL_VLLM_PYTHON. Left out: that of `make sglang-env` or `make vllm-env` (on a CPU `-cpu-env`), else the service's own."""
-    stage_directory: str | None = None
-    """Where the file of weights lies that the engines read; left out, /dev/shm if the model fits there, else the run directory."""
-    ready_timeout_s: float = Field(default=600.0, gt=0)
-    """An engine that does not answer after this long has failed to load; a second more for each 100 MB of weights."""
     extra_arguments: dict[str, str | int | float | bool] = {}
     """More arguments of the engine, by their names in SGLang's `ServerArgs` or vLLM's `AsyncEngineArgs`."""
-
-    def loading_timeout_s(self, size_bytes: float) -> float:
-        """The longest start of an engine whose weights have that size.
-
-        >>> ServersConfig().loading_timeout_s(16.4e9)
-        764.0
-        """
-        return self.ready_timeout_s + size_bytes / _LOADED_BYTES_PER_S
 
 
 class SglangConfig(ServersConfig):
@@ -174,8 +163,6 @@ class InferenceConfig(Listening, OnNode, OnDevice):
     """Policies that this service serves; empty means all."""
     num_slots: int = Field(default=64, ge=1)
     """Rollouts played at once."""
-    engine_slots: int | None = Field(default=None, ge=1)
-    """Requests generated at once by each engine; left out, as many as `num_slots`."""
     kv_policy: Literal["recompute", "keep"] = "recompute"
     """After a swap: recompute the KV cache (exact) or keep the cache (segments are marked `mixed_cache`)."""
     kv_cache_gib: float = Field(default=8.0, gt=0, allow_inf_nan=False)
@@ -260,9 +247,6 @@ class LaunchConfig(Section):
     restarts: int = Field(default=3, ge=0)
     """Restarts in a row of a process that was killed by a signal or lost a required peer or resource; one
     that has lived for ten minutes begins anew."""
-    fork: bool = True
-    """Fork trainers (of one rank) and replicas on a CPU with one thread from one process that has imported torch: they start,
-    and start again after a kill, without five seconds of importing, and share its memory."""
     stop_grace_s: float = Field(default=20.0, gt=0)
     """A process that does not stop by itself within this is killed."""
     gpu_memory_gib: float = Field(default=80.0, gt=0)

@@ -152,11 +152,10 @@ class ResampleConfig(Section):
     keep: int = Field(ge=2)
     """Rollouts kept of each task group (GRPO-RoC samples 32 and keeps 16). Groups of equal rewards are dropped."""
     positives: Literal["lowest", "weighted"] = "lowest"
-    """Which right ones: those with the lowest penalty, or a draw weighted by the penalty."""
+    """Which right ones: those with the lowest penalty, or a draw weighted by the penalty: the metric `penalty` of a sequence,
+    0 without one."""
     negatives: Literal["first", "uniform"] = "first"
     """Which wrong ones: the first, or drawn."""
-    penalty: str = "penalty"
-    """The metric of a sequence that is its penalty; a sequence without the metric has none."""
 
 
 class OverlongPenaltyConfig(Section):

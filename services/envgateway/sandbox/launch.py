@@ -104,6 +104,8 @@ def _sweep_orphans() -> None:
 
 
 _PACKAGE_PARENT = str(Path(__file__).parent)
+# The kernel enforces the memory limit where cgroups of version 2 are granted; else the supervisor measures processes.
+MEMORY_CGROUP = True
 FORK_SERVER_RUNS = 10_000  # programs after which a fork server is replaced; also after growth by 64 MiB
 _HELLO_TIMEOUT_S = 60.0
 _PREFIX = "rollmill-sandbox-"
@@ -172,7 +174,7 @@ class SupervisorLauncher:
             "profiles": ["scientific"] if self._config.prewarm_scientific else [],
             "fork_server_runs": FORK_SERVER_RUNS,
             "links": WRITABLE,
-            "memory_cgroup": self._config.memory_cgroup,
+            "memory_cgroup": MEMORY_CGROUP,
         }
         boot = f"import sys; sys.path.append({_PACKAGE_PARENT!r}); from bare.supervisor import main; main()"
         # the real interpreter, not a version manager's shim: 150 ms a start

@@ -19,7 +19,7 @@ from services.common.config.envgateway import LiveConfig, SandboxConfig
 from services.common.errors import CapacityError
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.lease import Job, LeaseOwner, RunMessage, SlotLease, SubmittedRun, profile_of
-from services.envgateway.sandbox.records import OPEN_FILES, ExecutionResult
+from services.envgateway.sandbox.records import NUM_FILES, OPEN_FILES, ExecutionResult
 
 _FRAME = struct.Struct("!I")
 _ANSWER_BYTES = 4096  # a frame has a number, an outcome and a name
@@ -211,6 +211,6 @@ def _limits(config: LiveConfig, sandbox: SandboxConfig) -> dict[str, float | int
         "file_bytes": sandbox.file_bytes,
         "open_files": OPEN_FILES,
         "disk_bytes": sandbox.disk_bytes,
-        "num_files": sandbox.num_files,
+        "num_files": NUM_FILES,
         "turn_s": config.cell_time_s,
     }

@@ -86,7 +86,7 @@ def load_tools(paths: Iterable[str]) -> list[AnyTool]:
 
 def _registered(tool: AnyTool, config: ToolConfig) -> RegisteredTool:
     own_s = getattr(tool, "timeout_s", DEFAULT_TIMEOUT_S)
-    concurrency: int = config.concurrency or getattr(tool, "concurrency", None) or DEFAULT_CONCURRENCY
+    concurrency: int = getattr(tool, "concurrency", None) or DEFAULT_CONCURRENCY
     return RegisteredTool(
         tool=tool,
         schema=ArgumentSchema(tool.parameters),

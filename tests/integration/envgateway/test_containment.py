@@ -18,6 +18,7 @@ from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, JudgeRequest, JudgeResult, StdinCase, StdinTests
 from services.envgateway.rewards.registry import CodeReward
+from services.envgateway.sandbox import launch
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.bare.statuses import RunStatus as S
 from services.envgateway.sandbox.pool import SandboxPool
@@ -249,8 +250,9 @@ async def test_memory_that_is_in_no_resident_set_is_reported(pool: SandboxPool) 
 _UNCOUNTED = ("shared", "many-small", "zeros", "memfd", "huge-pages-in-pipes", "first-thread-ends")
 
 
-async def test_without_a_cgroup_unaccounted_memory_is_refused(world: World) -> None:
-    config = CONFIG.model_copy(update={"memory_cgroup": False, "num_slots": 1, "allow_tier_0": os.getuid() != 0})
+async def test_without_a_cgroup_unaccounted_memory_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MEMORY_CGROUP", False)
+    config = CONFIG.model_copy(update={"num_slots": 1, "allow_tier_0": os.getuid() != 0})
     watched = SandboxPool.start_before_threads(config)
     try:
         assert watched.gauges["sandbox_memory_cgroup"] == 0

@@ -50,7 +50,6 @@ def test_a_synchronous_run_on_one_core_per_process_is_accepted() -> None:
         ("policies__model0__trainer__threads", 4, "trainer.threads is 4: write 1"),
         ("policies__other", {"model": {"path": "another/model"}, "trainer": {"port": 0}}, "policies has model0, other"),
         ("inference__a__engine", "sglang", "inference.a.engine is sglang"),
-        ("inference__a__engine_slots", 4, "inference.a.engine_slots is 4: leave it out"),
         ("inference__a__device", "cuda", "inference.a.device is cuda: write cpu"),
         ("inference__a__threads", 2, "inference.a.threads is 2: write 1"),
         ("workflow__name", "actor_verifier", "workflow.name is actor_verifier"),

@@ -61,7 +61,7 @@ def test_every_setting_in_the_table_of_limits_exists() -> None:
         section: object = config
         for part in setting.replace("tools.limits.NAME.", "").split("."):
             if setting.startswith("tools.limits."):
-                assert part in ("concurrency", "timeout_s", "max_chars", "cut")
+                assert part in ("timeout_s", "max_chars", "cut")
             else:
                 section = getattr(section, part)
 

@@ -174,7 +174,8 @@ async def test_a_tool_that_leaves_is_told_and_ends_no_process() -> None:
 
 async def test_concurrency_is_bounded_per_tool_and_a_long_queue_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     tool = Echo()
-    session = _session(tool, echo=ToolConfig(concurrency=2))
+    tool.concurrency = 2
+    session = _session(tool)
     await asyncio.gather(*(session.answer(ToolCall(name="echo", arguments={"text": "x"})) for _ in range(10)))
     assert tool.most_running == 2
     monkeypatch.setattr(session_module, "_QUEUE_S", 0.05)
