@@ -305,25 +305,31 @@ def _with_keys(address: str, connection: socket.socket, who: Identity, peer: Pee
 
 
 def _distrusted(address: str, error: ssl.SSLCertVerificationError, who: Identity, peer: Peer) -> AccessError:
-    now = who.clock()
-    if error.verify_code in (_EXPIRED, _NOT_YET_VALID):
-        begins, ends, role = _validity(address)
-        times = f"{moment(begins)} to {moment(ends)}, and the clock here says {moment(now)}"
-        if error.verify_code == _EXPIRED:
-            return UnauthenticatedError(
-                f"the certificate of {role} at {address} has expired (valid {times}): make new keys with "
-                "`rollmill keys ... --renew` and copy them there",
-                why="expired",
+    from services.common.security.certificates import holder_of
+
+    if error.verify_code in (_EXPIRED, _NOT_YET_VALID, *_WRONG_NAMES):
+        try:
+            with (
+                socket.create_connection(host_and_port(address), PROBE_S) as connection,
+                _anyone().wrap_socket(connection) as talk,
+            ):
+                holder = holder_of(talk.getpeercert(binary_form=True) or b"")
+            files.check_times(
+                f"the certificate at {address}",
+                holder.role,
+                holder.begins_at,
+                holder.ends_at,
+                who.clock(),
+                leeway_s=0.0,
             )
+        except UnauthenticatedError as untimely:
+            return untimely
+        except (OSError, ConfigError):
+            shown = f"a service whose certificate is refused ({error.verify_message})"
+        else:
+            shown = holder.role.value
         return UnauthenticatedError(
-            f"the certificate of {role} at {address} is not valid yet (valid {times}): the clock here is at least "
-            f"{max(0.0, begins - now):.0f} s behind; set it right",
-            why="not_yet_valid",
-        )
-    if error.verify_code in _WRONG_NAMES:
-        _, _, role = _validity(address)
-        return UnauthenticatedError(
-            f"{address} is {role}, not {peer.value}: the address is wrong, or another service answers in its place",
+            f"{address} is {shown}, not {peer.value}: the address is wrong, or another service answers in its place",
             why="peer",
         )
     return UnauthenticatedError(
@@ -344,22 +350,6 @@ def _refused(address: str, said: str, who: Identity) -> AccessError:
         f"{address} refuses {own} ({said}): is it of the same run, and are the clocks of both machines right?",
         why="run",
     )
-
-
-def _validity(address: str) -> tuple[float, float, str]:
-    """The validity and the holder of the certificate at an address; trust is not checked."""
-    from services.common.errors import ConfigError
-    from services.common.security.certificates import holder_of
-
-    try:
-        with (
-            socket.create_connection(host_and_port(address), PROBE_S) as connection,
-            _anyone().wrap_socket(connection) as talk,
-        ):
-            holder = holder_of(talk.getpeercert(binary_form=True) or b"")
-    except (OSError, ConfigError):
-        return 0.0, time.time(), "the service"
-    return holder.begins_at, holder.ends_at, holder.role.value
 
 
 def _anyone() -> ssl.SSLContext:

@@ -223,7 +223,7 @@ def check_times(what: str, role: Role, begins_at: float, ends_at: float, now: fl
     if now > ends_at + leeway_s:
         raise UnauthenticatedError(
             f"{what} of role {role.value} expired at {moment(ends_at)} (the clock here says {moment(now)}): make new "
-            "keys with `rollmill keys ... --renew` and copy them to where this process finds its own",
+            "keys with `rollmill keys ... --renew` and copy them to where the process of this role finds its own",
             why="expired",
             clock=f"{now:.0f}",
         )

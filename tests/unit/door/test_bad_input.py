@@ -261,8 +261,6 @@ def test_a_recipe_names_modules_of_its_own_folder_wherever_it_is_started(
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("inference.a.engine=faulty:NoTokens", r"faulty.py:\d+: the class faulty:NoTokens lacks a method: write `async def tokens"),
-        ("envgateway.environments={a: 'faulty:NoStep'}", r"faulty.py:\d+: the class faulty:NoStep lacks a method: write `def step"),
         ("inference.a={engine: vlm, port: 0}", "no engine 'vlm'; write one of torch, forced, scripted, sglang, vllm, or an import path"),
         ("inference.a={engine: torch, engine_settings: {a: 1}, port: 0}", "engine_settings are for an engine that is named by import path"),
         ("inference.a.engine=faulty:Gone", "faulty has no 'Gone'"),
