@@ -23,21 +23,10 @@ async def test_a_wait_that_runs_out_says_which_and_how_long() -> None:
     assert caught.value.metadata == {"wait": "the batch of step 7"}
 
 
-async def test_a_wait_that_ends_in_time_passes() -> None:
-    async with deadline(30.0, "nothing"):
-        await asyncio.sleep(0)
-
-
 async def test_a_timeout_from_inside_is_not_mistaken_for_the_deadline() -> None:
     with pytest.raises(TimeoutError, match="inner"):
         async with deadline(30.0, "outer"):
             raise TimeoutError("inner")
-
-
-async def test_the_inner_of_two_deadlines_is_named() -> None:
-    with pytest.raises(DeadlineError, match="inner"):
-        async with deadline(30.0, "outer"), deadline(0.01, "inner"):
-            await forever()
 
 
 async def test_cancelling_a_wait_is_not_a_deadline() -> None:
@@ -50,11 +39,6 @@ async def test_cancelling_a_wait_is_not_a_deadline() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-async def test_no_deadline_is_for_waits_that_something_else_bounds() -> None:
-    async with deadline(None, "the stop"):
-        await asyncio.sleep(0)
 
 
 def test_backoff_grows_to_its_bound_with_jitter() -> None:
@@ -93,25 +77,6 @@ async def test_the_first_failure_is_logged_and_told_to_whoever_waits() -> None:
             with pytest.raises(ValueError, match="first"):
                 await tasks.failed()
     assert [event["task"] for event in logs if event["event"] == "task.failed"] == ["sender", "receiver"]
-
-
-async def test_a_failure_before_anybody_waits_is_still_told() -> None:
-    async def fail() -> None:
-        raise OSError("no space left")
-
-    async with TaskOwner() as tasks:
-        tasks.start(fail(), "writer")
-        for _ in range(3):
-            await asyncio.sleep(0)
-        with pytest.raises(OSError, match="no space left"):
-            await tasks.failed()
-
-
-async def test_tasks_that_end_well_are_forgotten() -> None:
-    async with TaskOwner() as tasks:
-        await tasks.start(asyncio.sleep(0), "nap")
-        await asyncio.sleep(0)
-        assert len(tasks) == 0
 
 
 async def test_nothing_starts_after_the_owner_has_closed() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import structlog
 import torch
 
 from services.common.config.base import with_device
 from services.common.errors import ConfigError
-from services.common.system.devices import chosen_device, log_device
+from services.common.system.devices import chosen_device
 
 
 @pytest.mark.parametrize(("built", "told"), [(None, "built without CUDA"), ("12.8", "CUDA_VISIBLE_DEVICES")])
@@ -50,21 +49,3 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_types_follow_from_the_device_as_soon_as_it_is_known(written: object, filled: object) -> None:
     assert with_device(written, {"dtype": "bfloat16"}, {"dtype": "float32"}) == filled
-
-
-def test_a_process_logs_its_device_and_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"H100 as {device}")
-    with structlog.testing.capture_logs() as logs:
-        log_device("cuda:1", "bfloat16")
-        log_device("cpu", "float32")
-        log_device("cuda", "bfloat16", here=False)
-    assert [(each["event"], each["device"], each["name"], each["dtype"]) for each in logs] == [
-        ("device.chosen", "cuda:1", "H100 as cuda:1", "bfloat16"),
-        ("device.chosen", "cpu", "", "float32"),
-        ("device.chosen", "cuda", "", "bfloat16"),
-    ]
-
-
-def test_a_gpu_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert [chosen_device(wanted, "x") for wanted in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
