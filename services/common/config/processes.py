@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from services.common.config.base import HttpService, Listening, OnDevice, OnNode, Port, Section, with_device
+from services.common.config.base import (
+    HttpService,
+    Listening,
+    OnDevice,
+    OnNode,
+    Port,
+    Section,
+    refuse_unread,
+    with_device,
+)
 from services.common.config.training import PolicyConfig
 from services.common.extras import provided
 from services.common.installing import install, missing
@@ -89,16 +98,8 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _rewards_are_used(self) -> RolloutConfig:
-        if self.timeout_reward is not None and self.on_timeout == "as_scored":
-            raise ValueError(
-                f"timeout_reward is {self.timeout_reward:g}, and on_timeout as_scored gives none: leave timeout_reward "
-                "out, or write on_timeout: penalise"
-            )
-        if self.truncation_reward is not None and self.on_truncation != "penalise":
-            raise ValueError(
-                f"truncation_reward is {self.truncation_reward:g}, and on_truncation {self.on_truncation} gives none: leave "
-                "truncation_reward out, or write on_truncation: penalise"
-            )
+        refuse_unread(self, "on_timeout", {"timeout_reward": ("penalise", "mask")})
+        refuse_unread(self, "on_truncation", {"truncation_reward": ("penalise",)})
         return self
 
 

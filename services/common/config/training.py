@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from services.common.config.algorithm import LossConfig, M2po
-from services.common.config.base import Listening, OnDevice, OnPort, Port, Section, with_device
+from services.common.config.base import Listening, OnDevice, OnPort, Port, Section, refuse_unread, with_device
 from services.common.config.data import DatasetConfig, EvaluationConfig
 
 # --- The ``adapter`` section of a policy: LoRA. Plain pydantic, no torch.
@@ -248,17 +248,12 @@ class BatchConfig(Section):
 
     @model_validator(mode="after")
     def _late_settings_fit(self) -> BatchConfig:
-        if self.late != "wait" and self.late_wait_share is not None:
-            raise ValueError(f"late_wait_share belongs to late: wait, and late is {self.late}: leave it out")
+        # with ``drop`` and ``mask`` no token older than ``max_staleness`` is trained
+        refuse_unread(self, "late", {"late_wait_share": ("wait",), "max_token_age": ("keep", "wait")})
         if self.late == "wait" and self.order != "deadline":
             raise ValueError(f"late: wait trains due groups first: set order: deadline, not {self.order}")
         if self.max_token_age is None:
             return self
-        if self.late in ("drop", "mask"):
-            raise ValueError(
-                f"max_token_age is {self.max_token_age}, and late: {self.late} lets no token older than max_staleness "
-                f"{self.max_staleness} be trained: leave max_token_age out"
-            )
         if self.max_token_age < self.max_staleness:
             raise ValueError(
                 f"max_token_age ({self.max_token_age}) is below max_staleness ({self.max_staleness}): rollouts that are "

@@ -75,7 +75,7 @@ MIXTURES = [
           {TRAIN: [GOOD_SOURCE, {**OTHER, "advantage_scale": 2}], "policies.model0.algorithm": {"kl_reward_coefficient": 0.1}}, OTHER_FILE),
     Wrong("band upside down", ("pass_rate is [0.9, 0.1]", "lower share first"), {"data.curation": "pass_rate", "data.pass_rate": [0.9, 0.1]}),
     Wrong("band in percent", ("pass_rate is [5, 95]", "from 0 to 1"), {"data.curation": "pass_rate", "data.pass_rate": [5, 95]}),
-    Wrong("band without its curation", ("pass_rate is", "curation accept_all does not read it", "pass_rate"), {"data.pass_rate": [0.2, 0.8]}),
+    Wrong("band without its curation", ("pass_rate is", "curation: accept_all does not read it", "pass_rate"), {"data.pass_rate": [0.2, 0.8]}),
     Wrong("hold out more than there is", ("data.evaluation.h", "12 rows", "hold_out 50 leaves none"),
           {"data.evaluation": {"h": {**GOOD_SOURCE, "hold_out": 50}}}),
     Wrong("hold out every row", ("data.train.hold_out", "greater than or equal to 2"), {f"{TRAIN}.hold_out": 1}),

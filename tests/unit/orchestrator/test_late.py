@@ -366,7 +366,7 @@ async def test_sampled_tokens_that_reached_no_record_can_be_counted(worlds: Call
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"late": "keep", "late_wait_share": 0.5}, "late_wait_share belongs to late: wait, and late is keep"),
+        ({"late": "keep", "late_wait_share": 0.5}, "late_wait_share is 0.5, and late: keep does not read it"),
         ({"late": "wait", "order": "fifo"}, "late: wait trains due groups first: set order: deadline, not fifo"),
         ({"late": "drop", "max_token_age": 9}, "max_token_age is 9, and late: drop"),
         ({"late": "mask", "max_token_age": 9}, "max_token_age is 9, and late: mask"),
