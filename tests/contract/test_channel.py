@@ -14,35 +14,17 @@ from structlog.testing import LogCapture, capture_logs
 
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError, WeightsStaleError
 from services.common.pb import (
-    environment_pb2,
-    judge_pb2,
     pool_pb2,
     pool_pb2_grpc,
-    run_pb2,
-    status_pb2,
-    training_pb2,
-    weights_pb2,
 )
 from services.common.rpc import run_client
-from services.common.rpc.client import DEADLINES, call_metadata, channel, translated_errors
+from services.common.rpc.client import call_metadata, channel, translated_errors
 from services.common.rpc.run_client import fetch_run
 from services.common.rpc.server import Server
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import RunServicer, get_run, make_server, watch
 from tests.ports import free_port
 from tests.waiting import until
-
-FILES = [environment_pb2, judge_pb2, pool_pb2, run_pb2, status_pb2, training_pb2, weights_pb2]
-METHODS = {
-    method.name: service.full_name
-    for file in FILES
-    for service in file.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-}
-
-
-def test_every_call_has_a_deadline_in_the_table() -> None:
-    assert set(DEADLINES) == set(METHODS)
 
 
 async def test_unavailable_is_retried_up_to_four_attempts(served: Served) -> None:

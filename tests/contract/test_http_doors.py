@@ -13,8 +13,6 @@ from typing import Any
 
 import grpc
 import pytest
-import zmq
-import zmq.asyncio
 from aiohttp import web
 from structlog.testing import capture_logs
 
@@ -450,25 +448,6 @@ async def test_requests_of_http_1_do_nothing_at_a_grpc_port() -> None:
         assert not server._stop_requested.is_set()
     finally:
         await server.stop(grace_s=1.0)
-
-
-async def test_requests_of_http_reach_nobody_behind_a_zeromq_port() -> None:
-    context = zmq.asyncio.Context()
-    router = context.socket(zmq.ROUTER)
-    router.linger = 0
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-    try:
-        for head in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 64\r\n\r\n"):
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(head + b"\xff" + bytes(8) + b"\x7f\x03" + bytes(53))
-            await writer.drain()
-            assert not await router.poll(200)
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
-    finally:
-        router.close(0)
-        context.term()
 
 
 async def test_the_endpoint_refuses_in_the_words_of_its_clients() -> None:

@@ -612,7 +612,7 @@ def _obstacle(place: str) -> tuple[str, bool]:
         return f"no answer from {host} at port {port}", True
     except OSError as error:
         return f"{host} cannot be reached: {error.strerror}", True
-    refusal = handshake.refusal_now(place, identity.current(), Peer.ORCHESTRATOR)
+    refusal = handshake.refusal(place, identity.current(), Peer.ORCHESTRATOR)
     if refusal is not None:
         raise refusal
     return f"a server answers at {place}, but no orchestrator that is ready", False

@@ -350,6 +350,9 @@ def check_placement(
     inference: Mapping[str, InferenceConfig], policies: Mapping[str, PolicyConfig], placement: Placement
 ) -> None:
     """Raise ``ValueError`` that names the key and the value to write."""
+    for claim in gpu_claims(inference, policies):
+        if len(set(claim.gpus)) != len(claim.gpus):
+            raise ValueError(f"{claim.where} {list(claim.gpus)} names a GPU twice")
     for name, service in inference.items():
         _check_service(f"inference.{name}", service, service.policies or list(policies))
     for name, policy in policies.items():
@@ -394,8 +397,6 @@ def _check_service(where: str, service: InferenceConfig, served: Sequence[str]) 
             )
     if service.engines and (missing := [policy for policy in served if policy not in service.engines]):
         raise ValueError(f"{where}.engines leaves out {', '.join(missing)}: write how many engines each policy gets")
-    if len(set(service.gpus)) != len(service.gpus):
-        raise ValueError(f"{where}.gpus {service.gpus} names a GPU twice")
     if service.servers is None:
         _check_embedded(where, service)
         return
@@ -442,8 +443,6 @@ def _check_trainer(where: str, policy: PolicyConfig) -> None:
     _check_nodes(where, policy)
     if not trainer.gpus:
         return
-    if len(set(trainer.gpus)) != len(trainer.gpus):
-        raise ValueError(f"{where}.gpus {trainer.gpus} names a GPU twice")
     if trainer.device == "cpu":
         raise ValueError(f"{where}.gpus is {trainer.gpus}, but {where}.device is cpu: leave one of them out")
     held = len(trainer.gpus) * len(trainer.nodes)

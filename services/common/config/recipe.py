@@ -207,18 +207,13 @@ def check_batches(trained_policies: dict[str, PolicyConfig], rollout: RolloutCon
                 f"policies.{name}.batch.minibatches ({policy.batch.minibatches}) exceeds batch.size "
                 f"({policy.batch.size}): a minibatch needs at least one sequence"
             )
-        resample = policy.batch.resample
-        if resample is not None and resample.keep > rollout.group_size:
-            raise ValueError(
-                f"policies.{name}.batch.resample.keep ({resample.keep}) exceeds rollout.group_size "
-                f"({rollout.group_size}): there is nothing to leave out"
-            )
-        pass_k = policy.algorithm.pass_k
-        if pass_k is not None and pass_k > rollout.group_size:
-            raise ValueError(
-                f"policies.{name}.algorithm.pass_k ({pass_k}) exceeds rollout.group_size ({rollout.group_size}): no group "
-                "has as many rollouts"
-            )
+        keep = None if policy.batch.resample is None else policy.batch.resample.keep
+        for key, number in (("batch.resample.keep", keep), ("algorithm.pass_k", policy.algorithm.pass_k)):
+            if number is not None and number > rollout.group_size:
+                raise ValueError(
+                    f"policies.{name}.{key} ({number}) exceeds rollout.group_size ({rollout.group_size}): no group has as "
+                    "many rollouts"
+                )
         for key, reward in (
             ("timeout_reward", rollout.timeout_reward), ("truncation_reward", rollout.truncation_reward),
         ):  # fmt: skip

@@ -8,7 +8,6 @@ Renewed files are read again automatically, so keys are rotated without a restar
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import ssl
@@ -230,16 +229,11 @@ _EXPIRED, _NOT_YET_VALID = 10, 9  # X509_V_ERR_CERT_...
 _WRONG_NAMES = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
 
 
-async def refusal(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) -> AccessError | None:
+def refusal(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) -> AccessError | None:
     """The error of keys between this process and ``HOST:PORT``; None if keys are not the reason.
 
-    Takes a few seconds at most.
+    Blocks for a few seconds at most.
     """
-    return await asyncio.to_thread(refusal_now, address, who, peer)
-
-
-def refusal_now(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) -> AccessError | None:
-    """The same, for callers without an event loop."""
     for remaining in reversed(range(_CLOSED_TIMES)):
         try:
             with socket.create_connection(host_and_port(address), PROBE_S) as connection:

@@ -42,7 +42,10 @@ def test_a_name_chooses_its_settings_class(name: str) -> None:
         (("loss_aggregation=constant",), ("algorithm: loss_aggregation: constant needs constant_denominator",)),
         (("loss_aggregation=sum",), ("algorithm: loss_aggregation: sum needs constant_denominator",)),
         (("rejection=[{level: token}]",), ("algorithm.rejection.0: write lower, upper or both",)),
-        (("rejection=[{criterion: k3, lower: .1}]",), ("algorithm.rejection.0: lower is 0.1, and criterion: k3 does not read it",)),
+        (
+            ("rejection=[{criterion: k3, lower: .1}]",),
+            ("algorithm.rejection.0: lower is 0.1, and criterion: k3 does not read it",),
+        ),
         (("rejection=[{lower: 2, upper: .5}]",), ("rejection.0: lower (2.0) must be below upper (0.5)",)),
         (("rejection=[{reduce: sum, upper: 2}]",), ("rejection.0: reduce is sum, and level: token does not read it",)),
         (

@@ -39,7 +39,10 @@ def head_of(step: TrainStep) -> dict[str, torch.Tensor]:
         ({"advantage": "gae"}, "needs a value head"),
         ({"advantage": "grpo", "value_head": {}}, "value_head is set, and advantage: grpo does not read it"),
         ({"gae_lambda": 0.9}, "gae_lambda is 0.9, and advantage: grpo does not read it"),
-        ({"gamma": 0.9}, "gamma is 0.9, and advantage: grpo does not read it: leave gamma out, or write advantage: gae or reinforce"),
+        (
+            {"gamma": 0.9},
+            "gamma is 0.9, and advantage: grpo does not read it: leave gamma out, or write advantage: gae or reinforce",
+        ),
         ({"advantage": "max_rl", "reward_scale": 2.0}, "max_rl needs rewards from 0 to 1: leave reward_bias"),
     ],
 )
