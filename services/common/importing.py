@@ -356,14 +356,13 @@ PUBLIC: dict[str, str] = {
     "InfrastructureError": "services.common.errors:InfrastructureError",
     "InvalidRequestError": "services.common.errors:InvalidRequestError",
 }
-_OTHER_NAMES = {"UserEnvironment": "Environment", "truth_in": "answer_of", "boxed_match": "last_boxed"}
 
 
 def new_name(path: str) -> str:
-    """The public name for ``services.some.module:name``, or None."""
+    """What to write instead of ``services.some.module:name``."""
     name = path.partition(":")[2].partition(".")[0]
     same = next((public for public, where in PUBLIC.items() if where == path), None)
-    public = same or (name if name in PUBLIC else _OTHER_NAMES.get(name))
+    public = same or (name if name in PUBLIC else None)
     if public:
         return f"write rollmill:{public}"
     return (

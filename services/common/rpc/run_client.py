@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import grpc
 import structlog
 
 from services.common.aio import backoff, deadline

@@ -214,7 +214,7 @@ workflow:
     ("path", "told"),
     [
         ("services.inference.workflows.base:Outcome", "write rollmill:Outcome"),
-        ("services.envgateway.rewards.math:boxed_match", "write rollmill:last_boxed"),
+        ("services.common.dataset_rows:truth_in", "write rollmill:answer_of"),
         ("services.envgateway.rewards.registry:MathReward", "go by their plain names, such as tool_use"),
     ],
 )
