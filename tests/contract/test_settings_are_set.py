@@ -103,6 +103,8 @@ def _of_text(text: str) -> Iterator[tuple[str, str, Any]]:
     """(section, key, value) of YAML and of dotted paths; the section is empty where it is not known."""
     above: list[tuple[int, str]] = []
     for line in text.splitlines():
+        if ":" not in line and "=" not in line:
+            continue
         for path, value in _DOTTED.findall(line):
             parts = path.split(".")
             if value:

@@ -76,27 +76,23 @@ def check_adapters(policies: dict[str, PolicyConfig], inference: dict[str, Infer
     """Check that every engine that serves a policy with an adapter can serve one. Raises ``ValueError``."""
     for name, service in inference.items():
         for policy in service.policies or policies:
-            if policies[policy].adapter is not None and service.engine not in ENGINES_WITH_ADAPTERS:
+            if policies[policy].adapter is None:
+                continue
+            if service.engine not in ENGINES_WITH_ADAPTERS:
                 raise ValueError(
                     f"policies.{policy}.adapter is set, and the engine of inference.{name} is {service.engine!r}, which "
                     f"serves no adapters: write inference.{name}.engine {' or '.join(ENGINES_WITH_ADAPTERS[:2])}, or leave "
                     "adapter out"
                 )
-            if policies[policy].adapter is not None and service.engine == "sglang":
-                _check_adapter_on_sglang(policy, name, service)
-
-
-def _check_adapter_on_sglang(policy: str, name: str, service: InferenceConfig) -> None:
-    if service.kv_policy == "keep":
-        raise ValueError(
-            f"inference.{name}.kv_policy is keep, and policies.{policy}.adapter is set: SGLang keeps no cache across "
-            "adapters: write recompute"
-        )
-    if service.sglang.update != "disk":
-        raise ValueError(
-            f"inference.{name}.sglang.update is {service.sglang.update}, and policies.{policy}.adapter is set: SGLang reads "
-            "adapters from files: write disk"
-        )
+            # SGLang keeps no cache across adapters, and reads them from files.
+            for key, value, wanted in (
+                ("kv_policy", service.kv_policy, "recompute"), ("sglang.update", service.sglang.update, "disk"),
+            ):  # fmt: skip
+                if service.engine == "sglang" and value != wanted:
+                    raise ValueError(
+                        f"inference.{name}.{key} is {value}, and policies.{policy}.adapter is set, which SGLang cannot serve so: "
+                        f"write {wanted}"
+                    )
 
 
 def check_teachers(

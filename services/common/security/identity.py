@@ -89,39 +89,22 @@ class Identity:
         try:
             holder = holder_of(loaded.certificate)
         except ConfigError as error:
-            raise ConfigError(
-                f"{self.folder / files.CERTIFICATE}: {error.message}; copy the whole directory of the role"
-            ) from None
+            raise self._unusable(files.CERTIFICATE, error.message) from None
         if not is_pair(loaded.certificate, loaded.key):
-            raise ConfigError(
-                f"{self.folder / files.KEY} is not the key of {self.folder / files.CERTIFICATE}: copy the whole directory "
-                "of the role, or make the keys anew"
-            )
+            raise self._unusable(files.KEY, f"it is not the key of {files.CERTIFICATE} beside it")
         if not is_certificate(loaded.ca):
-            raise ConfigError(
-                f"{self.folder / files.CA} is no certificate, or a part of one: copy the whole directory of the role"
-            )
-        self._check_token(loaded, holder)
-        return loaded, holder
-
-    def _check_token(self, loaded: Bundle, holder: Holder) -> None:
-        """Check that the token is valid in form, of this run, and signed by the key beside it; its times are checked at
-        use."""
+            raise self._unusable(files.CA, "it is no certificate, or a part of one")
         from services.common.security import tokens
 
-        try:
-            issued_at = tokens.read(loaded.token).issued_at
+        try:  # of this run, and signed by the key beside it; its times are checked at use
+            tokens.check(loaded.token, loaded.token_public, holder.run, tokens.read(loaded.token).issued_at)
         except UnauthenticatedError:
-            raise ConfigError(
-                f"{self.folder / files.TOKEN} is no run token: copy the whole directory of the role"
-            ) from None
-        try:
-            tokens.check(loaded.token, loaded.token_public, holder.run, issued_at)
-        except UnauthenticatedError:
-            raise ConfigError(
-                f"{self.folder / files.TOKEN} does not fit {files.TOKEN_PUBLIC} and {files.CERTIFICATE} beside it: copy the "
-                "whole directory of the role"
-            ) from None
+            why = f"it is no run token, or does not fit {files.TOKEN_PUBLIC} and {files.CERTIFICATE} beside it"
+            raise self._unusable(files.TOKEN, why) from None
+        return loaded, holder
+
+    def _unusable(self, name: str, why: str) -> ConfigError:
+        return ConfigError(f"{self.folder / name}: {why}: copy the whole directory of the role, or make the keys anew")
 
     def _stamp(self) -> tuple[tuple[int, int], ...]:
         try:
