@@ -257,12 +257,13 @@ def grown_old(path: Path) -> Identity:
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-async def test_a_handshake_that_fails_is_explained(tmp_path: Path, case: str) -> None:
+async def test_a_handshake_that_fails_is_explained(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_BETWEEN_S", 0.1)
     answers, calls, peer, message = REFUSALS[case](tmp_path)
     async with serving(answers) as (servicer, server):
         async with dial(server.address, calls, peer) as connection:
             with pytest.raises(grpc.aio.AioRpcError):
-                await get_run(connection, timeout_s=1.0)
+                await get_run(connection, timeout_s=0.3)
         found = await asyncio.to_thread(handshake.refusal, server.address, calls, peer)
         assert found is not None
         with pytest.raises(AccessError, match=message):

@@ -47,7 +47,7 @@ def made_by(target: str) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.needs("package index")
-@pytest.mark.parametrize("python", ["3.11", "3.13"])
+@pytest.mark.parametrize("python", ["3.11"])
 @pytest.mark.parametrize("engine", LOCKS)
 def test_what_make_installs_for_gpus_resolves_to_its_pins_alone(engine: str, python: str) -> None:
     (command,) = (words for words in made_by(f"{engine}-env") if "install" in words)
@@ -62,7 +62,7 @@ def test_what_make_installs_for_gpus_resolves_to_its_pins_alone(engine: str, pyt
 
 @pytest.mark.slow
 @pytest.mark.needs("package index")
-@pytest.mark.parametrize("engine", LOCKS)
+@pytest.mark.parametrize("engine", ["sglang"])
 def test_what_skypilot_installs_in_a_checkout_resolves(engine: str, tmp_path: Path) -> None:
     settings = [f"inference.a.engine={engine}", "inference.a.device=auto"]
     deploy(REPOSITORY / "recipes" / "quickstart", "skypilot", tmp_path, settings, None, "L4")
