@@ -50,6 +50,9 @@ class Offer:
     schema: ArgumentSchema
 
 
+_CONCURRENCY = 64  # calls of one server that run at once, over all rollouts
+
+
 class McpServer:
     """One server of the recipe. Nothing is started before the first trajectory that uses it."""
 
@@ -58,7 +61,7 @@ class McpServer:
         self.where = f"envgateway.mcp.{name}"
         self.config = config
         self.counts: Counter[str] = Counter()
-        self.running = asyncio.Semaphore(config.concurrency)
+        self.running = asyncio.Semaphore(_CONCURRENCY)
         self._offers: dict[str, Offer] = {}
         self._listed: Sequence[Any] | None = None
         self._shared: Connection | None = None

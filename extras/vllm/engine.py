@@ -255,7 +255,7 @@ def server_commands(
     settings = config.vllm
     parallel = settings.tensor_parallel
     ranks = own_ranks("vLLM", number, parallel, gpus)
-    most_running = settings.max_running_requests or config.engine_slots or config.num_slots
+    most_running = settings.max_running_requests or config.num_slots
     most_kept = min(MASK_TOKENS, int(model_config.get("vocab_size", MASK_TOKENS)))
     arguments: dict[str, Argument] = {
         "model": model_path,

@@ -50,7 +50,7 @@ from services.common.pb import account_pb2, run_pb2, run_pb2_grpc
 from services.common.records import FAILURES_PREFIX, RefusalReason, RunCount, counter_of
 from services.common.rpc.client import from_call, sync_channel
 from services.common.security import identity
-from services.common.security.identity import refusal_now
+from services.common.security.identity import refusal
 from services.common.security.keys import VARIABLE, Peer
 from services.common.system.machine import RESERVE_BYTES
 from services.common.telemetry import accounts as components
@@ -114,7 +114,7 @@ class OrchestratorClient:
             return told
         code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
         is_silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-        if is_silent and (refused := refusal_now(address, identity.current(), Peer.ORCHESTRATOR)) is not None:
+        if is_silent and (refused := refusal(address, identity.current(), Peer.ORCHESTRATOR)) is not None:
             return refused
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return InfrastructureError(f"{address} did not answer within {CALL_DEADLINE_S:g} s")

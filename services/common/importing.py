@@ -14,7 +14,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -206,55 +205,6 @@ def check_can_be_loaded(path: str) -> None:
     Raises:
         ConfigError: as ``load_object``.
     """
-    definition_of(path)
-
-
-@dataclass(frozen=True, slots=True)
-class Definition:
-    """A function or class as written in its file."""
-
-    file: str
-    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
-    def check_function(self, path: str, num_arguments: int, wanted: str) -> None:
-        """Raises ``ConfigError`` for a function that cannot be called with so many positional arguments; ``wanted`` is the
-        line to write."""
-        if isinstance(self.node, ast.ClassDef):
-            return
-        parameters = self.node.args
-        most = len(parameters.posonlyargs) + len(parameters.args)
-        least = most - len(parameters.defaults)
-        needs_more = any(default is None for default in parameters.kw_defaults)
-        if least > num_arguments or (most < num_arguments and parameters.vararg is None) or needs_more:
-            raise ConfigError(
-                f"{self.file}:{self.node.lineno}: {path} is `def {self.node.name}({ast.unparse(parameters)})`, which cannot be "
-                f"called with {num_arguments} arguments: write `{wanted}`"
-            )
-
-    def check_class(self, path: str, bases: Sequence[str], methods: Mapping[str, str]) -> None:
-        """Raises ``ConfigError`` for a class that lacks one of the methods, and whose bases are ``object`` or among ``bases``,
-        which lack them too; ``methods`` maps names to the lines to write."""
-        if not isinstance(self.node, ast.ClassDef) or not {ast.unparse(base) for base in self.node.bases} <= {
-            *bases,
-            "object",
-        }:
-            return
-        names = _names_of(self.node)
-        missing = [wanted for name, wanted in methods.items() if name not in names]
-        if missing and "*" not in names:
-            raise ConfigError(
-                f"{self.file}:{self.node.lineno}: the class {path} lacks {'a method' if len(missing) == 1 else 'methods'}: "
-                f"write {', '.join(f'`{wanted}`' for wanted in missing)}"
-            )
-
-
-def definition_of(path: str) -> Definition | None:
-    """The definition that ``package.module:name`` has in its file, which is read and not run; None where the name is bound in
-    another way.
-
-    Raises:
-        ConfigError: as ``load_object``.
-    """
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name:
         raise ConfigError(f"{path!r} is no import path; write it as package.module:name")
@@ -268,7 +218,7 @@ def definition_of(path: str) -> Definition | None:
             raise ConfigError(f"{path}: there is no module {part!r}; {_where_looked()}{_hidden(module_name)}")
     assert spec is not None
     if spec.origin is None or not spec.origin.endswith(".py"):
-        return None
+        return
     try:
         tree = ast.parse(Path(spec.origin).read_bytes())
     except SyntaxError as error:
@@ -282,8 +232,6 @@ def definition_of(path: str) -> Definition | None:
         raise ConfigError(
             f"{spec.origin}: {path}: {module_name} has no {first!r}; it has {known or 'no public names'}{_hidden(module_name)}"
         )
-    found = names.get(name)
-    return None if found is None else Definition(spec.origin, found)
 
 
 def _file_of(module: Any) -> str:
@@ -341,20 +289,19 @@ def _hidden(module_name: str) -> str:
     return ""
 
 
-def _names_of(tree: ast.AST) -> dict[str, Any]:
-    """The names that a module binds outside its functions and classes, each with its definition, if any; ``*`` where an
-    import hides the names."""
-    names: dict[str, Any] = {}
+def _names_of(tree: ast.AST) -> set[str]:
+    """The names that a module binds outside its functions and classes; ``*`` where an import hides the names."""
+    names: set[str] = set()
     pending: list[ast.AST] = list(ast.iter_child_nodes(tree))
     while pending:
         node = pending.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names[node.name] = node
+            names.add(node.name)
             continue
         if isinstance(node, ast.alias):
-            names.setdefault((node.asname or node.name).split(".")[0], None)
+            names.add((node.asname or node.name).split(".")[0])
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.setdefault(node.id, None)
+            names.add(node.id)
         pending.extend(ast.iter_child_nodes(node))
     return names
 
@@ -409,14 +356,13 @@ PUBLIC: dict[str, str] = {
     "InfrastructureError": "services.common.errors:InfrastructureError",
     "InvalidRequestError": "services.common.errors:InvalidRequestError",
 }
-_OTHER_NAMES = {"UserEnvironment": "Environment", "truth_in": "answer_of", "boxed_match": "last_boxed"}
 
 
 def new_name(path: str) -> str:
-    """The public name for ``services.some.module:name``, or None."""
+    """What to write instead of ``services.some.module:name``."""
     name = path.partition(":")[2].partition(".")[0]
     same = next((public for public, where in PUBLIC.items() if where == path), None)
-    public = same or (name if name in PUBLIC else _OTHER_NAMES.get(name))
+    public = same or (name if name in PUBLIC else None)
     if public:
         return f"write rollmill:{public}"
     return (

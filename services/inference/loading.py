@@ -170,7 +170,7 @@ def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, 
     script = config.scripted
     engine = ScriptedEngine(
         script.script or RandomTokens(vocab_size=256, median_length=64.0),
-        num_slots=config.engine_slots or config.num_slots,
+        num_slots=config.num_slots,
         context_length=settings.recipe.policies[policy].model.context_length,
         tokens_per_second=script.tokens_per_s,
         latency_s=script.latency_s,
@@ -202,7 +202,7 @@ def _load_by_path(policy: str, settings: RunSettings, config: InferenceConfig, o
     setup = EngineSetup(
         policy=policy,
         context_length=section.model.context_length,
-        num_slots=config.engine_slots or config.num_slots,
+        num_slots=config.num_slots,
         device=config.device,
         dtype=config.dtype,
         settings=config.engine_settings,
@@ -244,7 +244,7 @@ def _load_torch(
     kind = TorchEngine if script is None else ReplayEngine
     engine = kind(
         model,
-        num_slots=1 if settings.recipe.run.deterministic else config.engine_slots or config.num_slots,
+        num_slots=1 if settings.recipe.run.deterministic else config.num_slots,
         context_length=context_length,
         kv_policy=KvPolicy(config.kv_policy),
         device=config.device,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,17 +14,11 @@ from structlog.testing import LogCapture, capture_logs
 
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError, WeightsStaleError
 from services.common.pb import (
-    environment_pb2,
-    judge_pb2,
     pool_pb2,
     pool_pb2_grpc,
-    run_pb2,
-    status_pb2,
-    training_pb2,
-    weights_pb2,
 )
 from services.common.rpc import run_client
-from services.common.rpc.client import DEADLINES, RETRIED, call_metadata, channel, translated_errors
+from services.common.rpc.client import call_metadata, channel, translated_errors
 from services.common.rpc.run_client import fetch_run
 from services.common.rpc.server import Server
 from tests.contract.conftest import Served
@@ -34,69 +26,12 @@ from tests.contract.run_servicer import RunServicer, get_run, make_server, watch
 from tests.ports import free_port
 from tests.waiting import until
 
-FILES = [environment_pb2, judge_pb2, pool_pb2, run_pb2, status_pb2, training_pb2, weights_pb2]
-METHODS = {
-    method.name: service.full_name
-    for file in FILES
-    for service in file.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-}
-RPC = re.compile(r"((?:^ *//.*\n)+) *rpc (\w+)\(", re.MULTILINE)
-
-
-def told_deadlines(repository: Path) -> dict[str, float | None]:
-    """Deadlines that the comments of the protos promise."""
-    told: dict[str, float | None] = {}
-    for file in sorted((repository / "protos" / "rollmill" / "v1").glob("*.proto")):
-        for comment, name in RPC.findall(file.read_text()):
-            text = " ".join(line.strip(" /") for line in comment.splitlines())
-            if found := re.search(r"[Dd]eadline (\d+) s", text):
-                told[name] = float(found.group(1))
-            elif "No deadline" in text:
-                told[name] = None
-    return told
-
-
-def test_every_call_has_a_deadline_in_the_table() -> None:
-    assert set(DEADLINES) == set(METHODS)
-
-
-def test_the_table_is_what_the_protos_promise(repository: Path) -> None:
-    told = told_deadlines(repository)
-    assert len(told) >= 15
-    assert {name: DEADLINES[name] for name in told} == told
-
-
-def test_the_retried_calls_exist() -> None:
-    named = {method: service for service, methods in RETRIED.items() for method in methods}
-    assert named == {method: METHODS[method] for method in named}
-
-
-def test_no_stream_is_retried_by_the_channel() -> None:
-    streams = {
-        method.name
-        for file in FILES
-        for service in file.DESCRIPTOR.services_by_name.values()
-        for method in service.methods
-        if method.client_streaming or method.server_streaming
-    }
-    assert streams
-    assert not streams & {method for methods in RETRIED.values() for method in methods}
-
 
 async def test_unavailable_is_retried_up_to_four_attempts(served: Served) -> None:
     served.servicer.failure = lambda: InfrastructureError("starting")
     with pytest.raises(InfrastructureError, match="starting"), translated_errors("orchestrator"):
         await get_run(served.connection, timeout_s=30.0)
     assert served.servicer.num_calls == 4
-
-
-async def test_a_call_succeeds_when_the_peer_recovers(served: Served) -> None:
-    served.servicer.failure = lambda: InfrastructureError("starting")
-    call = asyncio.ensure_future(get_run(served.connection, timeout_s=30.0))
-    await until(lambda: served.servicer.num_calls >= 2)
-    served.servicer.failure = None
-    assert (await call).run_id == "r1"
 
 
 async def test_other_errors_are_not_retried(served: Served) -> None:

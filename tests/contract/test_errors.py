@@ -15,7 +15,7 @@ from services.common.pb import errors_pb2
 from services.common.rpc.client import CLASS_OF_REASON, channel, from_call, translated_errors
 from services.common.telemetry.logs import LogEvent
 from tests.contract.conftest import Served
-from tests.contract.run_servicer import get_run, number_of, watch
+from tests.contract.run_servicer import get_run, watch
 from tests.ports import free_port
 
 
@@ -52,15 +52,6 @@ async def test_every_error_arrives_as_the_class_that_was_raised(served: Served, 
     assert caught.value.message == "what happened: 7 of 8 – full"
     assert caught.value.metadata == {"policy": "model0"}
     assert caught.value.retry_after_s == 1.5
-
-
-async def test_messages_sent_before_a_failure_arrive(served: Served) -> None:
-    served.servicer.failure = lambda: NotFoundError("gone")
-    served.servicer.release.set()
-    call = watch(served.connection)
-    assert [number_of(await call.read()) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(NotFoundError, match="gone"), translated_errors("orchestrator"):
-        await call.read()
 
 
 async def test_the_wire_has_one_error_info_of_our_domain_and_retry_info(served: Served) -> None:
@@ -116,16 +107,6 @@ async def test_nobody_listening_is_an_infrastructure_error_that_names_the_peer()
             translated_errors("the orchestrator"),
         ):
             await watch(connection).read()
-
-
-async def test_a_client_that_leaves_ends_the_stream_without_an_error(served: Served) -> None:
-    with capture_logs() as logs:
-        call = watch(served.connection)
-        await call.read()
-        call.cancel()
-        await served.servicer.ended.wait()
-        await get_run(served.connection)
-    assert [event["event"] for event in logs if event["log_level"] in ("error", "warning")] == []
 
 
 async def test_a_client_that_leaves_while_the_server_writes_is_no_error_and_ends_the_stream_at_once(

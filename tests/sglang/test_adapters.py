@@ -42,7 +42,7 @@ async def test_the_engine_serves_each_version_of_an_adapter_with_its_log_probabi
     oracles = [merged(model, version(model, number)) for number in range(3)]
     identity = identity_of(model, CONFIG, "")
     engine = server_engine(
-        "sglang", tmp_path / "model", version(model, 0), tmp_path, adapter=identity, dtype="float32", engine_slots=4
+        "sglang", tmp_path / "model", version(model, 0), tmp_path, adapter=identity, dtype="float32", num_slots=4
     )
     await engine.start()
     try:

@@ -32,7 +32,6 @@ CALLED_BY_LIBRARIES = {
 SEEN_BY_TESTS = {
     "LOSS_CLASSES", "boxed_integer", "from_offsets", "host_arrays", "num_transfers",
 }  # fmt: skip
-KEPT_ALIVE = {"_own_modules", "_kept"}  # objects that must not be freed
 CHECKS = REPOSITORY / "services" / "cli" / "check"
 READ_BY_CHECKS = {"gpu_memory_gib"}  # settings that no running process needs
 FOR_USERS = {"converse", "respond"}  # part of the users' API; their callers are outside this repository
@@ -96,24 +95,6 @@ def test_every_name_of_services_is_used() -> None:
         if not uses()[name] and name not in allowed and not name.startswith("__")
     }
     assert unused == set(), "delete them, or say in this file who calls them"
-
-
-def test_the_names_that_only_tests_use_are_still_there_and_still_unused() -> None:
-    defined = {name for path, tree in trees().items() if "services" in path.parts for name in definitions(tree)}
-    assert SEEN_BY_TESTS - defined == set()
-    assert {name for name in SEEN_BY_TESTS if uses()[name]} == set()
-
-
-def test_every_private_attribute_is_read_in_its_file() -> None:
-    """An underscore says that no other file reads it."""
-    unread = []
-    for path, tree in trees().items():
-        attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-        read = {node.attr for node in attributes if not isinstance(node.ctx, ast.Store)}
-        written = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "self"}
-        private = {name for name in written - read if name.startswith("_")} - KEPT_ALIVE
-        unread += [f"{path.relative_to(REPOSITORY)}: {name}" for name in sorted(private)]
-    assert unread == []
 
 
 def test_every_setting_of_a_recipe_is_read() -> None:

@@ -17,17 +17,6 @@ SCRIPTS = sorted([*(REPOSITORY / "deploy" / "launch").glob("*.sh"), REPOSITORY /
 NUMBERED = [script for script in SCRIPTS if script.name[0].isdigit()]
 
 
-def test_these_are_the_numbered_scripts() -> None:
-    assert [script.name for script in NUMBERED] == [
-        "0_environment.sh",
-        "1_inference_a.sh",
-        "1_inference_b.sh",
-        "2_orchestrator.sh",
-        "3_trainer_model0.sh",
-        "4_trainer_model1.sh",
-    ]
-
-
 @pytest.mark.needs("shellcheck")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_it_passes_shellcheck(script: Path) -> None:

@@ -84,26 +84,6 @@ def test_what_is_required_fails_instead(run_tests: Run) -> None:
     assert "not exercised" not in done.stdout
 
 
-def test_a_need_that_is_not_in_the_table_stops_the_run(run_tests: Run) -> None:
-    done = run_tests(MODULE.replace('needs("air", "a moon")', 'needs("air", "a mooon")'))
-    assert done.returncode == 4
-    assert "there is no need 'a mooon'" in done.stderr + done.stdout
-    with pytest.raises(pytest.UsageError, match="ROLLMILL_REQUIRE: there is no need 'a mooon'"):
-        needs.required("root, a mooon")
-
-
-def test_the_tests_of_unmet_needs_can_be_run_by_their_names(run_tests: Run, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    run_tests(MODULE, "-n1", f"--not-exercised-to={log}")
-    command = [sys.executable, "-m", "tests.not_exercised", "--names", str(log)]
-    names = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert sorted(names.split()) == [
-        "test_it.py::test_by_fixture",
-        "test_it.py::test_marked[0]",
-        "test_it.py::test_marked[1]",
-    ]
-
-
 def test_no_test_is_skipped_in_another_way() -> None:
     """A skip without a need would be missing in the last line."""
     other = re.compile(r"pytest\.(skip\(|importorskip|mark\.skip)|SkipTest")

@@ -22,11 +22,6 @@ LOCKS = {
     "sglang": REPOSITORY / "deploy/docker/inference-sglang.constraints.txt",
     "vllm": REPOSITORY / "extras/vllm/server/constraints.txt",
 }
-ON_CPU = {
-    ".venv-sglang-cpu": "services/inference/engine/sglang_cpu/requirements.txt",
-    ".venv-vllm-cpu": "extras/vllm/server/requirements.txt",
-    ".venv-race": "benchmarks/race_requirements.txt",
-}
 
 
 def resolve(python: str, requirement: str, *options: str) -> dict[str, str]:
@@ -79,18 +74,6 @@ def test_what_skypilot_installs_in_a_checkout_resolves(engine: str, tmp_path: Pa
         python = "3.12" if place.startswith(f".venv-{engine}") else "3.11"
         found = resolve(python, command[-1], *config, "--constraint", constraint)
         assert ("transformers" in found) and (engine in found) == (python == "3.12")
-
-
-@pytest.mark.slow
-@pytest.mark.needs("package index")
-@pytest.mark.parametrize("place", ON_CPU)
-def test_torch_of_an_environment_for_cpus_comes_with_what_its_build_needs(place: str) -> None:
-    target = place.removeprefix(".venv-") + "-env"
-    first, second = (words for words in made_by(target) if "install" in words)
-    assert first[0] == second[0] == f"{place}/bin/python"
-    assert first[-1] == "torch" and "--no-deps" not in first and first[first.index("--constraint") + 1] == ON_CPU[place]
-    assert "--no-deps" in second and second[-1] == ON_CPU[place]
-    assert resolve("3.11", "torch", "--no-config", "--constraint", ON_CPU[place])["torch"] == "2.13.0"
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])

@@ -18,7 +18,14 @@ from pathlib import Path
 
 from services.cli.plan import trainer_name
 from services.common.config.loading import apply_override
-from services.common.config.processes import InferenceConfig, Placement, cache_bytes, engine_numbers, too_small
+from services.common.config.processes import (
+    LOADED_BYTES_PER_S,
+    InferenceConfig,
+    Placement,
+    cache_bytes,
+    engine_numbers,
+    too_small,
+)
 from services.common.config.recipe import Recipe
 from services.common.config.training import ALL_LINEAR, OFFLOAD_BUCKET_BYTES, AdapterConfig, PolicyConfig
 from services.common.errors import ConfigError
@@ -307,7 +314,7 @@ def embedded_engine_parts(shape: ModelShape, service: InferenceConfig, context_l
         allowance  1.5 GiB, for CUDA
     """  # fmt: skip
     size = DTYPE_BYTES[service.dtype]
-    slots = service.engine_slots or service.num_slots
+    slots = service.num_slots
     cache = cache_bytes(service.kv_cache_gib * GIB, slots, context_length, _token_bytes(shape, size))
     return {
         "weights": float(shape.num_parameters * size),
@@ -543,7 +550,7 @@ def host_estimates(recipe: Recipe, *, has_gpus: bool) -> dict[int, HostEstimate]
             with_publisher = policy.trained and service.node == trainer.nodes[0]
             if not (with_publisher and weights.transfer != "delta" and "mapped" in weights.transports):
                 on_node.add(process, f"mirror {of}", version)
-            if service.servers is not None and service.servers.stage_directory is None:
+            if service.servers is not None:
                 on_node.add(process, f"stage {of}", version, shared=True)
             if service.engine in _EMBEDDED and _is_on_cpu(service.device, bool(service.gpus), has_gpus=has_gpus):
                 for part, size in embedded_engine_parts(shape, service, policy.model.context_length).items():
@@ -572,7 +579,7 @@ def loading_s(recipe: Recipe) -> float:
             shape = ModelShape.of(recipe.policies[name].model.path)
             if service.servers is not None and shape is not None:
                 size = shape.num_parameters * DTYPE_BYTES[recipe.policies[name].published_dtype]
-                longest = max(longest, service.servers.loading_timeout_s(size) - service.servers.ready_timeout_s)
+                longest = max(longest, size / LOADED_BYTES_PER_S)
     return longest
 
 
@@ -586,7 +593,7 @@ def small_caches(recipe: Recipe) -> list[str]:
             model = recipe.policies[policy].model
             if (shape := ModelShape.of(model.path)) is None:
                 continue
-            slots = service.engine_slots or service.num_slots
+            slots = service.num_slots
             token_bytes, limit = _token_bytes(shape, DTYPE_BYTES[service.dtype]), service.kv_cache_gib * GIB
             if slots * model.context_length * token_bytes <= limit:
                 continue  # rows
@@ -616,7 +623,7 @@ def host_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
         problems.append(
             f"/dev/shm of node 0 needs about {estimate.shared_bytes / GIB:.1f} GiB ({_shown(estimate.shared)}), but has "
             f"{shared / GIB:.1f}: enlarge it (`mount -o remount,size={size}G /dev/shm`; in a container --shm-size={size}g), "
-            "or name a directory on a fast disk in policies.*.weights.spill_directory and in stage_directory of the engine (sglang, vllm)"
+            "or name a directory on a fast disk in policies.*.weights.spill_directory"
         )
     return problems
 

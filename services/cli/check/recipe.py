@@ -36,7 +36,7 @@ from services.cli.check.models import (
 )
 from services.cli.check.worlds import index_problems, mcp_problems, sandbox_problems, world_problems
 from services.cli.plan import orchestrator_address, plan, ports_in_use
-from services.common.config.algorithm import LOSS, LossByPath
+from services.common.config.algorithm import LossByPath
 from services.common.config.data import WorkflowConfig, is_training
 from services.common.config.envgateway import MCP, EnvGatewayConfig
 from services.common.config.processes import (
@@ -52,7 +52,7 @@ from services.common.config.training import PolicyConfig, TrainerConfig
 from services.common.dataset_rows import BuiltInReward, BuiltInWorkflow
 from services.common.errors import ConfigError, RollmillError
 from services.common.extras import provided
-from services.common.importing import check_call, check_can_be_loaded, definition_of, load_object
+from services.common.importing import check_call, check_can_be_loaded, load_object
 from services.common.installing import install, make_server_environment, missing
 from services.common.system.devices import has_gpu_driver, visible_gpus
 from services.inference.workflows.registry import load_workflow, workflow_settings
@@ -98,7 +98,6 @@ def _named_problems(recipe: Recipe, left_out: list[str], sources: dict[str, Task
     Engines, losses and import paths of the gateway are searched and not imported: their modules may import torch, or
     packages that are not here.
     """
-    from services.inference.engine.streaming import TOKENS
     from services.inference.workflows.registry import build_workflows
     from services.inference.workflows.scripts import load_scripts
 
@@ -128,30 +127,24 @@ def _named_problems(recipe: Recipe, left_out: list[str], sources: dict[str, Task
             given = {"seed": 0, **section.dialogue_settings}
             with part():
                 _check_warm_start(f"warm_start.{policy}.dialogues", section.dialogues, "dialogues", given)
-    for name, trained in recipe.trained_policies.items():
-        if isinstance(trained.algorithm, LossByPath):
-            path = trained.algorithm.name
-            with part(f"policies.{name}.algorithm.name"):
-                if (definition := definition_of(path)) is not None:
-                    definition.check_function(path, 2, LOSS)
-    for name, service in recipe.inference.items():
-        if service.engine not in ENGINES:
-            with part(f"inference.{name}.engine"):
-                if (definition := definition_of(service.engine)) is not None:
-                    definition.check_class(service.engine, ("rollmill.Engine", "Engine"), TOKENS)
+    # The processes that import these check their signatures as they start; here no dependency of theirs, such as torch, is.
+    paths = {
+        f"policies.{name}.algorithm.name": policy.algorithm.name
+        for name, policy in recipe.trained_policies.items()
+        if isinstance(policy.algorithm, LossByPath)
+    }
+    paths |= {
+        f"inference.{name}.engine": service.engine
+        for name, service in recipe.inference.items()
+        if service.engine not in ENGINES
+    }
     if (gateway := recipe.envgateway) is not None:
-        from services.envgateway.envs.episodes import ENVIRONMENT_METHODS
-
-        wanted = {name: ENVIRONMENT_METHODS[name] for name in ("reset", "step")}  # ``rollmill.Environment`` has a close
-        for name, path in gateway.environments.items():
-            with part(f"envgateway.environments.{name}"):
-                if (definition := definition_of(path)) is not None:
-                    definition.check_class(path, ("rollmill.Environment", "Environment"), wanted)
-        paths = {f"tools.paths[{number}]": path for number, path in enumerate(gateway.tools.paths)}
-        paths |= {f"rewards[{number}]": path for number, path in enumerate(gateway.rewards)}
-        for where, path in paths.items():
-            with part(f"envgateway.{where}"):
-                check_can_be_loaded(path)
+        paths |= {f"envgateway.environments.{name}": path for name, path in gateway.environments.items()}
+        paths |= {f"envgateway.tools.paths[{number}]": path for number, path in enumerate(gateway.tools.paths)}
+        paths |= {f"envgateway.rewards[{number}]": path for number, path in enumerate(gateway.rewards)}
+    for where, path in paths.items():
+        with part(where):
+            check_can_be_loaded(path)
     return problems
 
 

@@ -121,7 +121,7 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
         specs = [with_keys(spec, keys) for spec in plan(recipe, run_dir)]
-        if recipe.launch.fork and any(spec.forked for spec in specs):
+        if any(spec.forked for spec in specs):
             processes.fork_where_possible()  # one import of torch for warm starts and services
         warm_start(recipe, run_dir, processes, console, stop)
         shared = {
@@ -603,7 +603,7 @@ def _obstacle(place: str) -> tuple[str, bool]:
         return f"no answer from {host} at port {port}", True
     except OSError as error:
         return f"{host} cannot be reached: {error.strerror}", True
-    refusal = handshake.refusal_now(place, identity.current(), Peer.ORCHESTRATOR)
+    refusal = handshake.refusal(place, identity.current(), Peer.ORCHESTRATOR)
     if refusal is not None:
         raise refusal
     return f"a server answers at {place}, but no orchestrator that is ready", False

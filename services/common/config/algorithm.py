@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from services.common.config.base import Section
+from services.common.config.base import Section, refuse_unread
 
 # --- Settings of credit assignment: discount, value head, teacher, normalisation of advantages.
 
@@ -93,25 +93,19 @@ class CreditConfig(Section):
     def _check_credit(self) -> CreditConfig:
         if self.advantage == "gae" and self.value_head is None:
             raise ValueError("advantage: gae needs a value head: write value_head: {} for its defaults")
-        if self.advantage != "gae" and self.value_head is not None:
-            raise ValueError(
-                f"value_head is set, but advantage: {self.advantage} uses no values: write advantage: gae, or leave "
-                "value_head out"
-            )
-        if self.advantage != "gae" and self.gae_lambda != 1.0:
-            raise ValueError(
-                f"gae_lambda {self.gae_lambda:g} is for advantage: gae, not {self.advantage}: leave it out"
-            )
-        if self.advantage not in ("gae", "reinforce") and self.gamma != 1.0:
-            raise ValueError(
-                f"gamma {self.gamma:g} needs advantage: gae or reinforce: {self.advantage} compares whole rollouts"
-            )
-        if (self.advantage == "pass_at_k") != (self.pass_k is not None):
-            raise ValueError("advantage: pass_at_k and pass_k belong together: write both, or neither")
-        if self.advantage != "grpo" and self.deviation != "group":
-            raise ValueError(
-                f"deviation: batch is for advantage: grpo; {self.advantage} divides by no deviation of rewards"
-            )
+        if self.advantage == "pass_at_k" and self.pass_k is None:
+            raise ValueError("advantage: pass_at_k needs pass_k: write how many rollouts are scored together")
+        refuse_unread(
+            self,
+            "advantage",
+            {
+                "value_head": ("gae",),
+                "gae_lambda": ("gae",),
+                "gamma": ("gae", "reinforce"),
+                "pass_k": ("pass_at_k",),
+                "deviation": ("grpo",),
+            },
+        )
         if self.normalize_deviation != "population" and not self.batch_normalize_advantages:
             raise ValueError("normalize_deviation needs batch_normalize_advantages: true: leave it out")
         return self
@@ -170,10 +164,8 @@ class RejectionConfig(Section):
 
     @model_validator(mode="after")
     def _check_bounds(self) -> RejectionConfig:
-        if self.criterion != "ratio" and self.lower is not None:
-            raise ValueError(f"lower is of criterion: ratio; {self.criterion} is 0 where the policies agree")
-        if self.level == "token" and self.reduce != "mean":
-            raise ValueError(f"reduce: {self.reduce} is of level: sequence; a token has one value")
+        refuse_unread(self, "criterion", {"lower": ("ratio",)})
+        refuse_unread(self, "level", {"reduce": ("sequence",)})
         if self.lower is None and self.upper is None:
             raise ValueError("write lower, upper or both: without a bound no token is rejected")
         if self.lower is not None and self.upper is not None and self.lower >= self.upper:
@@ -259,13 +251,11 @@ class AlgorithmConfig(CreditConfig):
             raise ValueError(
                 "rejection_denominator: kept counts the tokens that rejection keeps; write rejection, or leave this key out"
             )
-        by_constant = self.loss_aggregation in ("constant", "sum")
-        if by_constant and self.constant_denominator is None:
+        refuse_unread(self, "loss_aggregation", {"constant_denominator": ("constant", "sum")})
+        if self.loss_aggregation in ("constant", "sum") and self.constant_denominator is None:
             raise ValueError(
                 f"loss_aggregation: {self.loss_aggregation} needs constant_denominator, e.g. the longest response in tokens"
             )
-        if not by_constant and self.constant_denominator is not None:
-            raise ValueError("constant_denominator needs loss_aggregation: constant or sum")
         if self.reward_range is not None and (self.reward_bias, self.reward_scale) != (0.0, 1.0):
             raise ValueError(
                 f"advantage: {self.advantage} needs rewards {self.reward_range}: leave reward_bias and reward_scale out"

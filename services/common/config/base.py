@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +17,23 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+
+def refuse_unread(section: Section, choice: str, readers: Mapping[str, Sequence[str]]) -> None:
+    """Raise ``ValueError`` for a setting that has another value than its default, and is not read with the chosen value.
+
+    ``readers``: each setting with the values of ``choice`` that read it.
+    """
+    chosen = getattr(section, choice)
+    for key, values in readers.items():
+        value = getattr(section, key)
+        if chosen not in values and value != type(section).model_fields[key].default:
+            shown = f"{value:g}" if isinstance(value, float) else value
+            shown = "set" if isinstance(value, Section) else shown
+            raise ValueError(
+                f"{key} is {shown}, and {choice}: {chosen} does not read it: leave {key} out, or write {choice}: "
+                f"{' or '.join(values)}"
+            )
 
 
 class OnPort(Section):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from services.common.config.base import Section
+from services.common.config.base import Section, refuse_unread
 from services.common.dataset_rows import HARBOR, BuiltInReward, BuiltInTool, BuiltInWorkflow
 
 # Rewards that built-in workflows ask for where a recipe names none.
@@ -273,13 +273,12 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _curation_reads_its_settings(self) -> DataConfig:
-        for key, readers in _READ_BY.items():
-            value, unset = getattr(self, key), DataConfig.model_fields[key].default
-            if self.curation not in readers and value != unset:
-                raise ValueError(
-                    f"{key} is {value}, and curation {self.curation} does not read it: leave {key} out, or write curation: "
-                    f"{' or '.join(readers)}"
-                )
+        by_successes = ("filter_solved", "pass_rate")
+        refuse_unread(
+            self,
+            "curation",
+            {"solved_reward": by_successes, "revisit_solved": by_successes, "pass_rate": ("pass_rate",)},
+        )
         low, high = self.pass_rate
         if not 0 <= low <= high <= 1:
             raise ValueError(f"pass_rate is [{low:g}, {high:g}]: write the lower share first, both from 0 to 1")
@@ -304,13 +303,6 @@ class DataConfig(Section):
     def seed_of(self, section: str, run_seed: int) -> int:
         """The seed of a section's generator and of the order of training tasks."""
         return self.sections()[section].seed + (run_seed if is_training(section) else 0)
-
-
-_READ_BY = {
-    "solved_reward": ("filter_solved", "pass_rate"),
-    "revisit_solved": ("filter_solved", "pass_rate"),
-    "pass_rate": ("pass_rate",),
-}
 
 
 DEFAULT_NEW_TOKENS = 1024

@@ -210,8 +210,6 @@ class McpServerConfig(ServerSection):
     """Seconds of one call. If the server answers other requests then, the call is a `time_limit`, which the policy is told
     (with `url` after a second try, for the answer may have been lost on the way); else the server hangs, gets a new session
     or process, and the call is an infrastructure failure."""
-    concurrency: int = Field(default=64, ge=1)
-    """Calls that run at once, over all rollouts."""
     max_chars: int = Field(default=4096, ge=64)
     """A longer result is cut, and its end says how many characters it had; a task's `max_response_chars` has precedence, and
     so has `workflow.settings.max_tool_response_chars`."""
@@ -263,9 +261,6 @@ class SandboxConfig(Limits):
     """Programs run at once."""
     wall_time_s: float = Field(default=5.0, gt=0)
     """Largest wall-clock time of one program."""
-    memory_cgroup: bool = True
-    """Let the kernel enforce the memory limit where cgroups of version 2 are available; otherwise the supervisor measures processes,
-    and large shared mappings are refused. `sandbox_memory_cgroup` in GetStatus says which."""
     num_processes: int = Field(default=16, ge=1)
     """Most processes and threads of one program."""
     judging_time_s: float = Field(default=300.0, gt=0, le=500)
@@ -274,8 +269,6 @@ class SandboxConfig(Limits):
     """Largest file that a program may write."""
     disk_bytes: int = Field(default=64 * 1024 * 1024, ge=65536)
     """All files of one program together."""
-    num_files: int = Field(default=1024, ge=1)
-    """Most files and directories of one program."""
     packages: list[str] = ["numpy", "sympy", "mpmath", "sortedcontainers"]
     """Packages of the gateway's own environment that programs may import; those that are not installed are left out."""
     prewarm_scientific: bool = True

@@ -18,7 +18,7 @@ import re
 import threading
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
@@ -271,18 +271,13 @@ def parent_of(file: Path, extends: object) -> Path:
     for place in (beside, beside / "recipe.yaml"):
         if place.is_file():
             return place
-    if is_name(extends):
-        if (shipped := shipped_recipe(extends)) is not None:
-            return shipped
-        if Path(f"{beside}.yaml").is_file():
-            raise ConfigError(f"{file}: extends names {extends!r}; for the file beside it write {extends}.yaml")
-        raise ConfigError(
-            f"{file}: extends names {extends!r}, which is neither a file beside it nor a recipe that comes with Rollmill: "
-            f"write a path, or one of {', '.join(names())}"
-        )
+    if is_name(extends) and (shipped := shipped_recipe(extends)) is not None:
+        return shipped
+    if Path(f"{beside}.yaml").is_file():
+        raise ConfigError(f"{file}: extends names {extends!r}; for the file beside it write {extends}.yaml")
     raise ConfigError(
-        f"{file}: extends names {beside}, which does not exist: write a path relative to {file.parent}, or the name of a "
-        f"recipe that comes with Rollmill, such as base"
+        f"{file}: extends names {extends!r}, and {beside} does not exist: write a path relative to {file.parent}, or the name "
+        f"of a recipe that comes with Rollmill: {', '.join(names())}"
     )
 
 
@@ -602,16 +597,12 @@ def gpu_settings(tree: Mapping[str, Any], environment: Mapping[str, str]) -> lis
         ConfigError: the value is no list of numbers, or the variable names no section and the recipe has several.
     """
     settings: list[tuple[tuple[str, ...], Any]] = []
-    for kind, section in (("INFERENCE", "inference"), ("TRAINER", "policies")):
-        # A recipe that names no inference service has one, "a".
-        names = list(tree.get(section) or (["a"] if section == "inference" else []))
-        for name, variable in _variables(kind, names, environment):
-            gpus = _gpus(variable, environment[variable])
-            if section == "inference":
-                settings.append(((section, name, "gpus"), gpus))
-            else:
-                settings.append(((section, name, "trainer", "gpus"), gpus))
-                settings.append(((section, name, "trainer", "num_ranks"), len(gpus) * _num_nodes(tree, name)))
+    # A recipe that names no inference service has one, "a".
+    for name, gpus in _gpus_of("INFERENCE", tree.get("inference") or ["a"], environment):
+        settings.append((("inference", name, "gpus"), gpus))
+    for name, gpus in _gpus_of("TRAINER", tree.get("policies") or (), environment):
+        settings.append((("policies", name, "trainer", "gpus"), gpus))
+        settings.append((("policies", name, "trainer", "num_ranks"), len(gpus) * _num_nodes(tree, name)))
     return settings
 
 
@@ -625,21 +616,21 @@ def _num_nodes(tree: Mapping[str, Any], policy: str) -> int:
     return 1
 
 
-def _variables(kind: str, names: list[str], environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    found = [(name, f"{kind}_{str(name).upper().replace('-', '_')}_GPUS") for name in names]
+def _gpus_of(kind: str, names: Iterable[str], environment: Mapping[str, str]) -> Iterator[tuple[str, list[int]]]:
+    """Sections of which a variable names the GPUs; a variable of a section goes before the common one."""
+    found = {f"{kind}_{_variable(name)}_GPUS": name for name in names}
     common = f"{kind}_GPUS"
     if common in environment:
-        if len(names) != 1:
-            raise ConfigError(f"the variable {common} does not name a section; set {' and '.join(v for _, v in found)}")
-        found.insert(0, (names[0], common))
-    return [(name, variable) for name, variable in found if variable in environment]
-
-
-def _gpus(variable: str, text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
-        raise ConfigError(f"the variable {variable} is {text!r}; write numbers of GPUs with commas, such as 0,1")
-    return [int(part) for part in parts]
+        if len(found) != 1:
+            raise ConfigError(f"the variable {common} does not name a section; set {' and '.join(found)}")
+        found = {common: next(iter(found.values())), **found}
+    for variable in (variable for variable in found if variable in environment):
+        parts = [part.strip() for part in environment[variable].split(",")]
+        if not all(part.isdigit() for part in parts):
+            raise ConfigError(
+                f"the variable {variable} is {environment[variable]!r}; write numbers of GPUs with commas, such as 0,1"
+            )
+        yield found[variable], [int(part) for part in parts]
 
 
 _OLD_PATH = re.compile(r"services(\.\w+)+:\w+(\.\w+)*")
@@ -664,23 +655,9 @@ def read_yaml(file: Path, *, own_paths: bool = False) -> Any:
 _NO_VALUE = (ValueError, LookupError, AttributeError, TypeError)  # of PyYAML, for a text that does not fit its tag
 
 
-class _Loader(yaml.SafeLoader):
-    """Raises ``RecursionError`` at a depth that does not depend on the stack of the process."""
-
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        self.depth += 1
-        if self.depth > _MOST_DEPTH + 1:
-            raise RecursionError
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-
 def _parsed(text: str, where: str, own_paths: bool = True) -> Any:
     try:
-        loader = _Loader(text)
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None

@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from services.common.config.base import HttpService, Listening, OnDevice, OnNode, Port, Section, with_device
+from services.common.config.base import (
+    HttpService,
+    Listening,
+    OnDevice,
+    OnNode,
+    Port,
+    Section,
+    refuse_unread,
+    with_device,
+)
 from services.common.config.training import PolicyConfig
 from services.common.extras import provided
 from services.common.installing import install, missing
@@ -19,7 +28,8 @@ from services.common.installing import install, missing
 # `model.context_length`.
 
 
-_LOADED_BYTES_PER_S = 1e8  # of a slow disk
+SERVER_START_S = 600.0  # an engine that does not answer after this long, and the time to load its weights, has failed
+LOADED_BYTES_PER_S = 1e8  # of a slow disk
 MASK_TOKENS = 1024  # of a cut distribution, how many tokens a server can list at most; it is started with this
 
 
@@ -35,20 +45,8 @@ class ServersConfig(Section):
     python: str | None = None
     """Interpreter of the environment that holds the engine's package. Variable: ROLLMILL_SGLANG_PYTHON,
     ROLLMILL_VLLM_PYTHON. Left out: that of `make sglang-env` or `make vllm-env` (on a CPU `-cpu-env`), else the service's own."""
-    stage_directory: str | None = None
-    """Where the file of weights lies that the engines read; left out, /dev/shm if the model fits there, else the run directory."""
-    ready_timeout_s: float = Field(default=600.0, gt=0)
-    """An engine that does not answer after this long has failed to load; a second more for each 100 MB of weights."""
     extra_arguments: dict[str, str | int | float | bool] = {}
     """More arguments of the engine, by their names in SGLang's `ServerArgs` or vLLM's `AsyncEngineArgs`."""
-
-    def loading_timeout_s(self, size_bytes: float) -> float:
-        """The longest start of an engine whose weights have that size.
-
-        >>> ServersConfig().loading_timeout_s(16.4e9)
-        764.0
-        """
-        return self.ready_timeout_s + size_bytes / _LOADED_BYTES_PER_S
 
 
 class SglangConfig(ServersConfig):
@@ -100,16 +98,8 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _rewards_are_used(self) -> RolloutConfig:
-        if self.timeout_reward is not None and self.on_timeout == "as_scored":
-            raise ValueError(
-                f"timeout_reward is {self.timeout_reward:g}, and on_timeout as_scored gives none: leave timeout_reward "
-                "out, or write on_timeout: penalise"
-            )
-        if self.truncation_reward is not None and self.on_truncation != "penalise":
-            raise ValueError(
-                f"truncation_reward is {self.truncation_reward:g}, and on_truncation {self.on_truncation} gives none: leave "
-                "truncation_reward out, or write on_truncation: penalise"
-            )
+        refuse_unread(self, "on_timeout", {"timeout_reward": ("penalise", "mask")})
+        refuse_unread(self, "on_truncation", {"truncation_reward": ("penalise",)})
         return self
 
 
@@ -174,8 +164,6 @@ class InferenceConfig(Listening, OnNode, OnDevice):
     """Policies that this service serves; empty means all."""
     num_slots: int = Field(default=64, ge=1)
     """Rollouts played at once."""
-    engine_slots: int | None = Field(default=None, ge=1)
-    """Requests generated at once by each engine; left out, as many as `num_slots`."""
     kv_policy: Literal["recompute", "keep"] = "recompute"
     """After a swap: recompute the KV cache (exact) or keep the cache (segments are marked `mixed_cache`)."""
     kv_cache_gib: float = Field(default=8.0, gt=0, allow_inf_nan=False)
@@ -260,9 +248,6 @@ class LaunchConfig(Section):
     restarts: int = Field(default=3, ge=0)
     """Restarts in a row of a process that was killed by a signal or lost a required peer or resource; one
     that has lived for ten minutes begins anew."""
-    fork: bool = True
-    """Fork trainers (of one rank) and replicas on a CPU with one thread from one process that has imported torch: they start,
-    and start again after a kill, without five seconds of importing, and share its memory."""
     stop_grace_s: float = Field(default=20.0, gt=0)
     """A process that does not stop by itself within this is killed."""
     gpu_memory_gib: float = Field(default=80.0, gt=0)
@@ -365,6 +350,9 @@ def check_placement(
     inference: Mapping[str, InferenceConfig], policies: Mapping[str, PolicyConfig], placement: Placement
 ) -> None:
     """Raise ``ValueError`` that names the key and the value to write."""
+    for claim in gpu_claims(inference, policies):
+        if len(set(claim.gpus)) != len(claim.gpus):
+            raise ValueError(f"{claim.where} {list(claim.gpus)} names a GPU twice")
     for name, service in inference.items():
         _check_service(f"inference.{name}", service, service.policies or list(policies))
     for name, policy in policies.items():
@@ -409,8 +397,6 @@ def _check_service(where: str, service: InferenceConfig, served: Sequence[str]) 
             )
     if service.engines and (missing := [policy for policy in served if policy not in service.engines]):
         raise ValueError(f"{where}.engines leaves out {', '.join(missing)}: write how many engines each policy gets")
-    if len(set(service.gpus)) != len(service.gpus):
-        raise ValueError(f"{where}.gpus {service.gpus} names a GPU twice")
     if service.servers is None:
         _check_embedded(where, service)
         return
@@ -457,8 +443,6 @@ def _check_trainer(where: str, policy: PolicyConfig) -> None:
     _check_nodes(where, policy)
     if not trainer.gpus:
         return
-    if len(set(trainer.gpus)) != len(trainer.gpus):
-        raise ValueError(f"{where}.gpus {trainer.gpus} names a GPU twice")
     if trainer.device == "cpu":
         raise ValueError(f"{where}.gpus is {trainer.gpus}, but {where}.device is cpu: leave one of them out")
     held = len(trainer.gpus) * len(trainer.nodes)

@@ -22,6 +22,7 @@ from services.common.config.data import (
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.processes import (
     MASK_TOKENS,
+    SERVER_START_S,
     InferenceConfig,
     LaunchConfig,
     MetricsConfig,
@@ -75,27 +76,23 @@ def check_adapters(policies: dict[str, PolicyConfig], inference: dict[str, Infer
     """Check that every engine that serves a policy with an adapter can serve one. Raises ``ValueError``."""
     for name, service in inference.items():
         for policy in service.policies or policies:
-            if policies[policy].adapter is not None and service.engine not in ENGINES_WITH_ADAPTERS:
+            if policies[policy].adapter is None:
+                continue
+            if service.engine not in ENGINES_WITH_ADAPTERS:
                 raise ValueError(
                     f"policies.{policy}.adapter is set, and the engine of inference.{name} is {service.engine!r}, which "
                     f"serves no adapters: write inference.{name}.engine {' or '.join(ENGINES_WITH_ADAPTERS[:2])}, or leave "
                     "adapter out"
                 )
-            if policies[policy].adapter is not None and service.engine == "sglang":
-                _check_adapter_on_sglang(policy, name, service)
-
-
-def _check_adapter_on_sglang(policy: str, name: str, service: InferenceConfig) -> None:
-    if service.kv_policy == "keep":
-        raise ValueError(
-            f"inference.{name}.kv_policy is keep, and policies.{policy}.adapter is set: SGLang keeps no cache across "
-            "adapters: write recompute"
-        )
-    if service.sglang.update != "disk":
-        raise ValueError(
-            f"inference.{name}.sglang.update is {service.sglang.update}, and policies.{policy}.adapter is set: SGLang reads "
-            "adapters from files: write disk"
-        )
+            # SGLang keeps no cache across adapters, and reads them from files.
+            for key, value, wanted in (
+                ("kv_policy", service.kv_policy, "recompute"), ("sglang.update", service.sglang.update, "disk"),
+            ):  # fmt: skip
+                if service.engine == "sglang" and value != wanted:
+                    raise ValueError(
+                        f"inference.{name}.{key} is {value}, and policies.{policy}.adapter is set, which SGLang cannot serve so: "
+                        f"write {wanted}"
+                    )
 
 
 def check_teachers(
@@ -206,18 +203,13 @@ def check_batches(trained_policies: dict[str, PolicyConfig], rollout: RolloutCon
                 f"policies.{name}.batch.minibatches ({policy.batch.minibatches}) exceeds batch.size "
                 f"({policy.batch.size}): a minibatch needs at least one sequence"
             )
-        resample = policy.batch.resample
-        if resample is not None and resample.keep > rollout.group_size:
-            raise ValueError(
-                f"policies.{name}.batch.resample.keep ({resample.keep}) exceeds rollout.group_size "
-                f"({rollout.group_size}): there is nothing to leave out"
-            )
-        pass_k = policy.algorithm.pass_k
-        if pass_k is not None and pass_k > rollout.group_size:
-            raise ValueError(
-                f"policies.{name}.algorithm.pass_k ({pass_k}) exceeds rollout.group_size ({rollout.group_size}): no group "
-                "has as many rollouts"
-            )
+        keep = None if policy.batch.resample is None else policy.batch.resample.keep
+        for key, number in (("batch.resample.keep", keep), ("algorithm.pass_k", policy.algorithm.pass_k)):
+            if number is not None and number > rollout.group_size:
+                raise ValueError(
+                    f"policies.{name}.{key} ({number}) exceeds rollout.group_size ({rollout.group_size}): no group has as "
+                    "many rollouts"
+                )
         for key, reward in (
             ("timeout_reward", rollout.timeout_reward), ("truncation_reward", rollout.truncation_reward),
         ):  # fmt: skip
@@ -282,8 +274,16 @@ def check_sampling(trains: bool, sampling: SamplingConfig, inference: dict[str, 
             )
 
 
-def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, policies: dict[str, PolicyConfig]) -> None:
-    """Check that evaluations have datasets and name policies of the recipe. Raises ``ValueError``."""
+def check_evaluation(
+    evaluation: EvaluationConfig,
+    data: DataConfig,
+    policies: dict[str, PolicyConfig],
+    inference: dict[str, InferenceConfig],
+) -> None:
+    """Check that evaluations have datasets, name policies of the recipe, and that one replica can play all samples of a task.
+
+    Raises ``ValueError``.
+    """
     if not data.evaluation and (evaluation.at_start or evaluation.at_end or evaluation.every):
         raise ValueError(
             "evaluation is on but data.evaluation is missing: name a dataset there, such as the rows of data.train with "
@@ -301,13 +301,7 @@ def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, policies: d
                 f"evaluation.policies names {policy!r}, which is no policy of this recipe; "
                 f"write one of {sorted(policies)}"
             )
-
-
-def check_evaluation_fits(
-    evaluation: EvaluationConfig, data: DataConfig, inference: dict[str, InferenceConfig]
-) -> None:
-    """Check that one replica can play all samples of a task. Raises ``ValueError``."""
-    slots = max((service.num_slots for service in inference.values()), default=None)
+    slots = max(service.num_slots for service in inference.values())
     wanted = {"evaluation.samples_per_task": evaluation.samples_per_task} if data.evaluation else {}
     wanted |= {
         f"{where}.samples_per_task": config.samples_per_task
@@ -315,7 +309,7 @@ def check_evaluation_fits(
         if config.samples_per_task is not None
     }
     for key, samples in wanted.items():
-        if slots is not None and samples > slots:
+        if samples > slots:
             raise ValueError(
                 f"{key} ({samples}) exceeds the num_slots of every inference service ({slots} at most): the samples "
                 "of a task are played by one replica"
@@ -348,10 +342,6 @@ def conflicts(
     Without them one seed gives the same weights, bit for bit (docs/chaos.md): the final weights depend neither on when
     rollouts finish, nor on which replica plays them, nor on which processes die meanwhile.
     """
-    return [*_of_the_run(policies, workflow, data), *_of_policies(policies), *_of_engines(inference)]
-
-
-def _of_the_run(policies: Mapping[str, PolicyConfig], workflow: WorkflowConfig, data: DataConfig) -> list[str]:
     found = []
     if len(policies) > 1:
         found.append(f"policies has {', '.join(policies)}: keep one")
@@ -364,50 +354,25 @@ def _of_the_run(policies: Mapping[str, PolicyConfig], workflow: WorkflowConfig, 
         found.append(f"data.train mixes {', '.join(data.sources)}: write one dataset")
     if data.curation != "accept_all":
         found.append(f"data.curation is {data.curation}, which chooses tasks by finished rollouts: write accept_all")
-    return found
-
-
-def _of_policies(policies: Mapping[str, PolicyConfig]) -> list[str]:
-    found = []
+    wanted: list[tuple[str, object, object]] = []  # key, value, the value to write
     for name, policy in policies.items():
-        where = f"policies.{name}"
-        if policy.batch.max_staleness:
-            found.append(
-                f"{where}.batch.max_staleness is {policy.batch.max_staleness}: write 0, so that every rollout of a step plays "
-                "the version before it"
-            )
-        if policy.batch.replay.ratio:
-            found.append(f"{where}.batch.replay.ratio is {policy.batch.replay.ratio:g}: write 0")
-        trainer = policy.trainer
-        for key, value, wanted in (
-            ("device", trainer.device, "cpu"), ("num_ranks", trainer.num_ranks, 1), ("threads", trainer.threads, 1),
-        ):  # fmt: skip
-            if value != wanted:
-                found.append(f"{where}.trainer.{key} is {value}: write {wanted}")
-    return found
-
-
-def _of_engines(inference: Mapping[str, InferenceConfig]) -> list[str]:
-    found = []
+        batch, trainer, where = policy.batch, policy.trainer, f"policies.{name}"
+        wanted += [
+            (f"{where}.batch.max_staleness", batch.max_staleness, 0),
+            (f"{where}.batch.replay.ratio", batch.replay.ratio, 0),
+            (f"{where}.trainer.device", trainer.device, "cpu"),
+            (f"{where}.trainer.num_ranks", trainer.num_ranks, 1),
+            (f"{where}.trainer.threads", trainer.threads, 1),
+        ]
     for name, service in inference.items():
         where = f"inference.{name}"
-        if service.servers is not None:
+        if service.servers is not None or ":" in service.engine:
             found.append(
-                f"{where}.engine is {service.engine}, whose arithmetic depends on which requests run together: write torch"
+                f"{where}.engine is {service.engine}, whose arithmetic may depend on which requests run together: write torch"
             )
-            continue
-        if ":" in service.engine:
-            found.append(f"{where}.engine is {service.engine}, which is not known to be deterministic: write torch")
-            continue
-        if service.engine_slots not in (None, 1):
-            found.append(
-                f"{where}.engine_slots is {service.engine_slots}: leave it out, one request is computed at a time"
-            )
-        if service.engine != "scripted":
-            for key, value, wanted in (("device", service.device, "cpu"), ("threads", service.threads, 1)):
-                if value != wanted:
-                    found.append(f"{where}.{key} is {value}: write {wanted}")
-    return found
+        elif service.engine != "scripted":
+            wanted += [(f"{where}.device", service.device, "cpu"), (f"{where}.threads", service.threads, 1)]
+    return found + [f"{key} is {value}: write {right}" for key, value, right in wanted if value != right]
 
 
 class SecurityConfig(Section):
@@ -556,8 +521,7 @@ class Recipe(Section):
                 "sampling.temperature is 0: greedy rollouts of a group are all alike; write a value above 0"
             )
         check_sampling(self.run.steps > 0, self.sampling, self.inference)
-        check_evaluation(self.evaluation, self.data, self.policies)
-        check_evaluation_fits(self.evaluation, self.data, self.inference)
+        check_evaluation(self.evaluation, self.data, self.policies, self.inference)
         if self.run.until is not None:
             apart = [policies[0] for policies in self.evaluation_compositions() if self.rollout.policies == "apart"]
             check_until(self.run.until, self.evaluation, self.data.evaluation, apart)
@@ -761,8 +725,8 @@ class Recipe(Section):
     @property
     def ready_timeout_s(self) -> float:
         """Until every process of the run is ready: servers have then loaded the models."""
-        loading = [s.servers.ready_timeout_s for s in self.inference.values() if s.servers is not None]
-        return self.launch.ready_timeout_s + max(loading, default=0.0)
+        loads = any(service.servers is not None for service in self.inference.values())
+        return self.launch.ready_timeout_s + (SERVER_START_S if loads else 0.0)
 
     def model_path(self, policy: str, run_dir: Path) -> str:
         """The path of a policy's starting checkpoint: its own, or the one that the warm start makes."""

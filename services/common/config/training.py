@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from services.common.config.algorithm import LossConfig, M2po
-from services.common.config.base import Listening, OnDevice, OnPort, Port, Section, with_device
+from services.common.config.base import Listening, OnDevice, OnPort, Port, Section, refuse_unread, with_device
 from services.common.config.data import DatasetConfig, EvaluationConfig
 
 # --- The ``adapter`` section of a policy: LoRA. Plain pydantic, no torch.
@@ -152,11 +152,10 @@ class ResampleConfig(Section):
     keep: int = Field(ge=2)
     """Rollouts kept of each task group (GRPO-RoC samples 32 and keeps 16). Groups of equal rewards are dropped."""
     positives: Literal["lowest", "weighted"] = "lowest"
-    """Which right ones: those with the lowest penalty, or a draw weighted by the penalty."""
+    """Which right ones: those with the lowest penalty, or a draw weighted by the penalty: the metric `penalty` of a sequence,
+    0 without one."""
     negatives: Literal["first", "uniform"] = "first"
     """Which wrong ones: the first, or drawn."""
-    penalty: str = "penalty"
-    """The metric of a sequence that is its penalty; a sequence without the metric has none."""
 
 
 class OverlongPenaltyConfig(Section):
@@ -246,15 +245,12 @@ class BatchConfig(Section):
 
     @model_validator(mode="after")
     def _late_settings_fit(self) -> BatchConfig:
+        # with ``drop`` and ``mask`` no token older than ``max_staleness`` is trained
+        refuse_unread(self, "late", {"max_token_age": ("keep", "wait")})
         if self.late == "wait" and self.order != "deadline":
             raise ValueError(f"late: wait trains due groups first: set order: deadline, not {self.order}")
         if self.max_token_age is None:
             return self
-        if self.late in ("drop", "mask"):
-            raise ValueError(
-                f"max_token_age is {self.max_token_age}, and late: {self.late} lets no token older than max_staleness "
-                f"{self.max_staleness} be trained: leave max_token_age out"
-            )
         if self.max_token_age < self.max_staleness:
             raise ValueError(
                 f"max_token_age ({self.max_token_age}) is below max_staleness ({self.max_staleness}): rollouts that are "

@@ -479,7 +479,7 @@ async def refusal_behind(error: RollmillError, connection: grpc.aio.Channel) -> 
     if now - _looked_at.get(connection.address, -LOOK_EVERY_S) < LOOK_EVERY_S:
         return None
     _looked_at[connection.address] = now
-    return await refusal(connection.address, connection.who, connection.peer)
+    return await asyncio.to_thread(refusal, connection.address, connection.who, connection.peer)
 
 
 if __name__ == "__main__":

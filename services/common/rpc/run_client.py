@@ -62,43 +62,30 @@ class PeerWatch:
         """Without a deadline: as long as its owner lives. Each question has one."""
         while True:
             if address := self._address():
-                await self._ask_at(address)
+                async with channel(address) as connection:
+                    stub: status_pb2_grpc.StatusServiceAsyncStub = status_pb2_grpc.StatusServiceStub(connection)
+                    while address == self._address():
+                        await self._ask(address, stub)
+                        await asyncio.sleep(self._every_s)
             await asyncio.sleep(self._every_s)
 
-    async def _ask_at(self, address: str) -> None:
-        """Until the address changes."""
-        async with channel(address) as connection:
-            stub: status_pb2_grpc.StatusServiceAsyncStub = status_pb2_grpc.StatusServiceStub(connection)
-            while address == self._address():
-                asked = self._clock()
-                try:
-                    with translated_errors(f"{self.component} {address}"):
-                        answer = await stub.GetStatus(status_pb2.GetStatusRequest(), timeout=ANSWER_S)
-                except UserError as error:  # a refusal is an answer, too: the peer is alive
-                    log.warning("peer.refused", peer=self.component, address=address, error=error.message)
-                    self._heard(address, status_pb2.GetStatusResponse())
-                except RollmillError as error:
-                    self._missed(address, asked, error.message)
-                except grpc.aio.UsageError:
-                    return  # the channel was closed under us: the process is leaving
-                else:
-                    self._heard(address, answer)
-                await asyncio.sleep(self._every_s)
-
-    def _missed(self, address: str, asked: float, detail: str) -> None:
-        if self._silent_since is None:
-            self._silent_since = asked
-            log.warning("peer.silent", peer=self.component, address=address, error=detail)
-        known = self._state
-        self._state = PeerState(
-            component=self.component,
-            address=address,
-            detail=detail,
-            gauges=known.gauges if known else {},
-            accounts=known.accounts if known else (),
-        )
-
-    def _heard(self, address: str, answer: status_pb2.GetStatusResponse) -> None:
+    async def _ask(self, address: str, stub: status_pb2_grpc.StatusServiceAsyncStub) -> None:
+        asked = self._clock()
+        try:
+            with translated_errors(f"{self.component} {address}"):
+                answer = await stub.GetStatus(status_pb2.GetStatusRequest(), timeout=ANSWER_S)
+        except UserError as error:  # a refusal is an answer, too: the peer is alive
+            log.warning("peer.refused", peer=self.component, address=address, error=error.message)
+            answer = status_pb2.GetStatusResponse()
+        except RollmillError as error:
+            if self._silent_since is None:
+                self._silent_since = asked
+                log.warning("peer.silent", peer=self.component, address=address, error=error.message)
+            known = self._state or PeerState(component=self.component, address=address)
+            self._state = replace(known, address=address, detail=error.message)
+            return
+        except grpc.aio.UsageError:
+            return  # the channel was closed under us: the process is leaving
         if self._silent_since is not None:
             log.info("peer.back", peer=self.component, silent_s=round(self._clock() - self._silent_since, 1))
         self._silent_since = None

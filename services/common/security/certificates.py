@@ -67,21 +67,8 @@ def public_part(key: bytes) -> bytes:
 def make_authority(run: str, now: float) -> Pair:
     """The authority of one run; signs certificates of processes, and no other authority."""
     key = make_key()
-    private = _private(key)
     name = _name(f"rollmill run {run}")
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(private.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(_moment(now - BACKDATE_S))
-        .not_valid_after(_moment(now + AUTHORITY_DAYS * 86400))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(private.public_key()), critical=False)
-        .sign(private, hashes.SHA256())
-    )
+    certificate = _builder(name, name, key, now, AUTHORITY_DAYS, signs=True).sign(_private(key), hashes.SHA256())
     return Pair(certificate.public_bytes(serialization.Encoding.PEM), key)
 
 
@@ -97,7 +84,6 @@ def issue(authority: Pair, run: str, role: Role, hosts: Sequence[str], now: floa
             "ask for fewer --days, or make all keys anew in another directory"
         )
     key = make_key()
-    private = _private(key)
     uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(role_uri(run, role))]
     if role in PEERS_OF:
@@ -106,22 +92,43 @@ def issue(authority: Pair, run: str, role: Role, hosts: Sequence[str], now: floa
         names += [general_name(host) for host in dict.fromkeys([*_LOOPBACK, *hosts])]
     signer_key = _private(authority.key)
     certificate = (
-        x509.CertificateBuilder()
-        .subject_name(_name(f"{role.value} of run {run}"))
-        .issuer_name(signer.subject)
-        .public_key(private.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(_moment(now - BACKDATE_S))
-        .not_valid_after(_moment(now + days * 86400))
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs=False), critical=True)
+        _builder(_name(f"{role.value} of run {run}"), signer.subject, key, now, days, signs=False)
         .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(private.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer_key.public_key()), critical=False)
         .sign(signer_key, hashes.SHA256())
     )
     return Pair(certificate.public_bytes(serialization.Encoding.PEM), key)
+
+
+def _builder(
+    name: x509.Name, issuer: x509.Name, key: bytes, now: float, days: float, *, signs: bool
+) -> x509.CertificateBuilder:
+    """What all certificates have; ``signs``: that of an authority, which signs no other authority."""
+    public = _private(key).public_key()
+    usages = (
+        "content_commitment",
+        "key_encipherment",
+        "data_encipherment",
+        "key_agreement",
+        "encipher_only",
+        "decipher_only",
+    )
+    usage = x509.KeyUsage(
+        digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, **dict.fromkeys(usages, False)
+    )
+    return (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_moment(now - BACKDATE_S))
+        .not_valid_after(_moment(now + days * 86400))
+        .add_extension(x509.BasicConstraints(ca=signs, path_length=0 if signs else None), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+    )
 
 
 def role_uri(run: str, role: Role) -> str:
@@ -200,17 +207,3 @@ def general_name(host: str) -> x509.GeneralName:
     if not _HOST.fullmatch(bare):
         raise ConfigError(f"{host!r} is neither an address nor the name of a host")
     return x509.DNSName(bare)
-
-
-def _usage(*, signs: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )

@@ -8,7 +8,6 @@ Renewed files are read again automatically, so keys are rotated without a restar
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import ssl
@@ -90,39 +89,22 @@ class Identity:
         try:
             holder = holder_of(loaded.certificate)
         except ConfigError as error:
-            raise ConfigError(
-                f"{self.folder / files.CERTIFICATE}: {error.message}; copy the whole directory of the role"
-            ) from None
+            raise self._unusable(files.CERTIFICATE, error.message) from None
         if not is_pair(loaded.certificate, loaded.key):
-            raise ConfigError(
-                f"{self.folder / files.KEY} is not the key of {self.folder / files.CERTIFICATE}: copy the whole directory "
-                "of the role, or make the keys anew"
-            )
+            raise self._unusable(files.KEY, f"it is not the key of {files.CERTIFICATE} beside it")
         if not is_certificate(loaded.ca):
-            raise ConfigError(
-                f"{self.folder / files.CA} is no certificate, or a part of one: copy the whole directory of the role"
-            )
-        self._check_token(loaded, holder)
-        return loaded, holder
-
-    def _check_token(self, loaded: Bundle, holder: Holder) -> None:
-        """Check that the token is valid in form, of this run, and signed by the key beside it; its times are checked at
-        use."""
+            raise self._unusable(files.CA, "it is no certificate, or a part of one")
         from services.common.security import tokens
 
-        try:
-            issued_at = tokens.read(loaded.token).issued_at
+        try:  # of this run, and signed by the key beside it; its times are checked at use
+            tokens.check(loaded.token, loaded.token_public, holder.run, tokens.read(loaded.token).issued_at)
         except UnauthenticatedError:
-            raise ConfigError(
-                f"{self.folder / files.TOKEN} is no run token: copy the whole directory of the role"
-            ) from None
-        try:
-            tokens.check(loaded.token, loaded.token_public, holder.run, issued_at)
-        except UnauthenticatedError:
-            raise ConfigError(
-                f"{self.folder / files.TOKEN} does not fit {files.TOKEN_PUBLIC} and {files.CERTIFICATE} beside it: copy the "
-                "whole directory of the role"
-            ) from None
+            why = f"it is no run token, or does not fit {files.TOKEN_PUBLIC} and {files.CERTIFICATE} beside it"
+            raise self._unusable(files.TOKEN, why) from None
+        return loaded, holder
+
+    def _unusable(self, name: str, why: str) -> ConfigError:
+        return ConfigError(f"{self.folder / name}: {why}: copy the whole directory of the role, or make the keys anew")
 
     def _stamp(self) -> tuple[tuple[int, int], ...]:
         try:
@@ -230,16 +212,11 @@ _EXPIRED, _NOT_YET_VALID = 10, 9  # X509_V_ERR_CERT_...
 _WRONG_NAMES = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
 
 
-async def refusal(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) -> AccessError | None:
+def refusal(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) -> AccessError | None:
     """The error of keys between this process and ``HOST:PORT``; None if keys are not the reason.
 
-    Takes a few seconds at most.
+    Blocks for a few seconds at most.
     """
-    return await asyncio.to_thread(refusal_now, address, who, peer)
-
-
-def refusal_now(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) -> AccessError | None:
-    """The same, for callers without an event loop."""
     for remaining in reversed(range(_CLOSED_TIMES)):
         try:
             with socket.create_connection(host_and_port(address), PROBE_S) as connection:
@@ -305,25 +282,31 @@ def _with_keys(address: str, connection: socket.socket, who: Identity, peer: Pee
 
 
 def _distrusted(address: str, error: ssl.SSLCertVerificationError, who: Identity, peer: Peer) -> AccessError:
-    now = who.clock()
-    if error.verify_code in (_EXPIRED, _NOT_YET_VALID):
-        begins, ends, role = _validity(address)
-        times = f"{moment(begins)} to {moment(ends)}, and the clock here says {moment(now)}"
-        if error.verify_code == _EXPIRED:
-            return UnauthenticatedError(
-                f"the certificate of {role} at {address} has expired (valid {times}): make new keys with "
-                "`rollmill keys ... --renew` and copy them there",
-                why="expired",
+    from services.common.security.certificates import holder_of
+
+    if error.verify_code in (_EXPIRED, _NOT_YET_VALID, *_WRONG_NAMES):
+        try:
+            with (
+                socket.create_connection(host_and_port(address), PROBE_S) as connection,
+                _anyone().wrap_socket(connection) as talk,
+            ):
+                holder = holder_of(talk.getpeercert(binary_form=True) or b"")
+            files.check_times(
+                f"the certificate at {address}",
+                holder.role,
+                holder.begins_at,
+                holder.ends_at,
+                who.clock(),
+                leeway_s=0.0,
             )
+        except UnauthenticatedError as untimely:
+            return untimely
+        except (OSError, ConfigError):
+            shown = f"a service whose certificate is refused ({error.verify_message})"
+        else:
+            shown = holder.role.value
         return UnauthenticatedError(
-            f"the certificate of {role} at {address} is not valid yet (valid {times}): the clock here is at least "
-            f"{max(0.0, begins - now):.0f} s behind; set it right",
-            why="not_yet_valid",
-        )
-    if error.verify_code in _WRONG_NAMES:
-        _, _, role = _validity(address)
-        return UnauthenticatedError(
-            f"{address} is {role}, not {peer.value}: the address is wrong, or another service answers in its place",
+            f"{address} is {shown}, not {peer.value}: the address is wrong, or another service answers in its place",
             why="peer",
         )
     return UnauthenticatedError(
@@ -344,22 +327,6 @@ def _refused(address: str, said: str, who: Identity) -> AccessError:
         f"{address} refuses {own} ({said}): is it of the same run, and are the clocks of both machines right?",
         why="run",
     )
-
-
-def _validity(address: str) -> tuple[float, float, str]:
-    """The validity and the holder of the certificate at an address; trust is not checked."""
-    from services.common.errors import ConfigError
-    from services.common.security.certificates import holder_of
-
-    try:
-        with (
-            socket.create_connection(host_and_port(address), PROBE_S) as connection,
-            _anyone().wrap_socket(connection) as talk,
-        ):
-            holder = holder_of(talk.getpeercert(binary_form=True) or b"")
-    except (OSError, ConfigError):
-        return 0.0, time.time(), "the service"
-    return holder.begins_at, holder.ends_at, holder.role.value
 
 
 def _anyone() -> ssl.SSLContext:

@@ -119,14 +119,9 @@ def find(where: Path, roles: Sequence[Role]) -> Path:
         if is_there(folder / CERTIFICATE):
             return folder
     names = " or ".join(role.value for role in roles)
-    if not where.is_dir():
-        what = "is no directory" if where.exists() else "does not exist"
-        raise ConfigError(
-            f"{VARIABLE} is {where}, which {what}, so there are no keys of role {names}: name a directory that "
-            "`rollmill keys` made, or its sub-directory of that role"
-        )
+    what = "" if where.is_dir() else ", which is no directory" if where.exists() else ", which does not exist"
     raise ConfigError(
-        f"{VARIABLE} is {where}, but there are no keys of role {names}: name a directory that `rollmill keys` made, or "
+        f"{VARIABLE} is {where}{what}, but there are no keys of role {names}: name a directory that `rollmill keys` made, or "
         "its sub-directory of that role"
     )
 
@@ -223,7 +218,7 @@ def check_times(what: str, role: Role, begins_at: float, ends_at: float, now: fl
     if now > ends_at + leeway_s:
         raise UnauthenticatedError(
             f"{what} of role {role.value} expired at {moment(ends_at)} (the clock here says {moment(now)}): make new "
-            "keys with `rollmill keys ... --renew` and copy them to where this process finds its own",
+            "keys with `rollmill keys ... --renew` and copy them to where the process of this role finds its own",
             why="expired",
             clock=f"{now:.0f}",
         )

@@ -59,6 +59,7 @@ def sync_directory(path: Path) -> None:
 LOOPBACK = "127.0.0.1"
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_BEGIN = 32768  # of Linux's ephemeral range
+_FIRST = 1024  # that needs no privilege
 _WIDTH = 10_000  # ports below it that are looked at
 _STRIDE = 37  # between the places of two processes with neighbouring ids
 
@@ -69,18 +70,21 @@ def free_ports(count: int, hosts: Sequence[str] = (LOOPBACK,), avoid: Collection
     Raises:
         OSError: there are not as many.
     """
-    end = _begin_of_ephemeral()
-    begin = max(1024, end - _WIDTH)
+    try:
+        end = int(_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        end = _DEFAULT_BEGIN
+    begin = max(_FIRST, end - _WIDTH)
+    if end - begin < _WIDTH // 10:  # the kernel may choose any port
+        begin, end = _FIRST, 1 << 16
     found: list[int] = []
-    if end - begin > 4 * count:
-        width = end - begin
-        for step in range(width):
-            if len(found) == count:
-                return found
-            port = begin + (os.getpid() * _STRIDE + step) % width
-            if port not in avoid and all(is_free(port, host) for host in hosts):
-                found.append(port)
-    return [port for port in _of_the_kernel(count + len(avoid)) if port not in avoid][:count]
+    for step in range(end - begin):
+        port = begin + (os.getpid() * _STRIDE + step) % (end - begin)
+        if port not in avoid and all(is_free(port, host) for host in hosts):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"no {count} ports between {begin} and {end} are free")
 
 
 def is_free(port: int, host: str = LOOPBACK) -> bool:
@@ -92,24 +96,6 @@ def is_free(port: int, host: str = LOOPBACK) -> bool:
         except OSError:
             return False
     return True
-
-
-def _of_the_kernel(count: int) -> list[int]:
-    held = [socket.socket() for _ in range(count)]  # all held until the end, so that no two get the same
-    try:
-        for listener in held:
-            listener.bind((LOOPBACK, 0))
-        return [int(listener.getsockname()[1]) for listener in held]
-    finally:
-        for listener in held:
-            listener.close()
-
-
-def _begin_of_ephemeral() -> int:
-    try:
-        return int(_RANGE.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return _DEFAULT_BEGIN
 
 
 # --- Makes glibc keep freed memory, for processes that free and allocate the same megabytes repeatedly; free memory in

@@ -15,6 +15,7 @@ WRITABLE = (
 )  # fmt: skip
 
 OPEN_FILES = 64
+NUM_FILES = 1024  # files and directories of one program
 ANSWER_BYTES = 8 << 20  # of a returned value, and of a program with a longer expected output than usual
 
 Number = TypeVar("Number", int, float)
@@ -46,7 +47,7 @@ class ExecutionLimits:
             "file_bytes": config.file_bytes,
             "open_files": OPEN_FILES,
             "disk_bytes": config.disk_bytes,
-            "num_files": config.num_files,
+            "num_files": NUM_FILES,
         }
 
 

@@ -310,7 +310,7 @@ def server_commands(
     settings = config.sglang
     parallel = settings.tensor_parallel
     ranks = own_ranks("SGLang", number, parallel, gpus)
-    most_running = settings.max_running_requests or config.engine_slots or config.num_slots
+    most_running = settings.max_running_requests or config.num_slots
     arguments: dict[str, str | int | float | bool] = {
         "model_path": model_path,
         "tp_size": parallel,

@@ -647,8 +647,7 @@ def resample_group(group: AdvantageGroup, config: ResampleConfig, seed: int) -> 
     """
     kept = resample_on_correct(
         [member.sequence.reward for member in group.members] + list(group.silent),
-        [max(0.0, member.sequence.metrics.get(config.penalty, 0.0)) for member in group.members]
-        + [0.0] * len(group.silent),
+        [max(0.0, member.sequence.metrics.get("penalty", 0.0)) for member in group.members] + [0.0] * len(group.silent),
         config.keep,
         positives=config.positives,
         negatives=config.negatives,

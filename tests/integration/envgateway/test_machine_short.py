@@ -10,6 +10,7 @@ import pytest
 
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
+from services.envgateway.sandbox import launch
 from services.envgateway.sandbox.bare import memcg
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
@@ -37,8 +38,9 @@ async def test_a_program_that_the_kernel_kills_below_its_limit_has_no_verdict(po
 
 
 @pytest.mark.needs("memory cgroup")
-async def test_so_has_one_without_a_cgroup_of_its_own() -> None:
-    pool = SandboxPool.start_before_threads(CONFIG.model_copy(update={"memory_cgroup": False, "num_slots": 1}))
+async def test_so_has_one_without_a_cgroup_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MEMORY_CGROUP", False)
+    pool = SandboxPool.start_before_threads(CONFIG.model_copy(update={"num_slots": 1}))
     granted = memcg.grant(1)
     assert isinstance(granted, memcg.MemoryGroups)
     try:

@@ -287,7 +287,7 @@ WRONG = [
     setting("rollout.group_size", 7, f"{BATCH}.size is 64", "whole groups of 7", "63 or 70"),
     Wrong("pass@k beyond the group", ("pass_k (9)", "group_size (8)"),
           {"policies.model0.algorithm.pass_k": 9, "policies.model0.algorithm.advantage": "pass_at_k"}),
-    setting("policies.model0.algorithm.pass_k", 4, "pass_at_k and pass_k belong together"),
+    setting("policies.model0.algorithm.pass_k", 4, "pass_k is 4, and advantage: grpo does not read it"),
     setting("policies.model0.algorithm.name", "grop", "policies.model0.algorithm.name", "'grop'"),
     setting("run.steps", -1, "run.steps", "greater than or equal to 0"),
     setting("sampling.temperature", 0, "sampling.temperature is 0", "above 0"),

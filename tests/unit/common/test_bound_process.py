@@ -15,13 +15,6 @@ from tests.running import is_running
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-PARENT = """
-import subprocess, sys, time
-from services.common.system.child import bound_to_this_process
-child = subprocess.Popen(bound_to_this_process([sys.executable, "-c", "import time; time.sleep(600)"]))
-print(child.pid, flush=True)
-time.sleep(600)
-"""
 
 
 PROGRAM = "import os, time; print(os.getpid(), file=open({path!r}, 'w'), flush=True); time.sleep(600)"
@@ -46,14 +39,3 @@ def test_a_program_of_a_service_dies_with_a_service_that_is_killed(tmp_path: Pat
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.needs("Linux")
-def test_a_bound_program_dies_with_a_parent_that_is_killed() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        assert is_running(child)
-        parent.send_signal(signal.SIGKILL)
-    wait_until(lambda: not is_running(child), "the end of the child")

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import resource
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +18,6 @@ from services.common.system.processes import (
     ChildLostError,
     end,
     end_group,
-    how_ended,
     last_lines,
     process_group,
 )
@@ -207,34 +203,6 @@ async def test_a_child_that_ends_in_an_exchange_leaves_nothing_of_its_group(tmp_
     child.close()
 
 
-async def test_a_child_that_is_closed_leaves_nothing_of_its_group(tmp_path: Path) -> None:
-    child = shell(LEAVES.format(folder=tmp_path) + "cat", own_group=True)
-    assert child.ask("an echo", WAIT_S, {"a": 1}) == {"a": 1}
-    child.close(WAIT_S)
-    await until_gone(await until_written(tmp_path / "child"))
-
-
-async def test_what_a_child_has_left_is_killed_after_its_end_was_noted(tmp_path: Path) -> None:
-    child = shell(LEAVES.format(folder=tmp_path) + "exit 3", own_group=True)
-    child.wait(WAIT_S)
-    assert child.poll() == 3
-    child.close()
-    await until_gone(await until_written(tmp_path / "child"))
-
-
-def test_a_child_of_a_process_with_many_open_files_answers() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 1200  # ``select`` takes numbers below 1024
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2 * most)) if hard > 0 else 2 * most, hard))
-    with contextlib.ExitStack() as files:
-        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        for _ in range(most):
-            files.enter_context(open(os.devnull))
-        child = shell("exec cat")
-        assert child.ask("an echo", WAIT_S, {"a": 1}) == {"a": 1}
-        child.close(WAIT_S)
-
-
 def test_a_program_that_does_not_exist_is_a_lost_child() -> None:
     with pytest.raises(ChildLostError, match="the program could not be started"):
         AnsweringChild("the program", ["/does/not/exist"])
@@ -249,17 +217,6 @@ def test_a_child_that_ignores_the_end_of_its_input_is_killed_after_the_grace() -
     child.kill()  # of one that has ended: no effect
 
 
-def test_a_child_with_its_own_group_is_killed_with_everything_that_it_started() -> None:
-    child = shell('sleep 60 & echo "{\\"pid\\": $!}"; wait', own_group=True)
-    grandchild = child.ask("its child", WAIT_S)["pid"]
-    child.kill()
-    child.close(WAIT_S)
-    deadline = time.monotonic() + WAIT_S
-    while is_running(grandchild):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_last_lines_are_those_since_the_start_and_a_missing_file_has_none(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("of an earlier start\n")
@@ -269,8 +226,3 @@ def test_last_lines_are_those_since_the_start_and_a_missing_file_has_none(tmp_pa
     assert last_lines(log, start).endswith("\n    last")
     assert "earlier" not in last_lines(log, start)
     assert last_lines(tmp_path / "none").endswith("(no output)")
-
-
-def test_the_end_of_a_child_is_a_signal_or_an_exit_code() -> None:
-    assert how_ended(-signal.SIGSEGV) == "was killed by SIGSEGV"
-    assert how_ended(0) == "exited with 0"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import structlog
 import torch
 
 from services.common.config.base import with_device
 from services.common.errors import ConfigError
-from services.common.system.devices import chosen_device, log_device
+from services.common.system.devices import VARIABLE, chosen_device, inside, mapped_gpus, visible_gpus
 
 
 @pytest.mark.parametrize(("built", "told"), [(None, "built without CUDA"), ("12.8", "CUDA_VISIBLE_DEVICES")])
@@ -52,19 +51,42 @@ def test_types_follow_from_the_device_as_soon_as_it_is_known(written: object, fi
     assert with_device(written, {"dtype": "bfloat16"}, {"dtype": "float32"}) == filled
 
 
-def test_a_process_logs_its_device_and_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"H100 as {device}")
-    with structlog.testing.capture_logs() as logs:
-        log_device("cuda:1", "bfloat16")
-        log_device("cpu", "float32")
-        log_device("cuda", "bfloat16", here=False)
-    assert [(each["event"], each["device"], each["name"], each["dtype"]) for each in logs] == [
-        ("device.chosen", "cuda:1", "H100 as cuda:1", "bfloat16"),
-        ("device.chosen", "cpu", "", "float32"),
-        ("device.chosen", "cuda", "", "bfloat16"),
-    ]
+# -- numbers of a recipe count among the GPUs that CUDA_VISIBLE_DEVICES shows
 
 
-def test_a_gpu_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert [chosen_device(wanted, "x") for wanted in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("0,1", ["0", "1"]),
+        (" 6 , 7 ", ["6", "7"]),
+        ("GPU-4f1a,MIG-9b", ["GPU-4f1a", "MIG-9b"]),
+        ("", []),
+        ("-1", []),
+        ("2,-1,3", ["2"]),
+        ("NoDevFiles", ["NoDevFiles"]),
+    ],
+)
+def test_the_variable_is_read_as_cuda_reads_it(value: str, shown: list[str]) -> None:
+    assert visible_gpus({VARIABLE: value}) == shown
+
+
+def test_without_the_variable_numbers_are_those_of_the_machine() -> None:
+    assert visible_gpus({}) is None
+    assert mapped_gpus([4, 6], {}, "x") == ["4", "6"]
+    assert inside({"PATH": "/bin"}, {VARIABLE: "4,6"}, "x") == {"PATH": "/bin", VARIABLE: "4,6"}
+
+
+def test_a_process_gets_its_share_of_what_the_environment_shows() -> None:
+    made = inside({VARIABLE: "4,GPU-77,6,7"}, {VARIABLE: "1,3", "OMP_NUM_THREADS": "1"}, "trainer-model0")
+    assert made == {VARIABLE: "GPU-77,7", "OMP_NUM_THREADS": "1"}
+
+
+def test_a_process_without_gpus_of_its_own_sees_what_the_environment_shows() -> None:
+    assert inside({VARIABLE: "4,5"}, {"A": "b"}, "x")[VARIABLE] == "4,5"
+
+
+@pytest.mark.parametrize(("outer", "told"), [("4,5", "shows 2 GPUs"), ("", "write no GPU"), ("-1", "shows 0 GPUs")])
+def test_a_number_beyond_what_is_shown_is_refused_with_the_numbers_to_write(outer: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        inside({VARIABLE: outer}, {VARIABLE: "2"}, "inference-a")
+    assert "inference-a takes GPU 2" in caught.value.message and "unset the variable" in caught.value.message

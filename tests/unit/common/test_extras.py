@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -20,20 +19,6 @@ KINDS: tuple[Kind, ...] = ("environments", "engines", "trackers", "metrics", "cl
 def test_every_provided_object_loads(kind: Kind) -> None:
     for name in provided(kind):
         assert load_extra(kind, name) is not None
-
-
-def test_packages_of_extras_import_nothing_when_they_are_listed() -> None:
-    for package in ROOT.glob("*/__init__.py"):
-        if package.parent.name != "tests":
-            tree = ast.parse(package.read_text())
-            imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-            assert not imports, package
-
-
-def test_every_extra_has_a_readme_and_tests() -> None:
-    for package in ROOT.glob("*/__init__.py"):
-        assert (package.parent / "README.md").is_file(), package.parent
-        assert list((package.parent / "tests").glob("test_*.py")), package.parent
 
 
 def test_a_folder_of_the_user_that_is_called_extras_hides_none(tmp_path: Path) -> None:

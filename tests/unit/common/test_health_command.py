@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -26,24 +27,17 @@ async def server() -> AsyncIterator[Server]:
 
 
 async def ask(*addresses: str) -> int:
-    import asyncio
-
     async with deadline(30.0, "the health command"):
-        return await asyncio.to_thread(
-            lambda: (
-                subprocess.run(
-                    [sys.executable, "-m", "services.common.rpc.client", *addresses],
-                    check=False,
-                    capture_output=True,
-                ).returncode
-            )
-        )
+        with identity.used(None):
+            return await asyncio.to_thread(main, list(addresses))
 
 
 async def test_it_succeeds_once_the_service_is_ready(server: Server) -> None:
     assert await ask(server.address) == 1
     server.set_ready()
     assert await ask(server.address) == 0
+    command = [sys.executable, "-m", "services.common.rpc.client", server.address]
+    assert (await asyncio.to_thread(subprocess.run, command, check=False)).returncode == 0
 
 
 async def test_a_container_is_checked_with_the_keys_of_its_own_process(

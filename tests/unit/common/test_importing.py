@@ -28,16 +28,8 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         del sys.modules[name]
 
 
-def test_a_function_beside_the_recipe_is_found() -> None:
-    assert load_object("my_rewards:exact")({}, "") == 1.0
-
-
 def test_dots_after_the_colon_reach_inside() -> None:
     assert load_object("my_rewards:Graders.strict") == 7
-
-
-def test_an_installed_package_is_found() -> None:
-    assert load_object("json:dumps")([1]) == "[1]"
 
 
 @pytest.mark.parametrize(

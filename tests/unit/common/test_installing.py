@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,16 +19,6 @@ def test_a_checkout_installs_its_own_extra_at_its_pins() -> None:
     command = shlex.split(installing.install("mcp"))
     assert command[:4] == [sys.executable, "-m", "pip", "install"]
     assert command[4:] == ["-c", str(REPOSITORY / "constraints.txt"), "-e", f"{REPOSITORY}[mcp]"]
-
-
-@pytest.mark.slow
-def test_the_command_is_one_that_pip_takes() -> None:
-    command = shlex.split(installing.install("all"))
-    done = subprocess.run(
-        [*command[:4], "--dry-run", "--no-index", "--no-build-isolation", "--quiet", *command[4:]],
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_wheel_adds_an_extra_to_itself_and_an_image_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,24 +44,3 @@ def test_packages_that_the_services_of_a_recipe_lack_are_told_before_the_run(mon
     assert told == [f"its services need math-verify, torch, not installed here: {installing.install('all')}"]
     without_gateway = load_recipe(REPOSITORY / "recipes" / "spell_backward", ["envgateway=null"], {})
     assert "math-verify" not in launch_problems(without_gateway)[0]
-
-
-def test_no_text_installs_rollmill_by_its_name() -> None:
-    """The name is on no package index; ``installing`` alone makes such a command, for an installed wheel."""
-    places = (
-        "README.md",
-        "CONTRIBUTING.md",
-        "docs/**/*.md",
-        "recipes/**/*.*",
-        "examples/*",
-        "services/**/*.*",
-        "rollmill/*.py",
-    )
-    files = [file for place in places for file in REPOSITORY.glob(place) if file.suffix in (".md", ".py", ".yaml")]
-    assert len(files) > 500
-    told = [
-        str(file)
-        for file in files
-        if "pip install 'rollmill" in file.read_text() or "pip install rollmill" in file.read_text()
-    ]
-    assert told == []

@@ -49,24 +49,6 @@ def test_without_room_for_the_file_nothing_is_freed(tmp_path: Path) -> None:
     assert tensor.all()
 
 
-def test_trained_moments_continue_bit_by_bit_after_parking(tmp_path: Path) -> None:
-    def trained(parking: bool) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        weight = torch.nn.Parameter(torch.randn(64, 80))
-        adamw = torch.optim.AdamW([weight], lr=0.1)
-        for number in range(4):
-            (weight.square().sum() * (number + 1)).backward()
-            adamw.step()
-            adamw.zero_grad(set_to_none=True)
-            if parking:
-                state = [value for value in adamw.state[weight].values() if isinstance(value, torch.Tensor)]
-                Parked([weight, *state], tmp_path).restore()
-        return [weight.detach(), *(adamw.state[weight][name] for name in ("exp_avg", "exp_avg_sq"))]
-
-    for found, expected in zip(trained(True), trained(False), strict=True):
-        assert torch.equal(found, expected)
-
-
 def test_released_storages_can_be_written_again() -> None:
     tensor = torch.ones(300, 300)
     released = Released([tensor, tensor[5:]])

@@ -215,7 +215,7 @@ workflow:
     ("path", "told"),
     [
         ("services.inference.workflows.base:Outcome", "write rollmill:Outcome"),
-        ("services.envgateway.rewards.math:boxed_match", "write rollmill:last_boxed"),
+        ("services.common.dataset_rows:truth_in", "write rollmill:answer_of"),
         ("services.envgateway.rewards.registry:MathReward", "go by their plain names, such as tool_use"),
     ],
 )
@@ -262,8 +262,6 @@ def test_a_recipe_names_modules_of_its_own_folder_wherever_it_is_started(
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("inference.a.engine=faulty:NoTokens", r"faulty.py:\d+: the class faulty:NoTokens lacks a method: write `async def tokens"),
-        ("envgateway.environments={a: 'faulty:NoStep'}", r"faulty.py:\d+: the class faulty:NoStep lacks a method: write `def step"),
         ("inference.a={engine: vlm, port: 0}", "no engine 'vlm'; write one of torch, forced, scripted, sglang, vllm, or an import path"),
         ("inference.a={engine: torch, engine_settings: {a: 1}, port: 0}", "engine_settings are for an engine that is named by import path"),
         ("inference.a.engine=faulty:Gone", "faulty has no 'Gone'"),

@@ -36,10 +36,6 @@ def test_overrides_are_settings_of_the_command_line_with_the_same_values(overrid
     assert {key: yaml.safe_load(text) for key, text in found.items()} == expected
 
 
-def test_a_path_is_its_text() -> None:
-    assert settings_of({"run": {"dir": Path("my runs")}}) == ["run.dir=my runs"]
-
-
 def test_rows_of_different_keys_and_types_become_one_table() -> None:
     rows = [{"a": 1, "b": "x"}, {"a": 2.5, "c": {"d": [1]}}, {"a": None, "b": 3}]
     table = Rows(lambda: iter(rows)).arrow()
@@ -48,10 +44,6 @@ def test_rows_of_different_keys_and_types_become_one_table() -> None:
     assert table.column("b").to_pylist() == ['"x"', None, "3"]  # of two types: JSON
     assert table.column("c").to_pylist() == [None, {"d": [1]}, None]
     assert Rows(lambda: iter([])).arrow().num_rows == 0
-
-
-def test_rows_say_how_they_are_read() -> None:
-    assert repr(Rows(lambda: iter([]))) == "<Rows: iterate over them, or .arrow() makes a table>"
 
 
 def test_what_is_no_run_or_has_no_journal_yet_is_told(tmp_path: Path) -> None:

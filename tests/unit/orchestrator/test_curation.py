@@ -54,7 +54,7 @@ def test_a_solved_prompt_is_revisited_by_chance_and_comes_back_when_it_is_forgot
 def test_settings_of_filter_solved_are_refused_where_another_curation_is_chosen(key: str, value: float) -> None:
     tree = {"train": {"path": "tasks.jsonl"}, key: value}
     assert getattr(DataConfig.model_validate(tree | {"curation": "filter_solved"}), key) == value
-    with pytest.raises(ValidationError, match=f"{key} is {value:g}, and curation greso does not read it"):
+    with pytest.raises(ValidationError, match=f"{key} is {value:g}, and curation: greso does not read it"):
         DataConfig.model_validate(tree | {"curation": "greso"})
 
 

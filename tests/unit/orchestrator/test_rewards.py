@@ -217,9 +217,9 @@ def test_a_penalty_replaces_the_reward_of_one_sequence_before_rollouts_are_avera
 
 
 def test_rewards_that_no_rule_reads_are_refused() -> None:
-    with pytest.raises(ValidationError, match="timeout_reward is -1, and on_timeout as_scored gives none"):
+    with pytest.raises(ValidationError, match="timeout_reward is -1, and on_timeout: as_scored does not read it"):
         RolloutConfig(on_timeout="as_scored", timeout_reward=-1.0)
-    with pytest.raises(ValidationError, match="truncation_reward is -1, and on_truncation mask gives none"):
+    with pytest.raises(ValidationError, match="truncation_reward is -1, and on_truncation: mask does not read it"):
         RolloutConfig(on_truncation="mask", truncation_reward=-1.0)
 
 

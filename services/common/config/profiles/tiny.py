@@ -160,7 +160,7 @@ def _policy(policy: Tree, *, old_group: int, group: int, episodes: bool) -> None
 
 
 def _inference(service: Tree) -> None:
-    service |= {"engine": "forced", "device": "cpu", "dtype": "float32", "threads": 1, "engine_slots": None}
+    service |= {"engine": "forced", "device": "cpu", "dtype": "float32", "threads": 1}
     service |= {"node": 0, "gpus": [], "engines": {}}
     _at_most(service, "num_slots", NUM_SLOTS)
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import structlog
 
 from services.common.aio import backoff
-from services.common.config.processes import MASK_TOKENS, InferenceConfig
+from services.common.config.processes import LOADED_BYTES_PER_S, MASK_TOKENS, SERVER_START_S, InferenceConfig
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
 from services.common.kept_tokens import KeptRow
 from services.common.records import Logprobs
@@ -476,10 +476,10 @@ def engine_of(
     settings = config.servers
     assert settings is not None
     size_bytes = size_of(setup.tensors)
-    place = place_stage(settings.stage_directory, directory / "stage", setup.name, size_bytes)
+    place = place_stage(directory / "stage", setup.name, size_bytes)
     stage = Stage(place, setup.tensors, 0)
     kv_policy = KvPolicy(config.kv_policy)
-    ready_s = settings.loading_timeout_s(size_bytes)
+    ready_s = SERVER_START_S + size_bytes / LOADED_BYTES_PER_S
     logs = directory / "logs"
     servers = [Server(ServerProcess(command, logs / f"{command.name}.log", ready_s), kv_policy) for command in commands]
     return ServedEngine(

@@ -322,8 +322,8 @@ class ServerProcess:
                 )
             if asyncio.get_running_loop().time() > deadline:
                 raise DeadlineError(
-                    f"the {self.program.name} server {self.name} did not answer within {self._ready_timeout_s:g} s "
-                    f"({self.program.section}.ready_timeout_s)\n{self._last_lines()}",
+                    f"the {self.program.name} server {self.name} did not answer within {self._ready_timeout_s:g} s"
+                    f"\n{self._last_lines()}",
                     wait=self.name,
                 )
             await asyncio.sleep(READY_POLL_S)

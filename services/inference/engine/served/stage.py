@@ -93,13 +93,13 @@ class Stage:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def place_stage(wanted: str | None, fallback: Path, name: str, size_bytes: int) -> Path:
-    """Choose a directory for a stage of this size: the recipe's, else shared memory with enough room, else the fallback.
+def place_stage(fallback: Path, name: str, size_bytes: int) -> Path:
+    """Choose a directory for a stage of this size: shared memory with enough room, else the fallback.
 
     The name has the process id, and directories of ended processes are removed. ``ConfigError`` if no place has room.
     """
     needed = int(size_bytes * _ROOM)
-    places = [Path(wanted)] if wanted else [SHARED_MEMORY, fallback]
+    places = [SHARED_MEMORY, fallback]
     for place in places:
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def place_stage(wanted: str | None, fallback: Path, name: str, size_bytes: int) 
             log.warning("engine_server.no_stage", place=str(place), error=str(error))
     raise ConfigError(
         f"no room for the {needed / 2**30:.1f} GiB of weights that the servers read, in {' or '.join(map(str, places))}: "
-        "make room, give the container more shared memory, or write another directory as sglang.stage_directory or vllm.stage_directory"
+        "make room, give the container more shared memory, or write a run.dir on a disk that has it"
     )
 
 

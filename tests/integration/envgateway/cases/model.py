@@ -39,7 +39,6 @@ CONFIG = SandboxConfig(
     output_bytes=OUTPUT_CAP,
     file_bytes=1 << 20,
     disk_bytes=4 << 20,
-    num_files=256,
     prewarm_scientific=False,
 )
 CANARY = "planted-" + "canary"  # in the judge's environment, in a file, in its memory; no program may print it

@@ -9,7 +9,7 @@ import math
 
 import jwt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import ConfigError, UnauthenticatedError
@@ -26,6 +26,7 @@ def check(token: str, now: float = NOW, run: str = "r1") -> tokens.Claims:
     return tokens.check(token, PUBLIC, run, now)
 
 
+@settings(max_examples=30)
 @given(st.sampled_from(Role), st.text(max_size=40), st.floats(0.01, 10_000))
 def test_what_was_minted_is_what_is_read(role: Role, run: str, hours: float) -> None:
     claims = tokens.check(tokens.mint(KEY, run, role, NOW, hours), PUBLIC, run, NOW)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.weights.codec import ChunkChange
 from services.inference.engine.base import WeightUpdate
+from services.inference.engine.served import stage
 from services.inference.engine.served.stage import FILE, Stage, place_stage, size_of
 
 
@@ -81,18 +82,18 @@ def test_a_write_that_broke_off_is_healed_by_every_tensor_alone(tmp_path: Path) 
 
 def test_the_place_has_room_or_says_what_to_do(tmp_path: Path) -> None:
     assert size_of(tensors()) == 2 * (35 + 3 + 48)
-    place = place_stage(None, tmp_path, "a-model0", 1000)
+    place = place_stage(tmp_path, "a-model0", 1000)
     assert place.name == f"rollmill-stage-{os.getpid()}-a-model0"
-    assert place_stage(str(tmp_path / "here"), tmp_path, "x", 1000).parent == tmp_path / "here"
-    with pytest.raises(ConfigError, match=r"no room for the .* GiB .*sglang\.stage_directory"):
-        place_stage(None, tmp_path, "x", 1 << 60)
+    with pytest.raises(ConfigError, match=r"no room for the .* GiB .*write a run\.dir"):
+        place_stage(tmp_path, "x", 1 << 60)
 
 
-def test_stages_of_processes_that_are_gone_are_swept(tmp_path: Path) -> None:
+def test_stages_of_processes_that_are_gone_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, own = tmp_path / "rollmill-stage-999999999-a", tmp_path / f"rollmill-stage-{os.getpid()}-b"
     old.mkdir()
     own.mkdir()
-    place_stage(str(tmp_path), tmp_path, "c", 10)
+    monkeypatch.setattr(stage, "SHARED_MEMORY", tmp_path)
+    place_stage(tmp_path, "c", 10)
     assert not old.exists() and own.exists()
 
 
