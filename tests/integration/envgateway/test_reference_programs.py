@@ -15,7 +15,7 @@ from services.envgateway.rewards.registry import CodeReward
 from services.envgateway.sandbox.pool import SandboxPool
 from services.orchestrator.tasks.code_rows import code_row
 from tests.integration.envgateway.reference_programs import PROGRAMS, Program
-from tests.unit.recipes.reference.behaviour import BEHAVIOUR_ROWS
+from tests.unit.recipes.reference.rows import BEHAVIOUR_ROWS
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -17,10 +17,8 @@ from typing import Any
 from services.common.config.recipe import Recipe
 from tests.unit.recipes.golden import REPOSITORY, load, resolved
 from tests.unit.recipes.reference import names
-from tests.unit.recipes.reference.behaviour import BEHAVIOUR_ROWS
-from tests.unit.recipes.reference.m2po import M2PO_ROWS
 from tests.unit.recipes.reference.names import REFERENCES, Recipes
-from tests.unit.recipes.reference.rstar2 import RSTAR2_ROWS
+from tests.unit.recipes.reference.rows import BEHAVIOUR_ROWS, M2PO_ROWS, RSTAR2_ROWS
 from tests.unit.recipes.reference.table import CODE, Cell, Kind, Reader, Text, expand, filled, here_of
 
 TABLE = [*M2PO_ROWS, *RSTAR2_ROWS, *BEHAVIOUR_ROWS]

@@ -1,12 +1,5 @@
 """Rows of the table: a key of the reference, its value there, and its counterpart here. ``complaint`` compares them.
 
-A row says one of four things of its key:
-
-    same     the value here is the reference's, after a named conversion (units, names, 1 for 1.0)
-    departs  another value, for a reason
-    fixed    the same value, without a key here
-    absent   no such setting here, for a reason
-
 A key may hold ``{trainer}``, ``{model}`` and ``{evaluation}``, names that differ between recipes of the reference; the
 path of a setting here may hold ``{model}``, ``{evaluation}`` and ``{service}``, and ``*`` for any name.
 """
@@ -17,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from services.common.config.recipe import Recipe
@@ -52,10 +45,6 @@ class Per:
         return found[0]
 
 
-def per(*values: tuple[Recipes, Any]) -> Per:
-    return Per(values)
-
-
 @dataclass(frozen=True, slots=True)
 class Text:
     """A long text of the reference, known by its digest: a setting is a fact, a text has an author."""
@@ -87,32 +76,6 @@ class Row:
 
     def value_here(self, name: str) -> Any:
         return self.here.of(name) if isinstance(self.here, Per) else self.here
-
-
-def same(key: str, there: Any, ours: str | Reader, convert: Conversion = as_is, **more: Any) -> Row:
-    return Row(kind="same", key=key, there=there, ours=ours, convert=convert, **more)
-
-
-def departs(key: str, there: Any, ours: str | Reader, here: Any, why: str, **more: Any) -> Row:
-    return Row(kind="departs", key=key, there=there, ours=ours, here=here, why=why, **more)
-
-
-def fixed(why: str, settings: Mapping[str, Any], of: Recipes = frozenset()) -> list[Row]:
-    return [Row(kind="fixed", key=key, there=there, why=why, of=of) for key, there in settings.items()]
-
-
-def absent(why: str, settings: Mapping[str, Any], of: Recipes = frozenset()) -> list[Row]:
-    return [Row(kind="absent", key=key, there=there, why=why, of=of) for key, there in settings.items()]
-
-
-def rows(file: str, of: Recipes, *entries: Row | list[Row]) -> list[Row]:
-    """Rows of one kind of file; ``of`` is for those that name no recipes, by their values per recipe or their own ``of``."""
-    flat = [row for entry in entries for row in (entry if isinstance(entry, list) else [entry])]
-    return [replace(row, file=file, of=_named(row) or row.of or of) for row in flat]
-
-
-def _named(row: Row) -> Recipes:
-    return frozenset().union(*(names for names, _ in row.there.values)) if isinstance(row.there, Per) else frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
