@@ -32,6 +32,7 @@ SCHEMA: dict[str, Any] = {
     },
     "required": ["code"],
 }
+CHECKED = ArgumentSchema(SCHEMA)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ SCHEMA: dict[str, Any] = {
     ],
 )
 def test_the_worst_problem_is_named_in_short(arguments: Any, problem: str | None) -> None:
-    found = ArgumentSchema(SCHEMA).problem_with(arguments)
+    found = CHECKED.problem_with(arguments)
     if problem is None:
         assert found is None
     else:
@@ -75,7 +76,7 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.sampled_from([*SCHEMA["properties"], "x"]), JSON))
 def test_any_json_is_judged_and_what_passes_has_its_types(arguments: dict[str, Any]) -> None:
-    if ArgumentSchema(SCHEMA).problem_with(arguments) is None:
+    if CHECKED.problem_with(arguments) is None:
         assert isinstance(arguments["code"], str) and 1 <= len(arguments["code"]) <= 5
         assert type(arguments.get("times", 1)) is int
         assert set(arguments) <= set(SCHEMA["properties"])

@@ -188,15 +188,6 @@ def test_admission_wastes_nothing_when_rollouts_end_in_order(
     assert max(ring.ages) == max_staleness  # the whole bound is used
 
 
-def test_every_policy_must_have_room() -> None:
-    config = BatchConfig(size=4, max_staleness=0)
-    experience = ExperiencePipeline({"a": config, "b": config}, num_steps=9, counters=Counter())
-    assert experience.admission.open(["a", "b"])
-    experience.admission.accounts["b"].buffered = 4
-    assert not experience.admission.open(["a", "b"])
-    assert experience.admission.open(["a"]), "a group of one policy asks for its own room alone"
-
-
 def test_admit_any_starts_a_rollout_when_one_has_room_and_drops_what_the_other_cannot_use() -> None:
     config = BatchConfig(size=4, max_staleness=0, dynamic_sampling=False)
     counters: Counter[str] = Counter()

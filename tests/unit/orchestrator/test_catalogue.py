@@ -41,21 +41,6 @@ def test_a_local_file_is_read_and_its_rows_are_in_one_form(root: Path) -> None:
     ]
 
 
-def test_a_row_that_is_not_understood_is_left_out_and_named(root: Path) -> None:
-    put(root, "humaneval", {"prompt": "def f(): ...", "entry_point": "f", "test": "check"}, {"prompt": "p"})
-    source = open_source(DatasetConfig(name="humaneval"), seed=0)
-    assert len(source) == source.left_out.count == 1
-    assert source.left_out.reasons[0].startswith("row 2: no tests")
-
-
-def test_a_dataset_without_a_usable_row_is_refused(root: Path) -> None:
-    put(root, "gsm8k", {"question": "?", "answer": None})
-    with pytest.raises(
-        DatasetError, match=r"dataset gsm8k \(.*\) holds no row that can be used \(1 looked at\): row 1"
-    ):
-        open_source(DatasetConfig(name="gsm8k"), seed=0)
-
-
 def test_what_must_be_fetched_by_hand_names_path_and_command(root: Path) -> None:
     with pytest.raises(DatasetError) as refused:
         open_source(DatasetConfig(name="livecodebench-v5"), seed=0)

@@ -74,11 +74,6 @@ def test_rows_of_a_file_are_brought_into_the_form_that_is_asked_for(tmp_path: Pa
         DatasetConfig(name="math500", form="math")
 
 
-def test_a_missing_file_is_named() -> None:
-    with pytest.raises(DatasetError, match="does not exist"):
-        open_source(DatasetConfig(path="/nowhere/a.jsonl"), seed=0)
-
-
 def test_ids_come_from_their_field_and_are_unique(tmp_path: Path) -> None:
     config = jsonl(tmp_path / "a.jsonl", '{"id": "x"}', '{"id": "y"}').model_copy(update={"id_field": "id"})
     assert open_source(config, seed=0)[1].task_id == "y"

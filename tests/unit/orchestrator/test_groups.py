@@ -35,22 +35,6 @@ def test_statistics_are_stamped_over_the_whole_group_with_sample_deviation() -> 
     assert [m.sequence_id for m in found.members] == ["g/0/0", "g/1/0", "g/2/0", "g/3/0"]
 
 
-def test_sequences_of_other_policies_roles_and_attempts_are_compared_apart() -> None:
-    made = group(size=2)
-    for index in range(2):
-        made.resolve(
-            trajectory(
-                "g", index, sequence(1.0, role="solver"), sequence(0.0, role="checker"), sequence(0.5, policy="b")
-            )
-        )
-    found = advantage_groups(made)
-    assert [(g.policy, g.role, g.size, g.mean) for g in found] == [
-        ("model0", "solver", 2, 1.0),
-        ("model0", "checker", 2, 0.0),
-        ("b", "agent", 2, 0.5),
-    ]
-
-
 def retried() -> TaskGroup:
     """Four rollouts of a solver, of which two tried again, each with a checker of the other policy."""
     made = group(size=4)

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from services.common.records import TokenSequence
 from services.orchestrator.buffer.buffer import mask_sequence
-from services.orchestrator.ingest import RecordOutcome
-from services.orchestrator.members import Held, Hello, Replica
-from tests.unit.orchestrator.builders import sequence, trajectory
+from services.orchestrator.members import Held, Hello
+from tests.unit.orchestrator.builders import sequence
 from tests.unit.orchestrator.world import World
 
 SCORES = -np.linspace(0.5, 7.0, 4, dtype=np.float32)
@@ -31,29 +29,6 @@ def taught(worlds: Callable[..., World], **settings: object) -> World:
 def scored(made: TokenSequence, scores: np.ndarray = SCORES) -> TokenSequence:
     prompt, said = made.segments
     return replace(made, segments=(prompt, replace(said, teacher_logprobs=scores.astype(np.float32))))
-
-
-async def begin(world: World) -> Replica:
-    await world.publish(0, policy="student")
-    world.train()
-    return world.join()
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        sequence(policy="student"),
-        scored(sequence(policy="student"), np.array([-1.0, np.nan, -1.0, -1.0])),
-        scored(sequence(policy="student"), np.array([-1.0, -np.inf, -1.0, -1.0])),
-    ],
-)
-async def test_a_record_without_usable_scores_is_a_failure_and_no_reward(
-    worlds: Callable[..., World], made: TokenSequence
-) -> None:
-    world = taught(worlds)
-    issued = (await world.orders(await begin(world)))[0]
-    assert await world.send(trajectory(issued.task_group_id, 0, made)) == [RecordOutcome.INVALID]
-    assert world.core.experience.admission.accounts["student"].num_trajectories == 0
 
 
 async def test_apart_too_a_student_is_played_only_where_its_teacher_is_served(worlds: Callable[..., World]) -> None:

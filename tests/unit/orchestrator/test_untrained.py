@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import pytest
-
-from services.common.errors import ConfigError
 from services.orchestrator.groups import RunState
 from services.orchestrator.members import Held, Replica
 from services.orchestrator.progress import progress, summary, waits
@@ -68,8 +65,3 @@ async def test_its_versions_its_steps_and_its_trainer_hold_nothing_up(worlds: Ca
         await asyncio.wait_for(run, WAIT_S)
     assert world.core.control.phase is RunState.FINISHED
     assert summary(world.core)["steps"] == {"a": world.steps}
-
-
-def test_a_run_with_steps_needs_a_policy_that_is_trained(worlds: Callable[..., World]) -> None:
-    with pytest.raises(ConfigError, match=r"run.steps is 3, but trained is false for each of \['a'\]"):
-        worlds(policies=("a",), untrained=("a",))

@@ -139,30 +139,6 @@ def test_another_method_than_the_four_is_refused() -> None:
         apply(old, bytes(data), "bfloat16")
 
 
-# Coded tensors of 400 elements (raw: 40), written before there was the method two-bit.
-WRITTEN = {
-    "sparse": "0100000000010000000400000001050000000006ff256201010000008001010000003001020000000119010200000000" "74",
-    "dense": "01000000000200000090010000021d00000028b52ffd6090009d000030010202010201030029b3263004d428a66e080090"
-    "010000",
-    "raw": "0100000000030000002800000007003e9ee378f68f77e36673c33f8e48c78d6e0f83cd06c8f7fe567223225e0e07371e9ca33d96"
-    "1bf735c68c0320aeefc7fb4e4443c9a68a7788b6c263397eec07dcfe076370361577f62614436ece04",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("method", WRITTEN)
-def test_tensors_that_were_coded_before_are_read(method: str) -> None:
-    places = np.arange(400)
-    old = (places * 163 + 0x3C00).astype(np.uint16)
-    new = old.copy()
-    if method == "sparse":
-        new[[0, 7, 300, 399]] += np.array([1, 0xFFFF, 3, 0x8000], dtype=np.uint16)
-    elif method == "dense":
-        new += np.where(places % 3, 1, 0xFFFF).astype(np.uint16)
-    else:
-        old, new = old[:40], (places * places * 40503 + 7).astype(np.uint16)[:40]
-    assert np.array_equal(apply(old, bytes.fromhex(WRITTEN[method]), "bfloat16"), new)
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.data(), seeds)
 def test_damaged_bytes_are_refused_or_decode_to_something_of_the_right_size(drawn: st.DataObject, seed: int) -> None:

@@ -10,61 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import CorruptDataError
 from services.common.weights import codec
 from services.common.weights.codec import (
     PlaneReader,
     decode_tensor,
     encode_tensor,
     pack_columns,
-    pack_plane,
     pack_positions,
     pack_steps,
     scatter,
-    true_positions,
     unpack_positions,
 )
-from services.common.weights.snapshot import rank as rank_of
-from services.common.weights.snapshot import step_forward, unrank, zigzagged_steps
+from services.common.weights.snapshot import zigzagged_steps
 
-SHARES = st.floats(0, 1)
-SIZES = st.integers(0, 20_000)
 SEEDS = st.integers(0, 1 << 30)
-
-
-@settings(max_examples=40)
-@given(SHARES, SIZES, SEEDS)
-def test_true_positions_are_those_of_numpy(share: float, size: int, seed: int) -> None:
-    flags = np.random.default_rng(seed).random(size) < share
-    found = true_positions(flags)
-    np.testing.assert_array_equal(found, np.flatnonzero(flags))
-    assert found.dtype == np.intp
-
-
-def plainly_coded(positions: np.ndarray) -> bytes:
-    """Gaps of one byte, before each a byte of 255 for every full 255 elements."""
-    gaps = np.diff(positions, prepend=-1) - 1
-    return b"".join(bytes([255] * (gap // 255) + [gap % 255]) for gap in gaps.tolist())
-
-
-@settings(max_examples=60)
-@given(st.sampled_from([0.0005, 0.005, 0.02, 0.2]), st.integers(1, 5000), SEEDS)
-def test_positions_are_coded_as_gaps_with_escapes(share: float, size: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    chosen = rng.random(size) < share
-    chosen[-1] = True  # at least one
-    positions = np.flatnonzero(chosen)
-    data = pack_positions(positions)
-    plane = PlaneReader(memoryview(data)).plane(at_least=len(positions), at_most=size)
-    assert plane.tobytes() == plainly_coded(positions)
-    np.testing.assert_array_equal(unpack_positions(PlaneReader(memoryview(data)), len(positions), size), positions)
-
-
-@pytest.mark.parametrize("coded", [[3] * 200 + [255], [255] + [3] * 199, [3] * 100 + [255, 255] + [3] * 100])
-def test_positions_of_another_number_or_with_a_last_escape_are_refused(coded: list[int]) -> None:
-    data = pack_plane(np.array(coded, dtype=np.uint8))
-    with pytest.raises(CorruptDataError):
-        unpack_positions(PlaneReader(memoryview(data)), 201 if coded[0] == 3 else 200, 1 << 16)
 
 
 @pytest.mark.parametrize("has_torch", [True, False])
@@ -88,16 +47,6 @@ def test_positions_and_scattered_values_do_not_depend_on_torch(
     values.flags.writeable = False  # as a payload in a mapped file is
     scatter(target, positions, values)
     np.testing.assert_array_equal(target, expected)
-
-
-@given(st.lists(st.tuples(st.integers(0, 0xFFFF), st.integers(0, 0xFFFF)), min_size=1), st.booleans())
-def test_steps_without_a_change_of_sign_are_those_of_the_ranks(pairs: list[tuple[int, int]], is_float: bool) -> None:
-    old, new = (np.array(bits, dtype=np.uint16) for bits in zip(*pairs, strict=True))
-    steps = zigzagged_steps(old, new, is_float)
-    signed = (steps >> 1) ^ (0 - (steps & 1))
-    ranks = rank_of(old, is_float) + signed
-    np.testing.assert_array_equal(unrank(ranks, is_float), new)
-    np.testing.assert_array_equal(step_forward(old, steps, is_float), new)
 
 
 @settings(max_examples=40)

@@ -75,23 +75,6 @@ async def test_a_large_batch_is_put_together_beside_the_event_loop(
     assert found[0][1] == found[1][1]
 
 
-async def test_a_trained_sequence_is_never_in_a_second_batch(worlds: Callable[..., World]) -> None:
-    world = worlds()
-    await world.publish(0)
-    world.train()
-    seen: list[str] = []
-    for step in range(1, 4):
-        replica = world.join(number=step - 1)
-        for order in await world.orders(replica):
-            await world.play(order, version=step - 1)
-        batch = await world.trainer_api.pull_batch("model0", step, WAIT_S)
-        seen += [entry.sequence_id for entry in batch.record.entries]
-        await world.crash()
-        await world.publish(step)
-        world.train()
-    assert len(seen) == len(set(seen)) == 24
-
-
 async def test_a_pull_without_sequences_names_what_it_waited_for(worlds: Callable[..., World]) -> None:
     world = worlds()
     await world.publish(0)

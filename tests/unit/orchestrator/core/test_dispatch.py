@@ -31,22 +31,6 @@ async def test_a_replica_with_an_unknown_digest_gets_no_work_and_is_told_to_fetc
     assert len(await world.orders(replica)) == 4
 
 
-async def test_a_replica_that_fell_behind_the_staleness_bound_gets_no_training_work(
-    worlds: Callable[..., World],
-) -> None:
-    world = worlds(max_staleness=0, late="drop")
-    await world.publish(0)
-    world.train()
-    replica = world.join()
-    for order in await world.orders(replica):
-        await world.play(order)
-    await world.trainer_api.pull_batch("model0", 1, WAIT_S)
-    await world.publish(1)
-    assert await world.orders(replica) == []
-    fresh = world.join("fresh", number=1)
-    assert len(await world.orders(fresh)) == 2
-
-
 async def test_a_replica_that_still_holds_the_version_before_gets_only_what_can_be_trained_in_time(
     worlds: Callable[..., World],
 ) -> None:

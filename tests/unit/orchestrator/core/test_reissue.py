@@ -57,22 +57,6 @@ async def test_a_restarted_orchestrator_sends_a_rejoining_replica_only_what_is_u
     assert world.core.experience.buffers["model0"].num_sequences == 4
 
 
-async def test_a_replica_that_does_not_come_back_after_a_restart_loses_its_lease(worlds: Callable[..., World]) -> None:
-    world = worlds()
-    await world.publish(0)
-    world.train()
-    orders = await world.orders(world.join())
-    await world.crash()
-    other = world.join("other")
-    assert await world.orders(other) == []
-    world.clock.now += 31.0
-    world.join("other")
-    await world.watch().tick()
-    assert {o.task_group_id for o in await world.orders(world.core.pool.get("other"))} == {
-        o.task_group_id for o in orders
-    }  # type: ignore[arg-type]
-
-
 async def test_a_task_group_that_is_never_done_is_taken_away(worlds: Callable[..., World]) -> None:
     world = worlds()
     await world.publish(0)

@@ -13,25 +13,6 @@ from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
 
 
-async def test_new_task_groups_go_on_in_the_curriculum_after_a_restart(worlds: Callable[..., World]) -> None:
-    world = worlds()
-    await world.publish(0)
-    world.train()
-    replica = world.join()
-    before = await world.orders(replica)
-    for order in before:
-        await world.play(order)
-    await world.trainer_api.pull_batch("model0", 1, WAIT_S)
-    await world.crash()
-    await world.publish(1)
-    world.train()
-    after = await world.orders(world.join(number=1))
-    tasks = [o.task.task_id for o in (*before, *after)]
-    assert len(after) == 2
-    assert len(set(tasks)) == len(tasks)
-    assert len({o.task_group_id for o in (*before, *after)}) == len(tasks)
-
-
 async def test_curation_passes_over_solved_tasks_also_after_a_restart(worlds: Callable[..., World]) -> None:
     world = worlds(curation="filter_solved", size=40)
     await world.publish(0)

@@ -37,22 +37,6 @@ async def test_the_slot_of_a_damaged_trajectory_is_open_again(worlds: Make) -> N
     await trains_on(world, 1)
 
 
-async def test_nothing_is_set_aside_twice_and_a_start_adds_nothing(worlds: Make) -> None:
-    world = worlds()
-    first, *_ = await begun(world)
-    await world.send(trajectory(first.task_group_id, 1))
-    await spoiled(world, entries.TRAJECTORY, f"{first.task_group_id}/1")
-    await world.settle()
-    noted = loaded(world.run_dir, entries.SET_ASIDE)
-    assert len(noted) == 1
-    assert {"kind", "key", "segment", "offset", "reason", "number"} <= noted[0].keys()
-    for _ in range(3):
-        await world.crash()
-    await world.settle()
-    assert len(loaded(world.run_dir, entries.SET_ASIDE)) == 1
-    assert len(world.core.aside) == 1
-
-
 async def test_a_damaged_task_group_is_not_waited_for_and_the_curriculum_goes_on_behind_it(worlds: Make) -> None:
     world = worlds()
     orders = await begun(world)
