@@ -169,10 +169,8 @@ async def answered(world: World, made: Trajectory | RolloutFailure, sender: tupl
 
 async def test_a_slot_is_filled_by_whom_it_was_given_to_now_or_before(worlds: Worlds) -> None:
     world = worlds()
-    first = world.join("first")
-    await world.publish(0)
-    world.train()
-    name = (await world.orders(first))[0].task_group_id
+    _, (order, *_) = await world.begin("first")
+    name = order.task_group_id
     second = world.join("second")
     stranger = (await answered(world, trajectory(name, 0), ("second", "1")))[0]
     assert (stranger.outcome, stranger.refusal and stranger.refusal.reason) == (
@@ -214,10 +212,8 @@ async def test_owners_are_known_after_a_restart_and_a_stranger_cannot_adopt_a_ta
 
 async def test_a_refused_slot_fails_so_that_its_group_completes_and_the_reason_is_counted(worlds: Worlds) -> None:
     world = worlds()
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    name = (await world.orders(replica))[0].task_group_id
+    _, (order, *_) = await world.begin()
+    name = order.task_group_id
     bad = trajectory(name, 0, sequence(1e300), reward=0.0)
     (told,) = await answered(world, bad, ("a", "1"))
     assert told.outcome is RecordOutcome.INVALID
@@ -234,10 +230,8 @@ async def test_a_refused_slot_fails_so_that_its_group_completes_and_the_reason_i
 
 async def test_a_failure_of_a_replica_does_not_pose_as_a_word_of_the_orchestrator(worlds: Worlds) -> None:
     world = worlds()
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    name = (await world.orders(replica))[0].task_group_id
+    _, (order, *_) = await world.begin()
+    name = order.task_group_id
     posing = RolloutFailure(task_group_id=name, index=0, reason="TOO_OLD", replica_id="a")
     await answered(world, posing, ("a", "1"))
     assert world.core.counters["slots_cancelled"] == 0

@@ -19,7 +19,6 @@ from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.members import CancelGroup, Held, Replica
 from tests.unit.orchestrator.builders import trajectory
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 MODES = ["keep", "mask", "wait", "drop"]
 
@@ -35,21 +34,11 @@ async def finish(world: World, order: TaskGroupOrder, index: int, *versions: int
     await world.send(trajectory(order.task_group_id, index, spanning(reward, *versions), reward=reward))
 
 
-def hold(world: World, replica: Replica, version: int) -> None:
-    world.replica_api.report(
-        replica.replica_id,
-        replica.incarnation,
-        held={"model0": Held(version, f"d{version}")},
-        num_tokens=0,
-        emission=[],
-    )
-
-
 async def step(world: World, replica: Replica, number: int, timeout_s: float = 5.0) -> Batch:
     """One training step: its batch, its version, and the replica on that version."""
     batch = await world.trainer_api.pull_batch("model0", number, timeout_s)
     await world.publish(number)
-    hold(world, replica, number)
+    world.report(replica, number)
     return batch
 
 
@@ -145,7 +134,7 @@ async def test_a_batch_is_the_same_after_a_restart_whatever_becomes_of_late_toke
     before = [(b.record, content(b.share(0, 1))) for b in batches]
     await world.crash()
     for number, (record, shared) in enumerate(before, start=2):
-        again = await world.trainer_api.pull_batch("model0", number, WAIT_S)
+        again = await world.pull(number)
         assert (again.record, content(again.share(0, 1))) == (record, shared)
 
 
@@ -153,7 +142,7 @@ async def test_drop_cancels_what_could_only_be_dropped_and_trains_its_siblings(w
     world = worlds(run={"steps": 9}, late="drop", max_staleness=1)
     replica, slow = await straggling(world)
     assert world.core.groups[slow.task_group_id].born == {"model0": 0}
-    batch = await world.trainer_api.pull_batch("model0", 2, WAIT_S)
+    batch = await world.pull(2)
     mine = [e for e in batch.record.entries if e.sequence_id.startswith(f"{slow.task_group_id}/")]
     assert [(e.staleness, e.group_size) for e in mine] == [(1, 3)] * 3, "the last step that may train them"
     assert [c.task_group_id for c in await world.commands(replica) if isinstance(c, CancelGroup)] == [
@@ -171,7 +160,7 @@ async def test_drop_cancels_what_could_only_be_dropped_and_trains_its_siblings(w
     assert [(f["task_group_id"], f["index"], f["reason"]) for f in failures if f] == [(slow.task_group_id, 3, TOO_OLD)]
     await world.crash()
     assert slow.task_group_id not in world.core.groups
-    again = await world.trainer_api.pull_batch("model0", 2, WAIT_S)
+    again = await world.pull(2)
     assert again.record == batch.record
 
 
@@ -185,7 +174,7 @@ async def test_what_is_played_when_the_last_batch_is_put_together_is_cancelled(
     world = worlds(run={"steps": 2}, late=late, max_staleness=2)
     replica, slow = await straggling(world)
     assert slow.task_group_id in world.core.groups
-    await world.trainer_api.pull_batch("model0", 2, WAIT_S)
+    await world.pull(2)
     cancelled = [c.task_group_id for c in await world.commands(replica) if isinstance(c, CancelGroup)]
     assert slow.task_group_id in cancelled
     assert world.core.groups == {} and replica.assignments == {}
@@ -193,10 +182,10 @@ async def test_what_is_played_when_the_last_batch_is_put_together_is_cancelled(
     assert (account.running_slots, account.unfinished) == (0, 0)
     assert not account.has_room(), "and nothing is issued in its place"
     assert await finish_again(world, slow) == [RecordOutcome.DUPLICATE]
-    again = await world.trainer_api.pull_batch("model0", 2, WAIT_S)
+    again = await world.pull(2)
     await world.crash()
     assert world.core.groups == {}
-    assert (await world.trainer_api.pull_batch("model0", 2, WAIT_S)).record == again.record
+    assert (await world.pull(2)).record == again.record
     await world.publish(2)
 
 
@@ -232,16 +221,16 @@ async def test_wait_is_over_after_its_share_and_happens_once(worlds: Callable[..
     with pytest.raises(DeadlineError, match="batch of step 2"):
         await world.trainer_api.pull_batch("model0", 2, 0.05)
     world.clock.now += 5.0
-    batch = await world.trainer_api.pull_batch("model0", 2, WAIT_S)
+    batch = await world.pull(2)
     assert batch.record.statistics[StepFact.LATE_WAIT_S] == 5.0
     assert not any(e.sequence_id.startswith(f"{slow.task_group_id}/") for e in batch.record.entries)
     await world.publish(2)
-    hold(world, replica, 2)
+    world.report(replica, 2)
     for order in await world.orders(replica):
         for index in order.indices:
             await finish(world, order, index, 2)
     late.step_s = 20.0
-    batch = await world.trainer_api.pull_batch("model0", 3, WAIT_S)
+    batch = await world.pull(3)
     assert batch.record.statistics[StepFact.LATE_WAIT_S] == 0.0, "it has waited for that group"
 
 

@@ -10,7 +10,6 @@ import pytest
 from services.common.errors import DeadlineError
 from services.orchestrator.members import Held, Replica
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 AB = ("a", "b")
 
@@ -46,7 +45,7 @@ async def test_together_the_slowest_policy_sets_the_pace_until_its_trainer_is_lo
     assert len(orders) == 2
     for order in orders:
         await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)
+    await world.pull(1, "a")
     await world.publish(1, policy="a")
     swapped(world, replica, a=1, b=0)
     assert await world.orders(replica) == [], "b has no room"
@@ -64,11 +63,11 @@ async def test_trainers_share_a_barrier_only_where_the_recipe_asks_for_it(
     replica = await begin(world)
     for order in await world.orders(replica):
         await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)
+    await world.pull(1, "a")
     await world.publish(1, policy="a")
     if lockstep:
         with pytest.raises(DeadlineError):
             await world.trainer_api.pull_batch("a", 2, timeout_s=0.05)
-        await world.trainer_api.pull_batch("b", 1, timeout_s=WAIT_S)
+        await world.pull(1, "b")
         await world.publish(1, policy="b")
-    await world.trainer_api.pull_batch("a", 2, timeout_s=WAIT_S)
+    await world.pull(2, "a")

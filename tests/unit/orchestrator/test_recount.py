@@ -13,10 +13,7 @@ TOLD = ("task_groups_issued", "tokens_recorded", "slots_cancelled", "failures_in
 
 async def test_what_was_recorded_behind_the_newest_state_is_counted_again_once(worlds: Callable[..., World]) -> None:
     world = worlds()
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    first, second, *_ = await world.orders(replica)
+    _, (first, second, *_) = await world.begin()
     await world.send(trajectory(first.task_group_id, 0))
     world.core.write_state()
     await world.send(trajectory(first.task_group_id, 1))

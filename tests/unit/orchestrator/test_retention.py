@@ -18,7 +18,6 @@ from services.orchestrator.journal.segments import COLLECTED, Row, scan, segment
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.damage import loaded, rows
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 Open = Callable[..., Journal]
 
@@ -237,10 +236,7 @@ async def test_a_run_deletes_what_no_kept_checkpoint_needs_and_goes_on(worlds: C
     await world.publish(0)
     world.train()
     for step in range(1, 5):
-        for order in await world.orders(world.join(number=step - 1)):
-            await world.play(order, version=step - 1)
-        await world.trainer_api.pull_batch("model0", step, WAIT_S)
-        await world.publish(step)
+        await world.step(step)
     watch = world.watch()
     await watch.tick()  # no trainer has joined: the needed records are unknown
     every = rows(world.run_dir, records.TRAJECTORY)
@@ -261,6 +257,6 @@ async def test_a_run_deletes_what_no_kept_checkpoint_needs_and_goes_on(worlds: C
     await world.crash()
     assert len(world.core.aside) == 0
     for step in (3, 4):  # a trainer that falls back to the oldest checkpoint
-        assert len((await world.trainer_api.pull_batch("model0", step, WAIT_S)).record.entries) == len(named[step])
+        assert len((await world.pull(step)).record.entries) == len(named[step])
     with pytest.raises(BatchLostError):
-        await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+        await world.pull(1)

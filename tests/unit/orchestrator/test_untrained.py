@@ -41,7 +41,7 @@ async def test_a_group_is_trained_for_one_and_played_by_both(worlds: Callable[..
     assert len(orders) == 4, "the quota of a alone: two batches of 8"
     for order in orders:
         await world.play(order)  # a sequence of each policy
-    batch = (await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)).share(0, 1)
+    batch = (await world.pull(1, "a")).share(0, 1)
     assert {item.sequence.policy for item in batch.sequences} == {"a"}
     assert list(world.core.experience.admission.accounts) == ["a"] == list(world.core.batches)
     account = world.core.experience.admission.accounts["a"]
@@ -58,7 +58,7 @@ async def test_its_versions_its_steps_and_its_trainer_hold_nothing_up(worlds: Ca
         for step in range(1, world.steps + 1):
             for order in await world.orders(replica):
                 await world.play(order)
-            await world.trainer_api.pull_batch("a", step, timeout_s=WAIT_S)
+            await world.pull(step, "a")
             await world.publish(step, policy="a")
             held = {"a": Held(step, f"d{step}"), "b": Held(0, "d0")}
             world.replica_api.report("a", "1", held=held, num_tokens=0, emission=[])

@@ -18,20 +18,17 @@ from services.orchestrator.buffer import batches
 from services.orchestrator.buffer.assembly import assemble
 from services.orchestrator.journal.entries import BatchRecord
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 
 async def test_batch_is_the_same_when_asked_again_with_other_rank_count(worlds: Callable[..., World]) -> None:
     world = worlds(minibatches=2)
-    await world.publish(0)
-    world.train()
-    for order in await world.orders(world.join()):
+    for order in (await world.begin())[1]:
         await world.play(order)
-    batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+    batch = await world.pull(1)
     whole = batch.share(0, 1)
     assert not batch.replayed
     await world.crash()
-    again = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+    again = await world.pull(1)
     assert again.replayed
     assert again.record == batch.record
     for num_ranks in (1, 2, 3):
@@ -61,7 +58,7 @@ async def test_a_large_batch_is_put_together_beside_the_event_loop(
         monkeypatch.setattr(batches, "MOST_AT_ONCE", most_at_once)
         world = worlds()
         await world.publish(0)
-        asking = [asyncio.ensure_future(world.trainer_api.pull_batch("model0", 1, WAIT_S)) for _ in range(3)]
+        asking = [asyncio.ensure_future(world.pull(1)) for _ in range(3)]
         world.train()
         for order in await world.orders(world.join()):
             await world.play(order)

@@ -15,7 +15,6 @@ from services.orchestrator.journal import journal
 from services.orchestrator.members import AnnounceVersion, Held, PlayGroup
 from services.orchestrator.progress import waits
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 
 async def test_a_replica_with_an_unknown_digest_gets_no_work_and_is_told_to_fetch(worlds: Callable[..., World]) -> None:
@@ -35,13 +34,10 @@ async def test_a_replica_that_still_holds_the_version_before_gets_only_what_can_
     worlds: Callable[..., World],
 ) -> None:
     world = worlds(late="drop")  # batches of 8, max_staleness 1: 16 may be outstanding
-    await world.publish(0)
-    world.train()
-    replica = world.join()
-    orders = await world.orders(replica)
+    replica, orders = await world.begin()
     for order in orders[:2]:
         await world.play(order)
-    await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+    await world.pull(1)
     await world.publish(1)  # its batch returns 8, but 8 of version 0 are ahead of any sample of that replica
     assert await world.orders(replica) == []
     assert "only for replicas that hold newer versions" in world.core.dispatcher.waits_for

@@ -11,10 +11,7 @@ from tests.unit.orchestrator.world import World
 
 async def test_first_durable_record_of_a_slot_wins_and_later_ones_are_counted(worlds: Callable[..., World]) -> None:
     world = worlds()
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    order = (await world.orders(replica))[0]
+    _, (order, *_) = await world.begin()
     name = order.task_group_id
     first, second = trajectory(name, 0, reward=1.0), trajectory(name, 0, reward=0.0)
     assert await world.send(first, second) == [RecordOutcome.ACCEPTED, RecordOutcome.DUPLICATE]
@@ -29,10 +26,8 @@ async def test_first_durable_record_of_a_slot_wins_and_later_ones_are_counted(wo
 
 async def test_unknown_and_malformed_records_are_answered_and_counted(worlds: Callable[..., World]) -> None:
     world = worlds()
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    name = (await world.orders(replica))[0].task_group_id
+    _, (order, *_) = await world.begin()
+    name = order.task_group_id
     assert await world.send(trajectory("abc-99999999", 0), trajectory("other-00000001", 0), trajectory(name, 7)) == [
         RecordOutcome.UNKNOWN,
         RecordOutcome.UNKNOWN,

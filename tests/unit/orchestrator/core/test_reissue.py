@@ -13,10 +13,7 @@ from tests.unit.orchestrator.world import World
 
 async def test_only_unresolved_indices_are_reissued_after_a_lost_lease(worlds: Callable[..., World]) -> None:
     world = worlds()
-    lost = world.join("lost")
-    await world.publish(0)
-    world.train()
-    orders = await world.orders(lost)
+    lost, orders = await world.begin("lost")
     name = orders[0].task_group_id
     await world.send(trajectory(name, 1, reward=1.0), failure(name, 2))
     orders += await world.orders(lost)  # the failure returned its quota
@@ -38,10 +35,7 @@ async def test_a_restarted_orchestrator_sends_a_rejoining_replica_only_what_is_u
     worlds: Callable[..., World],
 ) -> None:
     world = worlds(late="drop")  # the finished sibling holds its place: no other task group is issued
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    orders = await world.orders(replica)
+    _, orders = await world.begin()
     assert len(orders) == 4
     await world.play(orders[0])
     await world.send(trajectory(orders[1].task_group_id, 2))
@@ -59,10 +53,7 @@ async def test_a_restarted_orchestrator_sends_a_rejoining_replica_only_what_is_u
 
 async def test_a_task_group_that_is_never_done_is_taken_away(worlds: Callable[..., World]) -> None:
     world = worlds()
-    await world.publish(0)
-    world.train()
-    replica = world.join()
-    orders = await world.orders(replica)
+    replica, orders = await world.begin()
     world.clock.now += 10.0 * 3 + 61.0
     world.core.pool.join(Hello(replica_id="a", incarnation="1", num_slots=64, held=replica.held))
     await world.watch().tick()
@@ -73,9 +64,8 @@ async def test_a_task_group_that_is_never_done_is_taken_away(worlds: Callable[..
 
 async def test_a_task_group_that_loses_every_replica_is_given_up(worlds: Callable[..., World]) -> None:
     world = worlds(size=4, max_staleness=0)
-    await world.publish(0)
-    world.train()
-    name = (await world.orders(world.join(incarnation="0")))[0].task_group_id
+    _, (order, *_) = await world.begin(incarnation="0")
+    name = order.task_group_id
     for incarnation in range(1, 8):
         await world.orders(world.join(incarnation=str(incarnation)))
     assert name not in world.core.groups
@@ -84,9 +74,8 @@ async def test_a_task_group_that_loses_every_replica_is_given_up(worlds: Callabl
 
 async def test_a_task_group_is_not_given_up_because_the_link_to_its_replica_flaps(worlds: Callable[..., World]) -> None:
     world = worlds(size=4, max_staleness=0)
-    await world.publish(0)
-    world.train()
-    name = (await world.orders(world.join()))[0].task_group_id
+    _, (order, *_) = await world.begin()
+    name = order.task_group_id
     for _ in range(20):
         world.clock.now += 35.0
         await world.watch().tick()  # the lease has run out
@@ -113,9 +102,7 @@ async def test_a_replica_that_comes_back_with_fewer_slots_gets_nothing_until_it_
     worlds: Callable[..., World],
 ) -> None:
     world = worlds(max_staleness=4)
-    await world.publish(0)
-    world.train()
-    orders = await world.orders(world.join(slots=8))
+    _, orders = await world.begin(slots=8)
     given = [order.task_group_id for order in orders]
     assert len(given) == 2
     again = world.join(slots=1, running=given)

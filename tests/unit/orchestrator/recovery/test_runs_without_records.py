@@ -9,8 +9,6 @@ from tests.unit.orchestrator.builders import failure, trajectory
 from tests.unit.orchestrator.damage import flip_header, loaded, remove, rows
 from tests.unit.orchestrator.recovery.helpers import (
     Make,
-    begun,
-    stepped,
     trains_on,
 )
 from tests.unit.orchestrator.world import World
@@ -26,12 +24,12 @@ async def lived(world: World) -> None:
     """A history with records of every kind, in the middle of step 3."""
     world.steps = 9
     await world.crash()
-    await begun(world)
+    await world.begin()
     await world.core.begin_evaluation("mine")
     for order in await world.orders(world.join()):
         await world.play(order)
     for step in (1, 2):
-        await stepped(world, step)
+        await world.step(step)
     assert await world.orders(world.join(number=2))
     world.clock.now += 31.0
     world.core.pool.expire()

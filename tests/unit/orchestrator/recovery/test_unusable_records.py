@@ -15,7 +15,6 @@ from services.orchestrator.journal.entries import GroupVerdict
 from tests.unit.orchestrator.builders import trajectory
 from tests.unit.orchestrator.recovery.helpers import (
     Make,
-    begun,
     closed,
     set_aside,
     trains_on,
@@ -25,7 +24,7 @@ from tests.unit.orchestrator.recovery.helpers import (
 async def test_what_cannot_be_computed_costs_its_task_group(worlds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of an earlier release's record that the bounds do not check."""
     world = worlds()
-    orders = await begun(world)
+    _, orders = await world.begin()
     name = orders[0].task_group_id
     await world.send(*(trajectory(name, index, reward=float(index)) for index in range(4)))
     real = ExperiencePipeline.resolved
@@ -52,7 +51,7 @@ async def test_a_journal_of_which_nothing_can_be_applied_is_refused_with_the_com
     worlds: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = worlds()
-    await begun(world)
+    await world.begin()
     await world.settle()
     await world.journal.close()
     monkeypatch.setattr("services.orchestrator.recovery.MOST_TRIES", 2)
@@ -73,7 +72,7 @@ async def test_a_journal_of_which_nothing_can_be_applied_is_refused_with_the_com
 )
 async def test_a_trajectory_that_says_nothing_sensible_is_unreadable(worlds: Make, change: dict[str, Any]) -> None:
     world = worlds()
-    orders = await begun(world)
+    _, orders = await world.begin()
     name = orders[0].task_group_id
     record = {**entries.to_json(trajectory(name, 2)), **change}
     world.journal.submit(entries.TRAJECTORY, f"{name}/2", record)
@@ -97,7 +96,7 @@ async def test_a_record_that_can_be_read_and_not_applied_is_set_aside(
     worlds: Make, kind: str, key: str, record: dict[str, Any]
 ) -> None:
     world = worlds()
-    await begun(world)
+    await world.begin()
     world.journal.submit(kind, key, record)
     await world.settle()
     await world.crash()
