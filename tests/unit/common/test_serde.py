@@ -36,7 +36,7 @@ from services.common.records import (
     WeightTransfer,
     WeightVersion,
 )
-from services.common.telemetry.accounts import AccountState, PeerState
+from services.common.telemetry.accounts import AccountState, AnyActivity, Component, PeerState
 from services.common.wire import (
     batch_chunks,
     read,
@@ -51,7 +51,7 @@ int64 = st.integers(0, 2**63 - 1)
 tokens = st.lists(int32, max_size=40)
 LARGE = frozenset({"version", "number", "base_version", "first_version", "last_version", "seed", "staleness"})
 TIMES = frozenset({"started_at", "finished_at", "accepted_at", "sent_at", "timeout_s", "encode_s", "fetch_s", "verify_s",
-                   "write_s", "pause_s", "begin_s", "seconds"})  # fmt: skip
+                   "write_s", "pause_s", "begin_s", "seconds", "longest_now_s", "cpu_s", "silent_s"})  # fmt: skip
 
 
 @st.composite
@@ -93,6 +93,8 @@ json_values = st.recursive(
 )
 GIVEN: dict[Any, st.SearchStrategy[Any]] = {
     str: text,
+    Component: text,
+    AnyActivity: text,
     bool: st.booleans(),
     Any: json_values,
     Segment: policy_segments() | tokens.map(Segment.environment),
@@ -155,6 +157,8 @@ transfers = records_of(
         (transfers, weights_pb2.WeightTransfer),
         (records_of(MinibatchTotals), training_pb2.MinibatchTotals),
         (records_of(DeviceTurn), pool_pb2.DeviceTurn),
+        (records_of(AccountState), account_pb2.TimeAccount),
+        (records_of(PeerState), account_pb2.PeerState),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -288,22 +287,17 @@ def test_refusals_remember_a_bounded_number_of_senders_and_what_was_refused_most
 @pytest.mark.parametrize(
     ("config", "size"),
     [
-        ({"vocab_size": 152_064}, 152_064),
-        ({"text_config": {"vocab_size": 7}}, 7),
-        ({"vocab_size": 0}, None),
-        ({"vocab_size": "many"}, None),
-        ({"vocab_size": True}, None),
-        ([], None),
+        ('{"vocab_size": 152064}', 152_064),
+        ('{"text_config": {"vocab_size": 7}}', 7),
+        ('{"vocab_size": 0}', None),
+        ('{"vocab_size": "many"}', None),
+        ('{"vocab_size": true}', None),
+        ("[]", None),
+        ("{", None),
     ],
 )
-def test_the_vocabulary_is_what_the_models_config_says(tmp_path: Path, config: Any, size: int | None) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def test_the_vocabulary_is_what_the_models_config_says(tmp_path: Path, config: str, size: int | None) -> None:
+    assert vocab_size(str(tmp_path)) is None, "it is not here"
+    (tmp_path / "config.json").write_text(config)
     assert vocab_size(str(tmp_path)) == size
-
-
-def test_a_model_that_is_not_here_has_no_known_vocabulary(tmp_path: Path) -> None:
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text("{")
-    (tmp_path / "empty").mkdir()
-    for model in ("none", str(tmp_path / "absent"), str(tmp_path / "broken"), str(tmp_path / "empty"), "a/b/c", "../x"):
-        assert vocab_size(model) is None
+    assert vocab_size("none") is vocab_size("a/b/c") is vocab_size("../x") is None

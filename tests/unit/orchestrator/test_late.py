@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,12 @@ from services.common.config.training import BatchConfig
 from services.common.errors import DeadlineError
 from services.common.records import TOO_OLD, RankBatch, Segment, StepFact, StopReason, TaskGroupOrder, TokenSequence
 from services.orchestrator.buffer.assembly import Batch
+from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal import entries as records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.members import CancelGroup, Held, Replica
+from tests.unit.orchestrator.builders import group as task_group
 from tests.unit.orchestrator.builders import trajectory
 from tests.unit.orchestrator.world import World
 
@@ -42,16 +45,9 @@ async def step(world: World, replica: Replica, number: int, timeout_s: float = 5
     return batch
 
 
-async def begin(world: World) -> tuple[Replica, list[TaskGroupOrder]]:
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    return replica, await world.orders(replica)
-
-
 async def straggling(world: World) -> tuple[Replica, TaskGroupOrder]:
     """Version 1 is out, and a group of version 0 has one open slot: with max_staleness 1 the group is due."""
-    replica, (slow, *others) = await begin(world)
+    replica, (slow, *others) = await world.begin()
     for index in range(3):
         await finish(world, slow, index, 0)
     for order in others:
@@ -83,7 +79,7 @@ async def test_a_batch_is_the_same_after_a_restart_whatever_becomes_of_late_toke
     worlds: Callable[..., World], late: str
 ) -> None:
     world = worlds(run={"steps": 9}, late=late, max_staleness=1, size=12)
-    replica, orders = await begin(world)
+    replica, orders = await world.begin()
     slow = orders[0]
     for order in orders[1:]:
         for index in order.indices:
@@ -238,7 +234,7 @@ async def test_on_which_version_open_slots_began_survives_a_restart_and_a_lost_r
     worlds: Callable[..., World],
 ) -> None:
     world = worlds(run={"steps": 9}, late="drop", max_staleness=2)
-    replica, orders = await begin(world)
+    replica, orders = await world.begin()
     for order in orders[1:4]:
         for index in order.indices:
             await finish(world, order, index, 0)
@@ -264,7 +260,7 @@ async def test_sampled_tokens_that_reached_no_record_can_be_counted(worlds: Call
     def report(replica: Replica, num_tokens: int) -> None:
         world.replica_api.report("a", "1", held={"model0": Held(0, "d0")}, num_tokens=num_tokens, emission=[])
 
-    replica, orders = await begin(world)
+    replica, orders = await world.begin()
     report(replica, 10)
     await finish(world, orders[0], 0, 0, 1)  # of a version from the future: the ledger records no such version
     await finish(world, orders[0], 1, 0)
@@ -299,3 +295,43 @@ async def test_sampled_tokens_that_reached_no_record_can_be_counted(worlds: Call
 def test_settings_that_contradict_each_other_are_refused(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         BatchConfig(**config)
+
+
+async def waiting(worlds: Callable[..., World], **settings: Any) -> tuple[World, asyncio.Task[Batch]]:
+    """A batch that is there and waits for due groups, for 5 s at most."""
+    world = worlds(late="wait", max_staleness=1, **settings)
+    await straggling(world)
+    batches = world.core.batches["model0"]
+    batches.late.step_s = 20.0
+    pull = asyncio.ensure_future(world.trainer_api.pull_batch("model0", 2, 30.0))
+    await world.settle()
+    assert batches.late.left_s() == 5.0
+    return world, pull
+
+
+@pytest.mark.parametrize(("other", "due"), [("drop", True), ("mask", False), ("keep", False), ("wait", False)])
+def test_a_group_is_cancelled_only_where_every_policy_would_drop_it(other: Any, due: bool) -> None:
+    experience = ExperiencePipeline(
+        {"a": BatchConfig(late="drop", max_staleness=1), "b": BatchConfig(late=other, max_staleness=1)},
+        num_steps=9,
+        counters=Counter(),
+    )
+    group = task_group("g")
+    group.born.update(a=0, b=0)
+    experience.issued(group)
+    for policy in ("a", "b"):
+        experience.advanced(policy, 3)
+    assert [found.id for found in experience.due("a")] == ["g"]
+    assert experience.is_due_everywhere(group) is due
+
+
+@pytest.mark.parametrize("rounds", range(5))
+async def test_a_call_that_is_cancelled_as_the_buffer_changes_ends(worlds: Callable[..., World], rounds: int) -> None:
+    world, pull = await waiting(worlds, run={"steps": 9})
+    world.core.batches["model0"].notify()
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+    pull.cancel()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert pull.cancelled(), "the call would go on for a rank that has left"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,6 @@ from tests.unit.orchestrator.damage import loaded, rows
 from tests.unit.orchestrator.world import World
 
 Open = Callable[..., Journal]
-
-
-@pytest.fixture
-async def open_journal(tmp_path: Path) -> AsyncIterator[Open]:
-    made: list[Journal] = []
-
-    def open_it(**settings: Any) -> Journal:
-        made.append(Journal(tmp_path, **settings))
-        made[-1].start()
-        return made[-1]
-
-    yield open_it
-    for journal in made:
-        await journal.close()
 
 
 async def store(journal: Journal, *names: str) -> None:

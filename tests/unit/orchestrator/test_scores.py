@@ -49,11 +49,6 @@ def test_failed_items_are_named_and_count_as_wrong() -> None:
     assert [(passed.k, passed.share.value) for passed in found.pass_at] == [(1, 0.75), (2, 1.0)]
 
 
-def test_failed_samples_never_pass_whatever_they_are_worth() -> None:
-    found = score("d", ["one"], [[-3.0, -9.0, -9.0, -9.0]], [3], -9.0)
-    assert (found.mean_reward.value, found.pass_at[0].share.value) == (-7.5, 0.25)
-
-
 def test_overall_counts_each_dataset_once() -> None:
     small = score("small", [""], [[1.0]], [False], 1.0)
     large = score("large", [""] * 9, [[0.0]] * 9, [False] * 9, 1.0)
