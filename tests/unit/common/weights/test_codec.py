@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -10,8 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import CorruptDataError
-from services.common.weights.codec import CHUNK_ELEMENTS, decode_tensor, encode_tensor
-from services.common.weights.snapshot import Bits, element_type
+from services.common.weights import codec
+from services.common.weights.codec import (
+    CHUNK_ELEMENTS,
+    PlaneReader,
+    decode_tensor,
+    encode_tensor,
+    pack_columns,
+    pack_positions,
+    pack_steps,
+    scatter,
+    unpack_positions,
+)
+from services.common.weights.snapshot import Bits, element_type, zigzagged_steps
 
 DTYPES = ["bfloat16", "float16", "float32"]
 
@@ -156,3 +169,55 @@ def test_damaged_bytes_are_refused_or_decode_to_something_of_the_right_size(draw
 def test_unequal_tensors_have_no_delta() -> None:
     with pytest.raises(ValueError, match="equal tensors"):
         encode_tensor(np.zeros(3, np.uint16), np.zeros(4, np.uint16), "bfloat16")
+
+
+# --- the fast ways give what the plain ones give
+
+
+SEEDS = st.integers(0, 1 << 30)
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_positions_and_scattered_values_do_not_depend_on_torch(
+    has_torch: bool, dtype: type[np.unsignedinteger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_torch:
+        importlib.import_module("torch")
+    else:
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+    rng = np.random.default_rng(1)
+    positions = np.flatnonzero(rng.random(80_000) < 0.2)
+    read = unpack_positions(PlaneReader(memoryview(pack_positions(positions))), len(positions), 80_000)
+    np.testing.assert_array_equal(read, positions)
+    target, values = (rng.integers(0, 200, size).astype(dtype) for size in (80_000, len(positions)))
+    expected = target.copy()
+    expected[positions] = values
+    scatter(target, positions, values)
+    np.testing.assert_array_equal(target, expected)
+    values.flags.writeable = False  # as a payload in a mapped file is
+    scatter(target, positions, values)
+    np.testing.assert_array_equal(target, expected)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from([0.02, 0.1, 0.17, 0.25, 0.35, 0.5, 0.8]), st.sampled_from([2, 5, 300, 1 << 16]), SEEDS)
+def test_a_chunk_takes_the_smallest_of_the_three_forms(share: float, most: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, 1 << 16, 10_000, dtype=np.uint16)
+    moved = rng.random(len(old)) < share
+    new = np.where(moved, old + rng.integers(1, most, len(old)).astype(np.uint16), old)
+    data = encode_tensor(old, new, "bfloat16")
+    positions = np.flatnonzero(old != new)
+    if not len(positions):
+        assert data == b""
+        return
+    forms = [[new.tobytes()], pack_columns(zigzagged_steps(old, new, is_float=True))]
+    if len(positions) <= len(old) // 2:
+        steps = zigzagged_steps(old[positions], new[positions], is_float=True)
+        forms.append([pack_positions(positions), pack_steps(steps)])
+    assert len(data) == 1 + codec._RECORD.size + min(sum(map(len, form)) for form in forms)
+    target = old.copy()
+    for change in decode_tensor(old, data, "bfloat16"):
+        change.write_to(target)
+    np.testing.assert_array_equal(target, new)
