@@ -12,13 +12,14 @@ from pydantic import ValidationError
 
 from services.common.config.training import BatchConfig
 from services.common.errors import DeadlineError
-from services.common.records import TOO_OLD, RankBatch, Segment, StepFact, StopReason, TaskGroupOrder, TokenSequence
+from services.common.records import TOO_OLD, Segment, StepFact, StopReason, TaskGroupOrder, TokenSequence
 from services.orchestrator.buffer.assembly import Batch
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal import entries as records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.members import CancelGroup, Held, Replica
+from tests.unit.common.test_serde import same
 from tests.unit.orchestrator.builders import group as task_group
 from tests.unit.orchestrator.builders import trajectory
 from tests.unit.orchestrator.world import World
@@ -58,20 +59,6 @@ async def straggling(world: World) -> tuple[Replica, TaskGroupOrder]:
         for index in order.indices:
             await finish(world, order, index, 1)
     return replica, slow
-
-
-def content(share: RankBatch) -> list[tuple[Any, ...]]:
-    return [
-        (
-            item.sequence_id, item.group_mean, item.group_std, item.group_size, item.staleness, item.minibatch,
-            item.position, item.sequence.reward,
-            [
-                (s.source, s.weight_version, s.token_ids.tobytes(), s.logprobs.tobytes())
-                for s in item.sequence.segments
-            ],
-        )
-        for item in share.sequences
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("late", MODES)
@@ -127,11 +114,11 @@ async def test_a_batch_is_the_same_after_a_restart_whatever_becomes_of_late_toke
         assert world.core.counters["sequences_expired"] >= len(oldest)
     else:
         assert {name for name in oldest if name.split("/")[0] + "/1/0" in seen} == oldest & seen
-    before = [(b.record, content(b.share(0, 1))) for b in batches]
+    before = [(b.record, b.share(0, 1)) for b in batches]
     await world.crash()
     for number, (record, shared) in enumerate(before, start=2):
         again = await world.pull(number)
-        assert (again.record, content(again.share(0, 1))) == (record, shared)
+        assert again.record == record and same(again.share(0, 1), shared)
 
 
 async def test_drop_cancels_what_could_only_be_dropped_and_trains_its_siblings(worlds: Callable[..., World]) -> None:

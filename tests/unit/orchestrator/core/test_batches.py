@@ -19,6 +19,7 @@ from services.common.records import TokenSequence
 from services.orchestrator.buffer import batches
 from services.orchestrator.buffer.assembly import assemble, rank_share, spread
 from services.orchestrator.journal.entries import BatchRecord
+from tests.unit.common.test_serde import same
 from tests.unit.orchestrator.builders import advantage_groups, complete_group
 from tests.unit.orchestrator.world import World
 
@@ -38,12 +39,7 @@ async def test_batch_is_the_same_when_asked_again_with_other_rank_count(worlds: 
         shares = [again.share(rank, num_ranks) for rank in range(num_ranks)]
         assert {share.minibatches for share in shares} == {whole.minibatches}
         found = sorted((s for share in shares for s in share.sequences), key=lambda s: (s.minibatch, s.position))
-        for left, right in zip(whole.sequences, found, strict=True):
-            for name in ("sequence_id", "minibatch", "position", "group_mean", "group_std", "staleness"):
-                assert getattr(left, name) == getattr(right, name)
-            for a, b in zip(left.sequence.segments, right.sequence.segments, strict=True):
-                assert a.token_ids.tobytes() == b.token_ids.tobytes()
-                assert a.logprobs.tobytes() == b.logprobs.tobytes()
+        assert same(tuple(found), whole.sequences)
 
 
 async def test_a_large_batch_is_put_together_beside_the_event_loop(

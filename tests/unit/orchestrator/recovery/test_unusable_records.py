@@ -13,7 +13,7 @@ from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import GroupVerdict
 from tests.unit.orchestrator.builders import failure, trajectory
-from tests.unit.orchestrator.damage import flip_header, loaded, remove, rows
+from tests.unit.orchestrator.damage import flip, loaded, remove, rows
 from tests.unit.orchestrator.recovery.helpers import (
     Make,
     closed,
@@ -172,7 +172,7 @@ async def test_the_run_goes_on_without_all_records_of_a_kind_or_with_one_that_do
     seen = {e["sequence_id"] for batch in loaded(world.run_dir, entries.BATCH) for e in batch["sequences"]}
     await world.journal.close()
     if is_there:
-        flip_header(world.run_dir, kind, rows(world.run_dir, kind)[-1].key, -1)
+        flip(world.run_dir, kind, rows(world.run_dir, kind)[-1].key, -1, header=True)
     else:
         remove(world.run_dir, kind)
     world.core.metrics.close()

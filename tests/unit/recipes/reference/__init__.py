@@ -2,9 +2,10 @@
 
     names.py     the reference's recipes, and the sets of them that rows speak of
     table.py     the row, and its comparison with a resolved recipe
-    reading.py   the reference's terms in this project's words, and values that no single key of a recipe holds
+    reading.py   conversions of the reference's values, and values that no single key of a recipe holds
     m2po.yaml, rstar2.yaml, behaviour.yaml   the rows
     rows.py      reads them, and says how they are written
+    words.yaml   words of the reference and of this project
     pages.py     writes the departures into the READMEs of the families
 
 `tests/unit/recipes/test_reference.py` compares every row with the resolved recipe, and with ROLLMILL_DATA_ROOT every setting

@@ -18,7 +18,8 @@ from services.common.config.recipe import Recipe
 from tests.unit.recipes.golden import REPOSITORY, load, resolved
 from tests.unit.recipes.reference import names
 from tests.unit.recipes.reference.names import REFERENCES, Recipes
-from tests.unit.recipes.reference.rows import BEHAVIOUR_ROWS, M2PO_ROWS, RSTAR2_ROWS
+from tests.unit.recipes.reference.rows import BEHAVIOUR_ROWS, M2PO_ROWS, RSTAR2_ROWS, WORDS
+from tests.unit.recipes.reference.rows import recipes as named
 from tests.unit.recipes.reference.table import CODE, Cell, Kind, Reader, Text, expand, filled, here_of
 
 TABLE = [*M2PO_ROWS, *RSTAR2_ROWS, *BEHAVIOUR_ROWS]
@@ -35,21 +36,6 @@ END = "<!-- End of the generated part. -->"
 KINDS: tuple[Kind, ...] = ("same", "fixed", "departs", "absent")
 MANY = 3  # keys below one prefix that are told as their number
 LONG = 60  # characters of a value that is left out where keys are listed
-_LABELS = {
-    "actor and verifier": names.PAIRS,
-    "single agent": names.SOLVERS,
-    "DAPO data": names.DAPO,
-    "DeepScaleR data": names.DEEPSCALER,
-    "without dynamic sampling": names.UNFILTERED,
-    "actor and verifier, DAPO data": names.PAIRS & names.DAPO,
-    "actor and verifier, DeepScaleR data": names.PAIRS - names.DAPO,
-    "two nodes": names.TWO_NODES,
-    "one policy": names.CODE - names.TWO_NODES,
-    "`code`": names.CODERS,
-    "`code-multi-agent`": names.CODE - names.CODERS,
-    "ALFWorld": names.ALFWORLD,
-    "WebShop": names.WEBSHOP,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +158,8 @@ def _prefix(key: str) -> str:
 def _label(recipes: Recipes, all_of: Recipes) -> str:
     if recipes == all_of:
         return ""
-    for label, labelled in _LABELS.items():
-        if recipes == labelled & all_of:
+    for label, labelled in WORDS["labels"].items():
+        if recipes == named(labelled) & all_of:
             return f" ({label})"
     return (
         f" ({', '.join(f'`{name}`' for name in sorted(REFERENCES[name].here.partition('/')[2] for name in recipes))})"

@@ -1,4 +1,4 @@
-"""The reference's terms in this project's words, and values that no single key of a recipe holds. Knows no row."""
+"""Conversions of the reference's values, and values that no single key of a recipe holds. Knows no row."""
 
 from __future__ import annotations
 
@@ -56,34 +56,6 @@ def below_the_data_root(value: Any, recipe: Recipe) -> str:
     """A path there -> the same below ROLLMILL_DATA_ROOT."""
     return str(value).removeprefix("./data-data/")
 
-
-DATASETS = {
-    "astraflow.dataflow.dataset.deepcoder_preview:get_deepcoder_preview_primeintellect_rl_dataset": "deepcoder-primeintellect",
-    "astraflow.dataflow.dataset.deepcoder_preview:get_deepcoder_preview_codeforces_test_dataset": "deepcoder-codeforces",
-    "astraflow.dataflow.dataset.livecodebench:get_livecodebench_single_turn_test_dataset": "livecodebench-v5",
-    "astraflow.dataflow.dataset.human_eval:get_human_eval_test_dataset": "humaneval",
-    "astraflow.dataflow.dataset.dapo_filter:get_dapo_filter_rl_dataset": "dapo-filter",
-    "astraflow.dataflow.dataset.deepscaler:get_deepscaler_rl_dataset": "deepscaler",
-    "astraflow.dataflow.dataset.aime24x4:get_aime_2024x4_test_dataset": "aime24",
-    "astraflow.dataflow.dataset.aime25x4:get_aime_2025x4_test_dataset": "aime25",
-    "astraflow.dataflow.dataset.amc24:get_amc_2024x4_test_dataset": "amc24",
-    "astraflow.dataflow.dataset.math500:get_math500_test_dataset": "math500",
-    "astraflow.dataflow.dataset.minervamath:get_minerva_math_test_dataset": "minerva-math",
-}
-INDICES = {
-    f"astraEnv/AgentBench/data/{world}/{part}_indices.jsonl": f"{world}-{part}"
-    for world in ("alfworld", "webshop")
-    for part in ("train", "valid")
-}
-WORKFLOWS = {
-    "rlvr": "single_turn",
-    "livecodebench_single_turn": "single_turn",
-    "actor_and_verify": "actor_verifier",
-    "code_actor_and_verify_v2": "codegen_verifier",
-    "alfworld_task_server": "agent_env",
-    "webshop_task_server": "agent_env",
-}
-REWARDS = {"math_verify": "math", "livecodebench_reward": "code", "human_eval_reward": "code"}
 
 # Readers: values of a resolved recipe that no single key holds.
 

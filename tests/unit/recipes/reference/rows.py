@@ -8,7 +8,7 @@ A file is a list of sections, each of one kind of file of the reference (``file`
     absent: {KEY: VALUE, ...}, why:                no such settings here, for a reason
 
 ``read`` instead of ``ours`` names a reader of reading.py with its arguments; ``convert`` a conversion of reading.py, or a
-mapping of words there to words here. ``aspect`` tells entries apart where several settings here answer one key there.
+mapping of words there to words here, which words.yaml may hold. ``aspect`` tells entries apart where several settings here answer one key there.
 ``of`` names recipes or sets of names.py, with those to leave out behind a minus. ``!per`` is a value of each recipe,
 ``!text`` a long text known by its digest.
 """
@@ -23,6 +23,8 @@ import yaml
 
 from tests.unit.recipes.reference import names, reading
 from tests.unit.recipes.reference.table import Per, Row, Text, as_is
+
+WORDS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text())
 
 
 class _Loader(yaml.SafeLoader):
@@ -76,7 +78,7 @@ def _rows(section: Mapping[str, Any], entry: Mapping[str, Any]) -> Iterator[Row]
 def _conversion(said: Any) -> Any:
     if said is None:
         return as_is
-    found = said if isinstance(said, dict) else _called(said)
+    found = said if isinstance(said, dict) else WORDS[said] if said in WORDS else _called(said)
     return reading.renamed(found) if isinstance(found, dict) else found
 
 
