@@ -171,8 +171,7 @@ async def answered(world: World, made: Trajectory | RolloutFailure, sender: tupl
 
 async def test_a_slot_is_filled_by_whom_it_was_given_to_now_or_before(worlds: Worlds) -> None:
     world = worlds()
-    _, (order, *_) = await world.begin("first")
-    name = order.task_group_id
+    name = (await world.begin("first"))[1][0].task_group_id
     second = world.join("second")
     stranger = (await answered(world, trajectory(name, 0), ("second", "1")))[0]
     assert (stranger.outcome, stranger.refusal and stranger.refusal.reason) == (
@@ -196,10 +195,8 @@ async def test_a_slot_is_filled_by_whom_it_was_given_to_now_or_before(worlds: Wo
 
 async def test_owners_are_known_after_a_restart_and_a_stranger_cannot_adopt_a_task_group(worlds: Worlds) -> None:
     world = worlds()
-    first = world.join("first")
-    await world.publish(0)
-    world.train()
-    names = [issued.task_group_id for issued in await world.orders(first)]
+    _, orders = await world.begin("first")
+    names = [issued.task_group_id for issued in orders]
     await world.crash()
     assert (await answered(world, trajectory(names[0], 0), ("first", "1")))[0].outcome is RecordOutcome.ACCEPTED
     refused = (await answered(world, trajectory(names[0], 1), ("second", "1")))[0].refusal
@@ -214,8 +211,7 @@ async def test_owners_are_known_after_a_restart_and_a_stranger_cannot_adopt_a_ta
 
 async def test_a_refused_slot_fails_so_that_its_group_completes_and_the_reason_is_counted(worlds: Worlds) -> None:
     world = worlds()
-    _, (order, *_) = await world.begin()
-    name = order.task_group_id
+    name = (await world.begin())[1][0].task_group_id
     bad = trajectory(name, 0, sequence(1e300), reward=0.0)
     (told,) = await answered(world, bad, ("a", "1"))
     assert told.outcome is RecordOutcome.INVALID
@@ -232,8 +228,7 @@ async def test_a_refused_slot_fails_so_that_its_group_completes_and_the_reason_i
 
 async def test_a_failure_of_a_replica_does_not_pose_as_a_word_of_the_orchestrator(worlds: Worlds) -> None:
     world = worlds()
-    _, (order, *_) = await world.begin()
-    name = order.task_group_id
+    name = (await world.begin())[1][0].task_group_id
     posing = RolloutFailure(task_group_id=name, index=0, reason="TOO_OLD", replica_id="a")
     await answered(world, posing, ("a", "1"))
     assert world.core.counters["slots_cancelled"] == 0
@@ -245,10 +240,7 @@ async def test_a_failure_of_a_replica_does_not_pose_as_a_word_of_the_orchestrato
 
 async def test_a_replica_whose_every_record_is_refused_is_named_and_one_good_record_ends_it(worlds: Worlds) -> None:
     world = worlds()
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    slots = [(o.task_group_id, i) for o in await world.orders(replica) for i in o.indices]
+    slots = [(o.task_group_id, i) for o in (await world.begin())[1] for i in o.indices]
     watch = world.stall_watch()
 
     def look() -> set[tuple[str, str]]:

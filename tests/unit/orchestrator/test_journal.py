@@ -51,23 +51,6 @@ async def test_what_is_durable_is_there_for_the_next_process_in_order(open_journ
     assert kept(tmp_path) == list(range(201))
 
 
-async def test_callbacks_come_in_submission_order_and_after_the_commit(open_journal: Open, tmp_path: Path) -> None:
-    journal = open_journal()
-    seen: list[int] = []
-    done = asyncio.Event()
-
-    def durable(number: int) -> None:
-        assert number in kept(tmp_path)
-        seen.append(number)
-        if number == 4:
-            done.set()
-
-    for number in range(5):
-        journal.submit("things", str(number), {"n": number}, durable, number)
-    await asyncio.wait_for(done.wait(), WAIT_S)
-    assert seen == [0, 1, 2, 3, 4]
-
-
 async def test_group_commit_takes_at_most_64_records(open_journal: Open) -> None:
     journal = open_journal()
     await put(journal, *range(640))

@@ -17,11 +17,11 @@ from services.orchestrator.buffer.assembly import Batch
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal import entries as records
-from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.members import CancelGroup, Held, Replica
 from tests.unit.common.test_serde import same
 from tests.unit.orchestrator.builders import group as task_group
 from tests.unit.orchestrator.builders import trajectory
+from tests.unit.orchestrator.damage import loaded
 from tests.unit.orchestrator.world import World
 
 MODES = ["keep", "mask", "wait", "drop"]
@@ -137,10 +137,8 @@ async def test_drop_cancels_what_could_only_be_dropped_and_trains_its_siblings(w
     assert world.core.ingest.failures_in_a_row == 0, "nothing failed"
     assert batch.record.statistics[StepFact.SLOTS_CANCELLED] == 1
     assert batch.record.statistics["failures"] == 0
-    reader = JournalReader(world.run_dir / "journal")
-    failures = [reader.load(row) for row in reader.rows_of(records.FAILURE)]
-    reader.close()
-    assert [(f["task_group_id"], f["index"], f["reason"]) for f in failures if f] == [(slow.task_group_id, 3, TOO_OLD)]
+    failures = loaded(world.run_dir, records.FAILURE)
+    assert [(f["task_group_id"], f["index"], f["reason"]) for f in failures] == [(slow.task_group_id, 3, TOO_OLD)]
     await world.crash()
     assert slow.task_group_id not in world.core.groups
     again = await world.pull(2)

@@ -111,13 +111,12 @@ class MadeUpRun:
 
     def set(self, **changes: Any) -> None:
         """Change facts; a function is called at each look with the seconds since now."""
+        said = self.since(changes)
+        self.edits.append(lambda facts: replace(facts, **said()))
+
+    def since(self, changes: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         began = self.now
-
-        def edit(facts: Facts) -> Facts:
-            said = {name: to(self.now - began) if callable(to) else to for name, to in changes.items()}
-            return replace(facts, **said)
-
-        self.edits.append(edit)
+        return lambda: {name: to(self.now - began) if callable(to) else to for name, to in changes.items()}
 
     def set_replica(self, **changes: Any) -> None:
         self.edits.append(lambda facts: replace(facts, replicas=(_with(facts.replicas[0], changes),)))
@@ -136,13 +135,10 @@ class MadeUpRun:
         )
 
     def set_peer(self, component: str, **changes: Any) -> None:
-        began = self.now
-
-        def edit(facts: Facts) -> Facts:
-            said = {name: to(self.now - began) if callable(to) else to for name, to in changes.items()}
-            return replace(facts, peers={**facts.peers, component: PeerState(component=component, **said)})
-
-        self.edits.append(edit)
+        said = self.since(changes)
+        self.edits.append(
+            lambda facts: replace(facts, peers={**facts.peers, component: PeerState(component=component, **said())})
+        )
 
     def tick(self, seconds: float = 1.0) -> None:
         self.now += seconds

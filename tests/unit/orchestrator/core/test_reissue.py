@@ -65,8 +65,7 @@ async def test_a_task_group_that_is_never_done_is_taken_away(worlds: Callable[..
 
 async def test_a_task_group_that_loses_every_replica_is_given_up(worlds: Callable[..., World]) -> None:
     world = worlds(size=4, max_staleness=0)
-    _, (order, *_) = await world.begin(incarnation="0")
-    name = order.task_group_id
+    name = (await world.begin(incarnation="0"))[1][0].task_group_id
     for incarnation in range(1, 8):
         await world.orders(world.join(incarnation=str(incarnation)))
     assert name not in world.core.groups
@@ -75,8 +74,7 @@ async def test_a_task_group_that_loses_every_replica_is_given_up(worlds: Callabl
 
 async def test_a_task_group_is_not_given_up_because_the_link_to_its_replica_flaps(worlds: Callable[..., World]) -> None:
     world = worlds(size=4, max_staleness=0)
-    _, (order, *_) = await world.begin()
-    name = order.task_group_id
+    name = (await world.begin())[1][0].task_group_id
     for _ in range(20):
         world.clock.now += 35.0
         await world.watch().tick()  # the lease has run out
@@ -139,8 +137,7 @@ async def test_what_was_recorded_behind_the_newest_state_is_counted_again_once(w
 
 async def test_first_durable_record_of_a_slot_wins_and_later_ones_are_counted(worlds: Callable[..., World]) -> None:
     world = worlds()
-    _, (order, *_) = await world.begin()
-    name = order.task_group_id
+    name = (await world.begin())[1][0].task_group_id
     first, second = trajectory(name, 0, reward=1.0), trajectory(name, 0, reward=0.0)
     assert await world.send(first, second) == [RecordOutcome.ACCEPTED, RecordOutcome.DUPLICATE]
     assert await world.send(failure(name, 0)) == [RecordOutcome.DUPLICATE]
@@ -154,8 +151,7 @@ async def test_first_durable_record_of_a_slot_wins_and_later_ones_are_counted(wo
 
 async def test_unknown_and_malformed_records_are_answered_and_counted(worlds: Callable[..., World]) -> None:
     world = worlds()
-    _, (order, *_) = await world.begin()
-    name = order.task_group_id
+    name = (await world.begin())[1][0].task_group_id
     assert await world.send(trajectory("abc-99999999", 0), trajectory("other-00000001", 0), trajectory(name, 7)) == [
         RecordOutcome.UNKNOWN,
         RecordOutcome.UNKNOWN,
