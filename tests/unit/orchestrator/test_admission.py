@@ -165,13 +165,15 @@ cases = given(
 )
 
 
-@pytest.mark.parametrize("late", ["drop", "mask"])
+@pytest.mark.parametrize(("late", "most"), [("drop", 4), ("mask", 4), ("keep", 0), ("wait", 0)])
 @cases
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_where_late_tokens_are_not_trained_staleness_is_bounded(
-    late: Any, groups_per_batch: int, group_size: int, max_staleness: int, seed: int
+    late: Any, most: int, groups_per_batch: int, group_size: int, max_staleness: int, seed: int
 ) -> None:
-    """In any order of ends, filtered and failed rollouts included, no older token is trained."""
+    """In any order of ends, filtered and failed rollouts included, no older token is trained; on-policy training never
+    trains one, whatever ``late`` says."""
+    max_staleness = min(max_staleness, most)
     world = Source(1.0, dropped=0.3, jitter=True, failed=0.5)
     ring = simulated(groups_per_batch * group_size, group_size, max_staleness, seed, world, late, beside=True)
     assert max(ring.ages) <= max_staleness
