@@ -30,9 +30,3 @@ def flip(run_dir: Path, kind: str, key: str, which: int = 0, *, header: bool = F
     data[row.offset - 12 if header else row.offset + row.length // 2] ^= 0xFF
     path.write_bytes(data)
     return row
-
-
-def remove(run_dir: Path, kind: str) -> None:
-    """Delete every segment of a kind."""
-    for path in (run_dir / "journal").glob(f"{kind}-*"):
-        path.unlink()
