@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.kept_tokens import (
@@ -49,6 +49,7 @@ tokens_with_sets = st.lists(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(tokens_with_sets, st.data())
 def test_what_is_unpacked_is_what_was_packed_and_so_is_any_head_of_it(
     drawn: list[tuple[int, set[int] | None, int]], data: st.DataObject
