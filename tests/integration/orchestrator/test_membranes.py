@@ -100,15 +100,6 @@ async def test_a_second_orchestrator_on_the_same_run_directory_is_refused(orches
     assert "is in use by another orchestrator (pid" in (orchestrator.run_dir / "stderr.txt").read_text()
 
 
-async def test_a_dataset_without_a_usable_row_ends_the_start_with_the_first_reasons(orchestrators: Make) -> None:
-    orchestrator = orchestrators()
-    (orchestrator.run_dir / "tasks.jsonl").write_text('{"text": "a"}\n{"question": \n')
-    assert await asyncio.to_thread(orchestrator.spawn().wait, 30) == 2
-    told = (orchestrator.run_dir / "stderr.txt").read_text()
-    assert "tasks.jsonl holds no row that can be used (2 looked at): row 1 has no prompt" in told
-    assert "row 2: not valid JSON" in told
-
-
 async def test_a_port_in_use_is_named(orchestrators: Make) -> None:
     first, second = orchestrators(), orchestrators()
     await first.start()

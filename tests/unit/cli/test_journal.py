@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from services.cli.watch import warnings_of
 from services.common.config.loading import save_resolved
 from services.common.pb import run_pb2
 from services.orchestrator.journal import entries
-from tests.unit.orchestrator.damage import flip, flip_header, rows
+from tests.unit.orchestrator.damage import flip, rows
 from tests.unit.orchestrator.world import World
 
 
@@ -52,7 +53,7 @@ def test_a_whole_journal_is_verified(run: Path) -> None:
     assert found["records"]["batches"] == 2 and found["damage"] == [] and found["lost_numbers"] == []
 
 
-@pytest.mark.parametrize("spoil", [flip, flip_header])
+@pytest.mark.parametrize("spoil", [flip, partial(flip, header=True)])
 def test_a_damaged_record_is_named_and_the_exit_code_says_so(run: Path, spoil: Any) -> None:
     row = spoil(run, entries.BATCH, "model0/1")
     code, said = say(run, "verify")

@@ -9,20 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.pb import account_pb2
-from services.common.telemetry import accounts
 from services.common.telemetry.accounts import (
-    NOBODY,
-    AccountState,
     Activity,
     ActivityName,
-    ActivityTime,
-    Component,
-    PeerState,
     TimeAccount,
     TrainerState,
 )
-from services.common.wire import read, write
 
 # --- accounts
 
@@ -129,61 +121,6 @@ def test_what_nothing_occupies_is_in_the_rest_and_a_call_without_a_lane_is_nobod
             Activity("waiting for weights", "publisher/model0"): 0.5,
         }
     )
-
-
-def test_accounts_and_peers_pass_the_wire_unchanged() -> None:
-    account = AccountState(
-        component="envgateway",
-        num_lanes=4,
-        activities=(
-            ActivityTime(
-                name="running programs",
-                on="redis",
-                seconds=2.5,
-                num_now=3,
-                longest_now_s=1.5,
-                num_done=7,
-                detail="why",
-            ),
-        ),
-        progress=9,
-        cpu_s=0.5,
-    )
-    assert read(AccountState, write(account, account_pb2.TimeAccount())) == account
-    peer = PeerState(
-        component="envgateway", address="h:1", silent_s=3.0, detail="d", gauges={"g": 1.0}, accounts=(account,)
-    )
-    assert read(PeerState, write(peer, account_pb2.PeerState())) == peer
-
-
-# --- names of components
-
-
-NAMES = st.text("abcz0123-_.", min_size=1, max_size=12)
-
-
-@given(NAMES, NAMES)
-def test_a_part_is_split_into_its_replica_and_what_it_is(replica_id: str, policy: str) -> None:
-    whole = accounts.replica(replica_id)
-    for inner in (accounts.weights(policy), accounts.engine(policy)):
-        assert accounts.split(accounts.part(whole, inner)) == (whole, inner)
-    assert accounts.split(accounts.records(whole)) == (whole, Component("records"))
-    assert accounts.split(whole) == (whole, NOBODY)
-
-
-@given(NAMES, NAMES, st.integers(1, 99))
-def test_each_component_is_of_one_kind(replica_id: str, policy: str, rank: int) -> None:
-    whole = accounts.replica(replica_id)
-    kinds = {
-        whole: accounts.is_replica,
-        accounts.records(whole): accounts.is_records,
-        accounts.part(whole, accounts.weights(policy)): accounts.is_weights,
-        accounts.trainer_component(policy, rank): accounts.is_of_trainer,
-        accounts.publisher(policy): accounts.is_publisher,
-    }
-    for component, kind in kinds.items():
-        assert [found for found in kinds.values() if found(component)] == [kind]
-    assert accounts.replica_id(whole) == replica_id
 
 
 @pytest.mark.parametrize("state", TrainerState)

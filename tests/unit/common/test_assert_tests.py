@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import random
 import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -90,3 +94,34 @@ def test_the_prelude_has_the_names_that_are_taken_for_granted() -> None:
     assert not namespace.keys() & vars(builtins).keys()
     for module in (random, statistics):  # named without an import
         assert set(module.__all__) <= harness.NAMES and all(map(in_prelude, module.__all__))
+
+
+# --- threads that parse at the same time
+
+
+def _let_others_run(_phase: str, _facts: dict[str, int]) -> None:
+    time.sleep(0)
+
+
+@pytest.fixture
+def switches() -> Iterator[None]:
+    """Threads change places in the middle of the making of a tree: the sweeper runs then, and calls a function."""
+    threshold = gc.get_threshold()
+    gc.set_threshold(10)
+    gc.callbacks.append(_let_others_run)
+    yield
+    gc.callbacks.remove(_let_others_run)
+    gc.set_threshold(*threshold)
+
+
+def _read(number: int) -> tuple[str, tuple[str, ...]]:
+    tests = "\n".join(f"assert g([[{i}, {{'a': ({number}, -{i})}}]]) == {i}" for i in range(20))
+    program = f"def g(x):\n    return [[x + {number} * 2]]\nprint(g(int(input())))"
+    return names_of(tests, "g").entry_point, defined_by(program, tests)
+
+
+@pytest.mark.usefixtures("switches")
+def test_threads_that_parse_at_once_get_the_trees_of_one_thread() -> None:
+    with ThreadPoolExecutor(8) as threads:
+        told = list(threads.map(_read, range(64)))
+    assert told == [("g", ("g",))] * 64

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import math
+from typing import Any
+
 import pytest
 
 from services.common.text.asserted_calls import AssertedCall, Relation, asserted_calls
+from services.common.text.literals import NotLiteralError, to_tree, tree_of
 from services.common.text.programs import UnusableTestsError
 
 
@@ -162,3 +167,49 @@ def test_a_function_of_the_row_s_program_is_no_function_of_the_library() -> None
 def test_unreadable_tests_raise_an_error(tests: str) -> None:
     with pytest.raises(UnusableTestsError):
         asserted_calls(tests)
+
+
+# --- literals, from their syntax alone
+
+
+def _tree(text: str) -> Any:
+    return tree_of(ast.parse(text, mode="eval").body)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3 * 19", 57),
+        ("[1, -2.5, (3,), {4}, {'a': None}]", [1, -2.5, (3,), {4}, {"a": None}]),
+        ("'ab' + 'c'", "abc"),
+        ("0 ** 0", 1),
+        ("float('inf')", math.inf),
+        ("tuple([1, 2])", (1, 2)),
+        ("set()", set()),
+        ("str(3 + 4)", "7"),
+        ("sorted([3, 1])", [1, 3]),
+        ("sorted({3, 1, 3})", [1, 3]),
+        ("sorted(set([2, 1, 1]))", [1, 2]),
+        ("copy.deepcopy([1])", [1]),
+    ],
+)
+def test_literals_are_read_from_their_text(text: str, value: Any) -> None:
+    assert _tree(text) == to_tree(value)
+
+
+def test_nodes_are_read_from_their_values() -> None:
+    assert _tree("list_node([1, 2])") == ["L", 1, 2] and _tree("list_node([])") is None
+    assert _tree("tree_node([1, None, 2, None])") == ["T", 1, None, 2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "f(1)", "x", "10 ** 10 ** 10", "9 ** 99", "[x for x in y]", "1 / 0", "'a' * 9", "{**x}", "...", "2 << 9",
+        "sorted([1, 'a'])", "sorted([True, False])", "sorted([1.5, 2])", "str([1])", "str(1.0)", "str(True)",
+        "list({1, 2})", "tuple(set([1, 1]))", "{'a': list(frozenset([1]))}", "list_node({1})",
+    ],
+)  # fmt: skip
+def test_only_small_literals_are_accepted(text: str) -> None:
+    with pytest.raises(NotLiteralError):
+        _tree(text)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from services.common.safetensors_files import places, weight_files
 from services.common.text.chat import load_model
 from services.trainer.model.policy_model import load_policy_model
 from services.trainer.ranks import Ranks
+from tests.unit.trainer.building import tiny_causal_lm
 from tests.unit.trainer_service.building import recipe, save_model
 
 WHOLE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -108,3 +112,26 @@ def test_a_damaged_json_file_is_told_by_check(name: str, text: str, tmp_path: Pa
     (folder / name).write_text(text, encoding="latin-1")
     (problem,) = model_problems(recipe(folder))
     assert name in problem and "copy it again" in problem
+
+
+# --- hostile files
+
+
+class Payload:
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.system, (f"touch {self._mark}",)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_weights_that_are_a_pickle_are_refused_and_not_executed(name: str, tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    directory = tmp_path / "model"
+    tiny_causal_lm().save_pretrained(directory)
+    (directory / "model.safetensors").unlink()
+    (directory / name).write_bytes(pickle.dumps({"weight": Payload(mark)}))
+    with pytest.raises(ConfigError, match="cannot load a causal language model"):
+        load_model(directory)
+    assert not mark.exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.kept_tokens import (
@@ -49,6 +49,7 @@ tokens_with_sets = st.lists(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(tokens_with_sets, st.data())
 def test_what_is_unpacked_is_what_was_packed_and_so_is_any_head_of_it(
     drawn: list[tuple[int, set[int] | None, int]], data: st.DataObject
@@ -88,9 +89,9 @@ def test_bytes_that_nobody_packed_are_refused_or_say_a_set_with_the_sampled_toke
 
 def test_what_is_unpacked_is_bounded_by_the_bytes() -> None:
     """A few bytes that repeat one large set for every token would fill the memory of a trainer."""
-    num = 4_000
+    num = 2_000
     hostile = pack([left_out_row(range(1, 4 * FREE_IDS))] * num, num)
-    assert len(hostile) < 20_000
+    assert len(hostile) < num
     for read in (check, unpack):
         with pytest.raises(ValueError, match=r"state \d+ bytes unpacked; at most \d+ are taken"):
             read(hostile, np.zeros(num, dtype=np.int32))

@@ -7,7 +7,7 @@ import math
 import struct
 import time
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -22,9 +22,7 @@ from services.common.records import (
     FetchPlan,
     MinibatchTotals,
     Origin,
-    Purpose,
     RolloutFailure,
-    RolloutPhase,
     RolloutTiming,
     Sampling,
     Segment,
@@ -37,7 +35,7 @@ from services.common.records import (
     WeightTransfer,
     WeightVersion,
 )
-from services.common.telemetry.accounts import AccountState, PeerState
+from services.common.telemetry.accounts import AccountState, AnyActivity, Component, PeerState
 from services.common.wire import (
     batch_chunks,
     json_object,
@@ -46,14 +44,14 @@ from services.common.wire import (
     write,
 )
 
-INT32_MAX = 2**31 - 1
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 number = st.floats(allow_nan=False)
-moment = st.floats(0, 4e9)
-counts = st.dictionaries(text, number, max_size=3)
-int32 = st.integers(0, INT32_MAX)
+int32 = st.integers(0, 2**31 - 1)
 int64 = st.integers(0, 2**63 - 1)
 tokens = st.lists(int32, max_size=40)
+LARGE = frozenset({"version", "number", "base_version", "first_version", "last_version", "seed", "staleness"})
+TIMES = frozenset({"started_at", "finished_at", "accepted_at", "sent_at", "timeout_s", "encode_s", "fetch_s", "verify_s",
+                   "write_s", "pause_s", "begin_s", "seconds", "longest_now_s", "cpu_s", "silent_s"})  # fmt: skip
 
 
 @st.composite
@@ -65,106 +63,53 @@ def policy_segments(draw: st.DrawFn) -> Segment:
     return replace(made, temperature=draw(st.none() | st.floats(0.01, 4)), teacher_logprobs=scored)
 
 
-segments = st.one_of(policy_segments(), tokens.map(Segment.environment))
-made_sequences = st.builds(
-    TokenSequence,
-    policy=text,
-    segments=st.lists(segments, max_size=4).map(tuple),
-    reward=number,
-    stop_reason=st.sampled_from(StopReason),
-    role=text,
-    attempt=int32,
-    metrics=counts,
-    thread=int32,
-)
+def values_of(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
+    """Any value that the wire carries in a field of this type and name."""
+    if hint in GIVEN:
+        return GIVEN[hint]
+    if hint is int:
+        return int64 if name in LARGE else int32
+    if hint is float:
+        return st.floats(0, 4e9 if name.endswith("_at") else 1e6) if name in TIMES else number
+    if is_dataclass(hint):
+        return records_of(hint)
+    if isinstance(hint, type):
+        return st.sampled_from(hint)  # type: ignore[call-overload]
+    first, *others = (values_of(part, name) for part in get_args(hint) if part not in (..., type(None)))
+    if get_origin(hint) is tuple:
+        return st.lists(first, max_size=3).map(tuple)
+    return st.dictionaries(first, *others, max_size=3) if others else st.none() | first
 
 
-@st.composite
-def with_parents(draw: st.DrawFn) -> TokenSequence:
-    made = draw(made_sequences)
-    parent = draw(st.none() | st.integers(0, 2**31 - 1))
-    return made if parent is None else replace(made, parent=parent, origin=draw(st.sampled_from(Origin)))
+def records_of(record: Any, **given: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    hints = get_type_hints(record)
+    return st.builds(record, **({f.name: values_of(hints[f.name], f.name) for f in fields(record)} | given))
 
 
-sequences = with_parents()
-phases = st.builds(
-    RolloutPhase,
-    what=text,
-    begin_s=st.floats(0, 1e6),
-    seconds=st.floats(0, 1e6),
-    policy=text,
-    num_tokens=int32,
-    first_version=int64,
-    last_version=int64,
-    detail=text,
-)
-timings = st.builds(
-    RolloutTiming,
-    accepted_at=moment,
-    sent_at=moment,
-    num_sends=int32,
-    num_retries=int32,
-    phases=st.lists(phases, max_size=3).map(tuple),
-)
-trajectories = st.builds(
-    Trajectory,
-    task_group_id=text,
-    index=int32,
-    sequences=st.lists(sequences, max_size=3).map(tuple),
-    reward=number,
-    metrics=counts,
-    started_at=moment,
-    finished_at=moment,
-    replica_id=text,
-    timing=timings,
-)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | text,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
     max_leaves=8,
 )
-tasks = st.builds(Task, task_id=text, data=st.dictionaries(text, json_values, max_size=4))
-samplings = st.builds(
-    Sampling, temperature=number, top_p=number, top_k=int32, min_p=number, max_new_tokens=int32, min_new_tokens=int32
-)
-orders = st.builds(
-    TaskGroupOrder,
-    task_group_id=text,
-    task=tasks,
-    indices=st.lists(int32, max_size=8).map(tuple),
-    purpose=st.sampled_from(Purpose),
-    sampling=samplings,
-    required_versions=st.dictionaries(text, int64, max_size=2),
-    seed=int64,
-    timeout_s=st.floats(0, 1e6),
-    source=text,
-)
-training_sequences = st.builds(
-    TrainingSequence,
-    sequence_id=text,
-    sequence=sequences,
-    group_mean=number,
-    group_std=number,
-    group_size=int32,
-    staleness=int64,
-    minibatch=int32,
-    position=int32,
-    advantage_scale=number,
-)
-versions = st.builds(
-    WeightVersion, policy=text, number=int64, digest=text, sources=st.lists(text, max_size=3).map(tuple)
+GIVEN: dict[Any, st.SearchStrategy[Any]] = {
+    str: text,
+    Component: text,
+    AnyActivity: text,
+    bool: st.booleans(),
+    Any: json_values,
+    Segment: policy_segments() | tokens.map(Segment.environment),
+}
+GIVEN[TokenSequence] = st.one_of(
+    records_of(TokenSequence, parent=st.none(), origin=st.just(Origin.ROOT)), records_of(TokenSequence, parent=int32)
 )
 
 
-TIMES = frozenset({"started_at", "finished_at", "accepted_at", "sent_at", "timeout_s", "encode_s", "pause_s"})
-
-
-def same(left: Any, right: Any, about: frozenset[str] = TIMES) -> bool:
+def same(left: Any, right: Any) -> bool:
     """Equal, arrays bit by bit; times (the wire has nanoseconds) to a microsecond."""
     if is_dataclass(left):
         return type(left) is type(right) and all(
             math.isclose(getattr(left, f.name), getattr(right, f.name), rel_tol=0, abs_tol=1e-6)
-            if f.name in about
+            if f.name in TIMES
             else same(getattr(left, f.name), getattr(right, f.name))
             for f in fields(left)
         )
@@ -184,56 +129,36 @@ def made_segment(segment: Segment) -> trajectory_pb2.Segment:
     return write(segment, trajectory_pb2.Segment())
 
 
-failures = st.builds(
-    RolloutFailure,
-    task_group_id=text,
-    index=int32,
-    reason=text,
-    detail=text,
-    replica_id=text,
-    started_at=moment,
-    finished_at=moment,
-    timing=timings,
-)
 plans = st.lists(text, min_size=1, max_size=3).flatmap(
     lambda relays: st.builds(
         FetchPlan, relays=st.just(tuple(relays)), own_shard=st.none() | st.integers(0, len(relays) - 1)
     )
 )
-transfers = st.builds(
+transfers = records_of(
     WeightTransfer,
-    policy=text,
-    version=int64,
-    base_version=st.none() | int64,
     encoding=st.sampled_from(["", "full", "delta"]),
     transport=st.sampled_from(["", "grpc", "mapped", "bulk"]),
-    sources=st.lists(text, max_size=3).map(tuple),
-    num_changes=int64,
-    started_at=moment,
-    encode_s=st.floats(0, 1e6),
-    pause_s=st.floats(0, 1e6),
-    error=text,
 )
-totals = st.builds(MinibatchTotals, num_sequences=int64, num_trained_tokens=int64)
-turns = st.builds(DeviceTurn, number=int64, yours=st.booleans())
 
 
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        (segments, trajectory_pb2.Segment),
-        (sequences, trajectory_pb2.Sequence),
-        (trajectories, trajectory_pb2.Trajectory),
-        (failures, trajectory_pb2.RolloutFailure),
-        (tasks, trajectory_pb2.Task),
-        (samplings, trajectory_pb2.Sampling),
-        (orders, pool_pb2.RunTaskGroup),
-        (training_sequences, training_pb2.TrainingSequence),
-        (versions, weights_pb2.WeightVersion),
+        (values_of(Segment), trajectory_pb2.Segment),
+        (values_of(TokenSequence), trajectory_pb2.Sequence),
+        (records_of(Trajectory), trajectory_pb2.Trajectory),
+        (records_of(RolloutFailure), trajectory_pb2.RolloutFailure),
+        (records_of(Task), trajectory_pb2.Task),
+        (records_of(Sampling), trajectory_pb2.Sampling),
+        (records_of(TaskGroupOrder), pool_pb2.RunTaskGroup),
+        (records_of(TrainingSequence), training_pb2.TrainingSequence),
+        (records_of(WeightVersion), weights_pb2.WeightVersion),
         (plans, pool_pb2.FetchPlan),
         (transfers, weights_pb2.WeightTransfer),
-        (totals, training_pb2.MinibatchTotals),
-        (turns, pool_pb2.DeviceTurn),
+        (records_of(MinibatchTotals), training_pb2.MinibatchTotals),
+        (records_of(DeviceTurn), pool_pb2.DeviceTurn),
+        (records_of(AccountState), account_pb2.TimeAccount),
+        (records_of(PeerState), account_pb2.PeerState),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

@@ -86,8 +86,7 @@ def test_another_kind_is_refused(tmp_path: Path) -> None:
         build(tmp_path, seed=1, kind="gpt")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("theta", [100.0, 10_000.0])
-def test_the_base_of_the_rotary_embedding_reaches_the_model(made: Path, tmp_path: Path, theta: float) -> None:
-    save_random_model(tmp_path, load_tokenizer(made), seed=1, head_dim=24, rope_theta=theta)
+def test_the_base_of_the_rotary_embedding_reaches_the_model(made: Path, tmp_path: Path) -> None:
+    save_random_model(tmp_path, load_tokenizer(made), seed=1, head_dim=24, rope_theta=100.0)
     slowest = load_model(tmp_path).base_model.rotary_emb.inv_freq.min().item()
-    assert slowest == pytest.approx(theta ** (-22 / 24))
+    assert slowest == pytest.approx(100.0 ** (-22 / 24))

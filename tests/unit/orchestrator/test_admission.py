@@ -165,20 +165,22 @@ cases = given(
 )
 
 
-@pytest.mark.parametrize("late", ["drop", "mask"])
+@pytest.mark.parametrize(("late", "most"), [("drop", 4), ("mask", 4), ("keep", 0), ("wait", 0)])
 @cases
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_where_late_tokens_are_not_trained_staleness_is_bounded(
-    late: Any, groups_per_batch: int, group_size: int, max_staleness: int, seed: int
+    late: Any, most: int, groups_per_batch: int, group_size: int, max_staleness: int, seed: int
 ) -> None:
-    """In any order of ends, filtered and failed rollouts included, no older token is trained."""
+    """In any order of ends, filtered and failed rollouts included, no older token is trained; on-policy training never
+    trains one, whatever ``late`` says."""
+    max_staleness = min(max_staleness, most)
     world = Source(1.0, dropped=0.3, jitter=True, failed=0.5)
     ring = simulated(groups_per_batch * group_size, group_size, max_staleness, seed, world, late, beside=True)
     assert max(ring.ages) <= max_staleness
 
 
 @cases
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_admission_wastes_nothing_when_rollouts_end_in_order(
     groups_per_batch: int, group_size: int, max_staleness: int, seed: int
 ) -> None:
@@ -186,15 +188,6 @@ def test_admission_wastes_nothing_when_rollouts_end_in_order(
     ring = simulated(groups_per_batch * group_size, group_size, max_staleness, seed, world, "keep", beside=False)
     assert ring.counters["sequences_expired"] == 0
     assert max(ring.ages) == max_staleness  # the whole bound is used
-
-
-def test_every_policy_must_have_room() -> None:
-    config = BatchConfig(size=4, max_staleness=0)
-    experience = ExperiencePipeline({"a": config, "b": config}, num_steps=9, counters=Counter())
-    assert experience.admission.open(["a", "b"])
-    experience.admission.accounts["b"].buffered = 4
-    assert not experience.admission.open(["a", "b"])
-    assert experience.admission.open(["a"]), "a group of one policy asks for its own room alone"
 
 
 def test_admit_any_starts_a_rollout_when_one_has_room_and_drops_what_the_other_cannot_use() -> None:
@@ -261,14 +254,13 @@ DROPPED = {"fast": Source(1.0, dropped=0.1), "slow": Source(1.0, dropped=0.8)}
 
 
 @pytest.mark.parametrize("worlds", [SLOW, DROPPED, {"fast": Source(1, 0.7), "slow": Source(10, 0.4)}])
-@pytest.mark.parametrize("slow", [1.0, 3.0, 0.3])
+@pytest.mark.parametrize("slow", [3.0, 0.3])
 def test_shares_hold_when_one_source_is_slower_or_dropped_more_often(worlds: dict[str, Source], slow: float) -> None:
     ring = Ring(CONFIG, {"fast": 1.0, "slow": slow}, worlds, steps=60)
-    ring.train(60)
+    ring.train(5)
+    assert ring.error() <= 4 / 80, "within a task group after each batch"
+    ring.train(40)
     assert ring.error() <= 0.01
-    first = Ring(CONFIG, {"fast": 1.0, "slow": slow}, worlds, steps=60)
-    first.train(5)
-    assert first.error() <= 4 / 80, "within a task group after each batch"
 
 
 def test_shares_go_on_after_a_restart() -> None:
@@ -310,6 +302,7 @@ def test_a_source_that_may_come_is_waited_for_and_another_is_not() -> None:
     weights=st.lists(st.floats(0.05, 20), min_size=1, max_size=5),
     sizes=st.lists(st.integers(1, 6), min_size=40, max_size=40),
 )
+@settings(max_examples=50, deadline=None)
 def test_the_error_of_shares_is_at_most_that_of_one_group_per_source(weights: list[float], sizes: list[int]) -> None:
     names = [str(number) for number in range(len(weights))]
     mixture = Mixture(dict(zip(names, weights, strict=True)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 import structlog
 
 from services.cli.watch import warnings_of
+from services.common.kept_tokens import KeptRow, kept_rows, left_out_row, pack
 from services.common.pb import run_pb2
 from services.common.records import (
     Purpose,
@@ -24,6 +24,8 @@ from services.common.records import (
     RolloutTiming,
     Sampling,
     Segment,
+    TaskGroupOrder,
+    TokenSequence,
     Trajectory,
     counter_of,
 )
@@ -169,10 +171,7 @@ async def answered(world: World, made: Trajectory | RolloutFailure, sender: tupl
 
 async def test_a_slot_is_filled_by_whom_it_was_given_to_now_or_before(worlds: Worlds) -> None:
     world = worlds()
-    first = world.join("first")
-    await world.publish(0)
-    world.train()
-    name = (await world.orders(first))[0].task_group_id
+    name = (await world.begin("first"))[1][0].task_group_id
     second = world.join("second")
     stranger = (await answered(world, trajectory(name, 0), ("second", "1")))[0]
     assert (stranger.outcome, stranger.refusal and stranger.refusal.reason) == (
@@ -196,10 +195,8 @@ async def test_a_slot_is_filled_by_whom_it_was_given_to_now_or_before(worlds: Wo
 
 async def test_owners_are_known_after_a_restart_and_a_stranger_cannot_adopt_a_task_group(worlds: Worlds) -> None:
     world = worlds()
-    first = world.join("first")
-    await world.publish(0)
-    world.train()
-    names = [issued.task_group_id for issued in await world.orders(first)]
+    _, orders = await world.begin("first")
+    names = [issued.task_group_id for issued in orders]
     await world.crash()
     assert (await answered(world, trajectory(names[0], 0), ("first", "1")))[0].outcome is RecordOutcome.ACCEPTED
     refused = (await answered(world, trajectory(names[0], 1), ("second", "1")))[0].refusal
@@ -214,10 +211,7 @@ async def test_owners_are_known_after_a_restart_and_a_stranger_cannot_adopt_a_ta
 
 async def test_a_refused_slot_fails_so_that_its_group_completes_and_the_reason_is_counted(worlds: Worlds) -> None:
     world = worlds()
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    name = (await world.orders(replica))[0].task_group_id
+    name = (await world.begin())[1][0].task_group_id
     bad = trajectory(name, 0, sequence(1e300), reward=0.0)
     (told,) = await answered(world, bad, ("a", "1"))
     assert told.outcome is RecordOutcome.INVALID
@@ -234,10 +228,7 @@ async def test_a_refused_slot_fails_so_that_its_group_completes_and_the_reason_i
 
 async def test_a_failure_of_a_replica_does_not_pose_as_a_word_of_the_orchestrator(worlds: Worlds) -> None:
     world = worlds()
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    name = (await world.orders(replica))[0].task_group_id
+    name = (await world.begin())[1][0].task_group_id
     posing = RolloutFailure(task_group_id=name, index=0, reason="TOO_OLD", replica_id="a")
     await answered(world, posing, ("a", "1"))
     assert world.core.counters["slots_cancelled"] == 0
@@ -249,10 +240,7 @@ async def test_a_failure_of_a_replica_does_not_pose_as_a_word_of_the_orchestrato
 
 async def test_a_replica_whose_every_record_is_refused_is_named_and_one_good_record_ends_it(worlds: Worlds) -> None:
     world = worlds()
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    slots = [(o.task_group_id, i) for o in await world.orders(replica) for i in o.indices]
+    slots = [(o.task_group_id, i) for o in (await world.begin())[1] for i in o.indices]
     watch = world.stall_watch()
 
     def look() -> set[tuple[str, str]]:
@@ -294,22 +282,69 @@ def test_refusals_remember_a_bounded_number_of_senders_and_what_was_refused_most
 @pytest.mark.parametrize(
     ("config", "size"),
     [
-        ({"vocab_size": 152_064}, 152_064),
-        ({"text_config": {"vocab_size": 7}}, 7),
-        ({"vocab_size": 0}, None),
-        ({"vocab_size": "many"}, None),
-        ({"vocab_size": True}, None),
-        ([], None),
+        ('{"vocab_size": 152064}', 152_064),
+        ('{"text_config": {"vocab_size": 7}}', 7),
+        ('{"vocab_size": 0}', None),
+        ('{"vocab_size": "many"}', None),
+        ('{"vocab_size": true}', None),
+        ("[]", None),
+        ("{", None),
     ],
 )
-def test_the_vocabulary_is_what_the_models_config_says(tmp_path: Path, config: Any, size: int | None) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def test_the_vocabulary_is_what_the_models_config_says(tmp_path: Path, config: str, size: int | None) -> None:
+    assert vocab_size(str(tmp_path)) is None, "it is not here"
+    (tmp_path / "config.json").write_text(config)
     assert vocab_size(str(tmp_path)) == size
+    assert vocab_size("none") is vocab_size("a/b/c") is vocab_size("../x") is None
 
 
-def test_a_model_that_is_not_here_has_no_known_vocabulary(tmp_path: Path) -> None:
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text("{")
-    (tmp_path / "empty").mkdir()
-    for model in ("none", str(tmp_path / "absent"), str(tmp_path / "broken"), str(tmp_path / "empty"), "a/b/c", "../x"):
-        assert vocab_size(model) is None
+# --- records of truncated sampling
+
+
+BOUNDS = RecordBounds({"model0": PolicyBounds(context_length=64)})
+CUT: dict[str, Any] = {"top_p": 0.9, "min_p": 0.05}
+
+
+def fault_of(record: Trajectory, issued: TaskGroupOrder) -> str:
+    try:
+        BOUNDS.check(record, issued, lambda policy: 0)
+    except RecordRefusedError as error:
+        return error.refusal.detail
+    return ""
+
+
+def rows_for(token_ids: np.ndarray) -> list[KeptRow]:
+    """Each token and the next one could be drawn."""
+    return kept_rows(token_ids[:, None] + 1, np.ones(len(token_ids), np.int64), token_ids.astype(np.int64))
+
+
+def cut(made: TokenSequence, kept: bytes | None = None, temperature: float | None = None) -> TokenSequence:
+    prompt, said = made.segments
+    told = pack(rows_for(said.token_ids), said.num_tokens) if kept is None else kept
+    return replace(made, segments=(prompt, replace(said, kept=told, temperature=temperature)))
+
+
+@pytest.mark.parametrize(
+    ("kept", "temperature", "fault"),
+    [
+        (b"", None, "the tokens that top_k, top_p and min_p kept are missing"),
+        (b"\x00", None, "cannot be unpacked"),
+        (pack([left_out_row([2])], 4), None, "token 2 (number 2)"),
+        (pack([left_out_row([9])], 3), None, "3 tokens in 1 rows are with 4"),
+        (None, 0.0, "temperature is 0.0"),
+        (None, float("nan"), "temperature is nan"),
+        (None, 0.7, ""),
+    ],
+)
+def test_a_segment_without_the_distribution_that_it_was_drawn_from_is_refused(
+    kept: bytes | None, temperature: float | None, fault: str
+) -> None:
+    if kept == pack([left_out_row([2])], 4):  # of the third token alone, which it then could not be
+        kept = pack([left_out_row([9])] * 2 + [left_out_row([2])], 4)
+    record = trajectory("g", 0, cut(sequence(), kept, temperature))
+    found = fault_of(record, replace(order(), sampling=Sampling(**CUT)))
+    assert fault in found and bool(found) == bool(fault)
+
+
+def test_an_engine_need_not_tell_what_was_kept_of_the_whole_distribution() -> None:
+    assert fault_of(trajectory("g", 0, sequence()), order()) == ""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
-from services.orchestrator.tasks.datasets import open_source
+from services.orchestrator.tasks.datasets import TaskSource, open_source
 from services.orchestrator.tasks.rows import KNOWN
+from tests.hub_rows import COLUMNS, RIGHT, ROWS, rows_of
 
 
 @pytest.fixture
@@ -41,21 +44,6 @@ def test_a_local_file_is_read_and_its_rows_are_in_one_form(root: Path) -> None:
     ]
 
 
-def test_a_row_that_is_not_understood_is_left_out_and_named(root: Path) -> None:
-    put(root, "humaneval", {"prompt": "def f(): ...", "entry_point": "f", "test": "check"}, {"prompt": "p"})
-    source = open_source(DatasetConfig(name="humaneval"), seed=0)
-    assert len(source) == source.left_out.count == 1
-    assert source.left_out.reasons[0].startswith("row 2: no tests")
-
-
-def test_a_dataset_without_a_usable_row_is_refused(root: Path) -> None:
-    put(root, "gsm8k", {"question": "?", "answer": None})
-    with pytest.raises(
-        DatasetError, match=r"dataset gsm8k \(.*\) holds no row that can be used \(1 looked at\): row 1"
-    ):
-        open_source(DatasetConfig(name="gsm8k"), seed=0)
-
-
 def test_what_must_be_fetched_by_hand_names_path_and_command(root: Path) -> None:
     with pytest.raises(DatasetError) as refused:
         open_source(DatasetConfig(name="livecodebench-v5"), seed=0)
@@ -81,3 +69,62 @@ def test_alfworld_trains_and_evaluates_on_the_games_of_the_reference(data_root: 
         source = open_source(DatasetConfig(name=name), seed=0)
         assert [source[row].data["index"] for row in range(len(source))] == wanted
         assert len(wanted) == reference[f"{ranges}_count"]
+
+
+# --- rows of every dataset on the hub, in their true form
+
+
+PROGRAMS = ("deepcoder-primeintellect", "deepcoder-codeforces", "humaneval", "livecodebench-v5")
+
+
+def local(root: Path, name: str) -> TaskSource:
+    path = root / KNOWN[name].local
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROWS / f"{name}.jsonl", path)
+    return open_source(DatasetConfig(name=name), seed=0)
+
+
+def data_of(source: TaskSource) -> list[dict[str, Any]]:
+    return [dict(source[place].data) for place in range(len(source))]
+
+
+def test_every_dataset_on_the_hub_has_rows_here() -> None:
+    fetched = {name for name, entry in KNOWN.items() if entry.hub is not None or entry.fetch}
+    assert fetched == {path.stem for path in ROWS.glob("*.jsonl")} == COLUMNS.keys() == RIGHT.keys()
+
+
+@pytest.mark.parametrize("name", sorted(COLUMNS))
+def test_rows_become_tasks(root: Path, name: str) -> None:
+    assert all(list(row) == COLUMNS[name].split() for row in rows_of(name))
+    source = local(root, name)
+    assert len(source) == len(RIGHT[name])
+    assert source.left_out.count == len(rows_of(name)) - len(source) == (3 if name == "deepcoder-primeintellect" else 0)
+    truth = "tests" if name in PROGRAMS else "answer"
+    assert all(data["problem"] and data[truth] for data in data_of(source))
+
+
+@pytest.mark.parametrize("name", sorted(name for name, entry in KNOWN.items() if entry.hub is not None))
+def test_the_hub_is_asked_for_the_dataset_its_subset_and_split(
+    name: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(path: str, subset: str | None, *, split: str) -> Any:
+        asked.append((path, subset, split))
+        return datasets.Dataset.from_list(rows_of(name))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = open_source(DatasetConfig(name=name), seed=0)
+    entry = KNOWN[name]
+    assert asked == [(entry.hub, entry.subset, entry.split)]
+    assert data_of(source) == data_of(local(root, name))
+
+
+def test_another_subset_may_be_asked_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list(rows_of("dapo-math-17k"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, *, split: rows if subset == "en" else None)
+    assert len(open_source(DatasetConfig(name="dapo-math-17k", subset="en"), seed=0)) == 2

@@ -1,12 +1,14 @@
-"""Prompt curation: skipped prompts, the reasons, and the dependence on the seed alone."""
+"""The curriculum, and prompt curation: skipped prompts, the reasons, and the dependence on the seed alone."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from services.common.config.data import DataConfig
-from services.orchestrator.tasks.orders import FilterSolved, Greso, PassRate
+from services.orchestrator.tasks.orders import Curriculum, FilterSolved, Greso, PassRate
 
 
 def test_a_prompt_is_filtered_once_its_average_reaches_the_limit_and_comes_back_when_it_falls() -> None:
@@ -90,3 +92,20 @@ def test_a_prompt_is_played_while_its_pass_rate_lies_in_the_band() -> None:
         curation.observe(3, [float(reward) for reward in rewards])
         assert curation.chance(3) == chance
     assert curation.chance(4) == 1.0, "nothing is known of it"
+
+
+@given(num_tasks=st.integers(1, 50), seed=st.integers(0, 5), passes=st.integers(1, 3))
+def test_every_task_is_drawn_once_per_pass(num_tasks: int, seed: int, passes: int) -> None:
+    curriculum = Curriculum(num_tasks, seed)
+    rows = [curriculum.draw()[1] for _ in range(num_tasks * passes)]
+    for number in range(passes):
+        assert sorted(rows[number * num_tasks : (number + 1) * num_tasks]) == list(range(num_tasks))
+
+
+@given(num_tasks=st.integers(1, 50), position=st.integers(0, 200))
+def test_a_position_is_enough_to_go_on(num_tasks: int, position: int) -> None:
+    whole = Curriculum(num_tasks, seed=3)
+    rows = [whole.draw() for _ in range(position + 5)]
+    resumed = Curriculum(num_tasks, seed=3)
+    resumed.resume_after(position)
+    assert [resumed.draw() for _ in range(4)] == rows[position + 1 :]

@@ -29,16 +29,10 @@ def split(orders: list) -> tuple[list, list]:  # type: ignore[type-arg]
     return [o for o in orders if o.purpose is Purpose.TRAIN], [o for o in orders if o.purpose is Purpose.EVALUATION]
 
 
-def report(world: World, replica: Replica, number: int) -> None:
-    world.replica_api.report(
-        replica.replica_id, replica.incarnation, held={"model0": Held(number, f"d{number}")}, num_tokens=0, emission=[],
-    )  # fmt: skip
-
-
 async def train_one_step(world: World, orders: list, step: int, version: int) -> None:  # type: ignore[type-arg]
     for order in orders:
         await world.play(order, version)
-    await world.trainer_api.pull_batch("model0", step, timeout_s=WAIT_S)
+    await world.pull(step)
     await world.publish(step)
 
 
@@ -53,7 +47,7 @@ async def test_with_replicas_to_spare_one_is_pinned_and_the_others_go_on(worlds:
         await world.settle()
         assert split(await world.orders(first) + await world.orders(second))[1] == [], "version 1 is nowhere yet"
         for replica in (first, second):
-            report(world, replica, 1)
+            world.report(replica, 1)
         got = {replica.replica_id: split(await world.orders(replica)) for replica in (first, second)}
         (pinned,) = [name for name, (_, evaluation) in got.items() if evaluation]
         evaluation = got[pinned][1]
@@ -123,13 +117,13 @@ async def test_an_evaluator_that_dies_is_replaced_by_one_with_the_same_version(w
         await train_one_step(world, training[:2], 1, 0)
         await world.settle()
         for replica in replicas.values():
-            report(world, replica, 1)
+            world.report(replica, 1)
         got = {name: split(await world.orders(replica))[1] for name, replica in replicas.items()}
         (pinned,) = [name for name, orders in got.items() if orders]
         left = replicas.pop(pinned)
         world.clock.now += 20.0
         for replica in replicas.values():
-            report(world, replica, 1)
+            world.report(replica, 1)
         world.clock.now += 20.0
         assert [r.replica_id for r in world.core.pool.expire()] == [left.replica_id]
         for order in training[2:]:
@@ -288,7 +282,7 @@ async def test_a_lone_replica_is_pinned_also_for_a_pass_that_is_larger_than_its_
         training, _ = split(await world.orders(replica))
         assert len(training) == 2
         await train_one_step(world, training, 1, 0)
-        report(world, replica, 1)
+        world.report(replica, 1)
         played: list[str] = []
         while "step-1/greedy" not in world.core.evaluations.results:
             training, evaluation = split(await world.orders(replica))
@@ -326,9 +320,9 @@ async def test_an_evaluation_of_a_step_that_would_repeat_the_one_of_the_end_is_s
         assert bool(started) == bool(share)
         for order in training[2:4]:
             await world.play(order)
-        await world.trainer_api.pull_batch("model0", 2, timeout_s=WAIT_S)
+        await world.pull(2)
         world.core.dispatcher.train = False
-        report(world, replica, 2)  # the replica is past version 1
+        world.report(replica, 2)  # the replica is past version 1
         await world.publish(2)
         await world.settle()
         commands = await world.commands(replica)
@@ -351,7 +345,7 @@ async def test_an_evaluation_of_a_step_whose_version_is_lost_is_begun_again_on_t
         replica = world.join(slots=8)
         training, _ = split(await world.orders(replica))
         await train_one_step(world, training, 1, 0)
-        report(world, replica, 1)
+        world.report(replica, 1)
         for order in split(await world.orders(replica))[0]:
             await world.play(order)
         _, lost = split(await world.orders(replica))
@@ -360,7 +354,7 @@ async def test_an_evaluation_of_a_step_whose_version_is_lost_is_begun_again_on_t
         await world.publish(2)
         replica, watch = world.join(number=2, slots=8, incarnation="2"), world.watch()
         for _ in range(8):
-            report(world, replica, 2)
+            world.report(replica, 2)
             await watch.tick()
             world.clock.now += 5.0
         await world.settle()

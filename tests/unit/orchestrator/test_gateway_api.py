@@ -16,15 +16,11 @@ from tests.unit.orchestrator.world import World
 HERE, THERE = "192.0.2.2:50080", "192.0.2.3:50081"
 
 
-def gateway_of(world: World) -> GatewayApi:
-    return GatewayApi(world.core)
-
-
 async def test_a_gateway_of_node_0_is_where_the_recipe_says_and_nothing_waits_for_it(
     worlds: Callable[..., World],
 ) -> None:
     world = worlds(envgateway={"port": 50099})
-    api = gateway_of(world)
+    api = GatewayApi(world.core)
     assert api.address == "127.0.0.1:50099"
     api.join(HERE)
     api.left(HERE)
@@ -33,7 +29,7 @@ async def test_a_gateway_of_node_0_is_where_the_recipe_says_and_nothing_waits_fo
 
 async def test_nothing_is_issued_until_the_gateway_of_another_node_has_joined(worlds: Callable[..., World]) -> None:
     world = worlds(envgateway={"node": 1})
-    api = gateway_of(world)
+    api = GatewayApi(world.core)
     replica = world.join()
     await world.publish(0)
     world.train()
@@ -55,7 +51,7 @@ async def test_nothing_is_issued_until_the_gateway_of_another_node_has_joined(wo
 
 async def test_the_gateway_that_joined_last_counts_and_then_the_one_that_is_left(worlds: Callable[..., World]) -> None:
     world = worlds(envgateway={"node": 1})
-    api = gateway_of(world)
+    api = GatewayApi(world.core)
     replica = world.join()
     api.join(HERE)
     api.join(THERE)
@@ -69,4 +65,4 @@ async def test_the_gateway_that_joined_last_counts_and_then_the_one_that_is_left
 @pytest.mark.parametrize("place", ["", "here", "192.0.2.2:0", ":50080"])
 async def test_an_address_that_nobody_could_dial_is_refused(worlds: Callable[..., World], place: str) -> None:
     with pytest.raises(InvalidRequestError, match="is no address"):
-        gateway_of(worlds(envgateway={"node": 1})).join(place)
+        GatewayApi(worlds(envgateway={"node": 1}).core).join(place)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import pytest
@@ -26,29 +25,6 @@ def test_a_group_completes_with_failures_too() -> None:
 def test_a_slot_that_is_not_of_the_group_is_refused() -> None:
     with pytest.raises(ValueError, match="no slot 4"):
         group(size=4).resolve(trajectory(index=4))
-
-
-def test_statistics_are_stamped_over_the_whole_group_with_sample_deviation() -> None:
-    (found,) = advantage_groups(complete_group("g", [1.0, 0.0, 0.0, 1.0]))
-    assert found.mean == 0.5
-    assert math.isclose((1.0 - found.mean) / (found.std + 1e-5), 0.86601, rel_tol=1e-4)
-    assert [m.sequence_id for m in found.members] == ["g/0/0", "g/1/0", "g/2/0", "g/3/0"]
-
-
-def test_sequences_of_other_policies_roles_and_attempts_are_compared_apart() -> None:
-    made = group(size=2)
-    for index in range(2):
-        made.resolve(
-            trajectory(
-                "g", index, sequence(1.0, role="solver"), sequence(0.0, role="checker"), sequence(0.5, policy="b")
-            )
-        )
-    found = advantage_groups(made)
-    assert [(g.policy, g.role, g.size, g.mean) for g in found] == [
-        ("model0", "solver", 2, 1.0),
-        ("model0", "checker", 2, 0.0),
-        ("b", "agent", 2, 0.5),
-    ]
 
 
 def retried() -> TaskGroup:
@@ -77,11 +53,6 @@ def test_grouped_by_policy_everything_of_a_policy_is_compared() -> None:
     assert mixed.std == statistics([1.0, 0.0, 1.0, 1.0, 0.0, 0.5])[1]
     assert [m.sequence_id for m in mixed.members] == ["g/0/0", "g/1/0", "g/1/2", "g/2/0", "g/3/0", "g/3/2"]
     assert (other.policy, other.role, other.size) == ("b", "checker", 4), "each policy has its own rule"
-
-
-def test_an_incomplete_group_has_no_statistics() -> None:
-    with pytest.raises(ValueError, match="not complete"):
-        advantage_groups(group())
 
 
 def test_dynamic_sampling_drops_equal_rewards_and_off_is_truly_off() -> None:

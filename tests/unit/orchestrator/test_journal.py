@@ -4,7 +4,7 @@ import asyncio
 import errno
 import json
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from services.common.records import NO_TIMING, RolloutFailure, RolloutPhase, Rol
 from services.orchestrator.journal import entries
 from services.orchestrator.journal import journal as journal_module
 from services.orchestrator.journal.journal import Journal
-from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import Files, segment_path
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
+from tests.unit.orchestrator.journal.helpers import kept
 from tests.waiting import WAIT_S, until
 
 Open = Callable[..., Journal]
@@ -38,32 +38,8 @@ TIMING = RolloutTiming(
 )
 
 
-@pytest.fixture
-async def open_journal(tmp_path: Path) -> AsyncIterator[Open]:
-    made: list[Journal] = []
-
-    def open_it(**settings: Any) -> Journal:
-        journal = Journal(tmp_path, **settings)
-        journal.start()
-        made.append(journal)
-        return journal
-
-    yield open_it
-    for journal in made:
-        await journal.close()
-
-
 async def put(journal: Journal, *numbers: int) -> None:
     await asyncio.gather(*(journal.append("things", str(n), {"n": n}) for n in numbers))
-
-
-def kept(directory: Path) -> list[int]:
-    reader = JournalReader(directory)
-    try:
-        loaded = [reader.load(row) for row in reader.rows()]
-        return [record["n"] for record in loaded if record is not None]
-    finally:
-        reader.close()
 
 
 async def test_what_is_durable_is_there_for_the_next_process_in_order(open_journal: Open, tmp_path: Path) -> None:
@@ -73,23 +49,6 @@ async def test_what_is_durable_is_there_for_the_next_process_in_order(open_journ
     again = open_journal()
     await put(again, 200)
     assert kept(tmp_path) == list(range(201))
-
-
-async def test_callbacks_come_in_submission_order_and_after_the_commit(open_journal: Open, tmp_path: Path) -> None:
-    journal = open_journal()
-    seen: list[int] = []
-    done = asyncio.Event()
-
-    def durable(number: int) -> None:
-        assert number in kept(tmp_path)
-        seen.append(number)
-        if number == 4:
-            done.set()
-
-    for number in range(5):
-        journal.submit("things", str(number), {"n": number}, durable, number)
-    await asyncio.wait_for(done.wait(), WAIT_S)
-    assert seen == [0, 1, 2, 3, 4]
 
 
 async def test_group_commit_takes_at_most_64_records(open_journal: Open) -> None:

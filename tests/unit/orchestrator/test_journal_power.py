@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 import random
 import shutil
-import stat
 from contextlib import closing
 from pathlib import Path
 
@@ -146,27 +143,3 @@ async def test_a_process_that_is_killed_after_any_write_leaves_no_record_without
         with closing(JournalReader(copy)) as reader:
             assert not reader.gaps() and not reader.damage()
     assert len(found) == 24
-
-
-@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
-async def test_a_file_system_that_cannot_sync_directories_does_not_stop_the_journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
-) -> None:
-    """Another error of the disk does."""
-    synced: list[int] = []
-
-    def refuse(fd: int) -> None:
-        if stat.S_ISDIR(os.fstat(fd).st_mode):
-            raise OSError(error, os.strerror(error))
-        synced.append(fd)
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    if error == errno.EIO:
-        with pytest.raises(OSError, match="Input/output"):
-            Journal(tmp_path / "journal", durability="power")
-        return
-    journal = Journal(tmp_path / "journal", durability="power")
-    journal.start()
-    await journal.append("things", "k", {})
-    await journal.close()
-    assert len(synced) == 1

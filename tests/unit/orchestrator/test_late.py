@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +12,17 @@ from pydantic import ValidationError
 
 from services.common.config.training import BatchConfig
 from services.common.errors import DeadlineError
-from services.common.records import TOO_OLD, RankBatch, Segment, StepFact, StopReason, TaskGroupOrder, TokenSequence
+from services.common.records import TOO_OLD, Segment, StepFact, StopReason, TaskGroupOrder, TokenSequence
 from services.orchestrator.buffer.assembly import Batch
+from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal import entries as records
-from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.members import CancelGroup, Held, Replica
+from tests.unit.common.test_serde import same
+from tests.unit.orchestrator.builders import group as task_group
 from tests.unit.orchestrator.builders import trajectory
+from tests.unit.orchestrator.damage import loaded
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 MODES = ["keep", "mask", "wait", "drop"]
 
@@ -35,34 +38,17 @@ async def finish(world: World, order: TaskGroupOrder, index: int, *versions: int
     await world.send(trajectory(order.task_group_id, index, spanning(reward, *versions), reward=reward))
 
 
-def hold(world: World, replica: Replica, version: int) -> None:
-    world.replica_api.report(
-        replica.replica_id,
-        replica.incarnation,
-        held={"model0": Held(version, f"d{version}")},
-        num_tokens=0,
-        emission=[],
-    )
-
-
 async def step(world: World, replica: Replica, number: int, timeout_s: float = 5.0) -> Batch:
     """One training step: its batch, its version, and the replica on that version."""
     batch = await world.trainer_api.pull_batch("model0", number, timeout_s)
     await world.publish(number)
-    hold(world, replica, number)
+    world.report(replica, number)
     return batch
-
-
-async def begin(world: World) -> tuple[Replica, list[TaskGroupOrder]]:
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    return replica, await world.orders(replica)
 
 
 async def straggling(world: World) -> tuple[Replica, TaskGroupOrder]:
     """Version 1 is out, and a group of version 0 has one open slot: with max_staleness 1 the group is due."""
-    replica, (slow, *others) = await begin(world)
+    replica, (slow, *others) = await world.begin()
     for index in range(3):
         await finish(world, slow, index, 0)
     for order in others:
@@ -75,26 +61,12 @@ async def straggling(world: World) -> tuple[Replica, TaskGroupOrder]:
     return replica, slow
 
 
-def content(share: RankBatch) -> list[tuple[Any, ...]]:
-    return [
-        (
-            item.sequence_id, item.group_mean, item.group_std, item.group_size, item.staleness, item.minibatch,
-            item.position, item.sequence.reward,
-            [
-                (s.source, s.weight_version, s.token_ids.tobytes(), s.logprobs.tobytes())
-                for s in item.sequence.segments
-            ],
-        )
-        for item in share.sequences
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("late", MODES)
 async def test_a_batch_is_the_same_after_a_restart_whatever_becomes_of_late_tokens(
     worlds: Callable[..., World], late: str
 ) -> None:
     world = worlds(run={"steps": 9}, late=late, max_staleness=1, size=12)
-    replica, orders = await begin(world)
+    replica, orders = await world.begin()
     slow = orders[0]
     for order in orders[1:]:
         for index in order.indices:
@@ -142,18 +114,18 @@ async def test_a_batch_is_the_same_after_a_restart_whatever_becomes_of_late_toke
         assert world.core.counters["sequences_expired"] >= len(oldest)
     else:
         assert {name for name in oldest if name.split("/")[0] + "/1/0" in seen} == oldest & seen
-    before = [(b.record, content(b.share(0, 1))) for b in batches]
+    before = [(b.record, b.share(0, 1)) for b in batches]
     await world.crash()
     for number, (record, shared) in enumerate(before, start=2):
-        again = await world.trainer_api.pull_batch("model0", number, WAIT_S)
-        assert (again.record, content(again.share(0, 1))) == (record, shared)
+        again = await world.pull(number)
+        assert again.record == record and same(again.share(0, 1), shared)
 
 
 async def test_drop_cancels_what_could_only_be_dropped_and_trains_its_siblings(worlds: Callable[..., World]) -> None:
     world = worlds(run={"steps": 9}, late="drop", max_staleness=1)
     replica, slow = await straggling(world)
     assert world.core.groups[slow.task_group_id].born == {"model0": 0}
-    batch = await world.trainer_api.pull_batch("model0", 2, WAIT_S)
+    batch = await world.pull(2)
     mine = [e for e in batch.record.entries if e.sequence_id.startswith(f"{slow.task_group_id}/")]
     assert [(e.staleness, e.group_size) for e in mine] == [(1, 3)] * 3, "the last step that may train them"
     assert [c.task_group_id for c in await world.commands(replica) if isinstance(c, CancelGroup)] == [
@@ -165,13 +137,11 @@ async def test_drop_cancels_what_could_only_be_dropped_and_trains_its_siblings(w
     assert world.core.ingest.failures_in_a_row == 0, "nothing failed"
     assert batch.record.statistics[StepFact.SLOTS_CANCELLED] == 1
     assert batch.record.statistics["failures"] == 0
-    reader = JournalReader(world.run_dir / "journal")
-    failures = [reader.load(row) for row in reader.rows_of(records.FAILURE)]
-    reader.close()
-    assert [(f["task_group_id"], f["index"], f["reason"]) for f in failures if f] == [(slow.task_group_id, 3, TOO_OLD)]
+    failures = loaded(world.run_dir, records.FAILURE)
+    assert [(f["task_group_id"], f["index"], f["reason"]) for f in failures] == [(slow.task_group_id, 3, TOO_OLD)]
     await world.crash()
     assert slow.task_group_id not in world.core.groups
-    again = await world.trainer_api.pull_batch("model0", 2, WAIT_S)
+    again = await world.pull(2)
     assert again.record == batch.record
 
 
@@ -185,7 +155,7 @@ async def test_what_is_played_when_the_last_batch_is_put_together_is_cancelled(
     world = worlds(run={"steps": 2}, late=late, max_staleness=2)
     replica, slow = await straggling(world)
     assert slow.task_group_id in world.core.groups
-    await world.trainer_api.pull_batch("model0", 2, WAIT_S)
+    await world.pull(2)
     cancelled = [c.task_group_id for c in await world.commands(replica) if isinstance(c, CancelGroup)]
     assert slow.task_group_id in cancelled
     assert world.core.groups == {} and replica.assignments == {}
@@ -193,10 +163,10 @@ async def test_what_is_played_when_the_last_batch_is_put_together_is_cancelled(
     assert (account.running_slots, account.unfinished) == (0, 0)
     assert not account.has_room(), "and nothing is issued in its place"
     assert await finish_again(world, slow) == [RecordOutcome.DUPLICATE]
-    again = await world.trainer_api.pull_batch("model0", 2, WAIT_S)
+    again = await world.pull(2)
     await world.crash()
     assert world.core.groups == {}
-    assert (await world.trainer_api.pull_batch("model0", 2, WAIT_S)).record == again.record
+    assert (await world.pull(2)).record == again.record
     await world.publish(2)
 
 
@@ -232,16 +202,16 @@ async def test_wait_is_over_after_its_share_and_happens_once(worlds: Callable[..
     with pytest.raises(DeadlineError, match="batch of step 2"):
         await world.trainer_api.pull_batch("model0", 2, 0.05)
     world.clock.now += 5.0
-    batch = await world.trainer_api.pull_batch("model0", 2, WAIT_S)
+    batch = await world.pull(2)
     assert batch.record.statistics[StepFact.LATE_WAIT_S] == 5.0
     assert not any(e.sequence_id.startswith(f"{slow.task_group_id}/") for e in batch.record.entries)
     await world.publish(2)
-    hold(world, replica, 2)
+    world.report(replica, 2)
     for order in await world.orders(replica):
         for index in order.indices:
             await finish(world, order, index, 2)
     late.step_s = 20.0
-    batch = await world.trainer_api.pull_batch("model0", 3, WAIT_S)
+    batch = await world.pull(3)
     assert batch.record.statistics[StepFact.LATE_WAIT_S] == 0.0, "it has waited for that group"
 
 
@@ -249,7 +219,7 @@ async def test_on_which_version_open_slots_began_survives_a_restart_and_a_lost_r
     worlds: Callable[..., World],
 ) -> None:
     world = worlds(run={"steps": 9}, late="drop", max_staleness=2)
-    replica, orders = await begin(world)
+    replica, orders = await world.begin()
     for order in orders[1:4]:
         for index in order.indices:
             await finish(world, order, index, 0)
@@ -275,7 +245,7 @@ async def test_sampled_tokens_that_reached_no_record_can_be_counted(worlds: Call
     def report(replica: Replica, num_tokens: int) -> None:
         world.replica_api.report("a", "1", held={"model0": Held(0, "d0")}, num_tokens=num_tokens, emission=[])
 
-    replica, orders = await begin(world)
+    replica, orders = await world.begin()
     report(replica, 10)
     await finish(world, orders[0], 0, 0, 1)  # of a version from the future: the ledger records no such version
     await finish(world, orders[0], 1, 0)
@@ -312,40 +282,41 @@ def test_settings_that_contradict_each_other_are_refused(config: dict[str, Any],
         BatchConfig(**config)
 
 
-@pytest.mark.parametrize("late", MODES)
-async def test_on_policy_training_trains_no_token_of_an_older_version(worlds: Callable[..., World], late: str) -> None:
-    """Rollouts leave more sequences than admission expects, and some outlive a step: batches have version n - 1 alone."""
-    world = worlds(run={"steps": 9}, late=late, max_staleness=0, size=12)
-    replica, left = await begin(world)
-    num_late = 0
-    for number in range(1, 7):
-        version = number - 1
-        late_group, *others = left
-        for index in late_group.indices[:-1]:
-            await finish(world, late_group, index, version)
-        while not world.core.experience.buffers["model0"].ready:
-            others = others or await world.orders(replica)
-            if not others:  # the batch needs the open slot, too
-                await finish(world, late_group, late_group.indices[-1], version)
-                continue
-            order = others.pop()
-            for index in order.indices:
-                tokens = [spanning(float(index % 2), version) for _ in range(1 + number % 2)]
-                await world.send(trajectory(order.task_group_id, index, *tokens, reward=float(index % 2)))
-        batch = await world.trainer_api.pull_batch("model0", number, WAIT_S)
-        ages = [
-            number - 1 - segment.weight_version
-            for item in batch.share(0, 1).sequences
-            for segment in item.sequence.segments
-            if segment.is_policy
-        ]
-        assert ages and set(ages) == {0}
-        assert {entry.staleness for entry in batch.record.entries} == {0}
-        await world.publish(number)
-        hold(world, replica, number)
-        for group in [*world.core.groups.values()]:  # begun on the version before
-            num_late += 1
-            for index in group.unresolved:
-                await finish(world, group.order, index, version, number)
-        left = await world.orders(replica)
-    assert num_late or world.core.counters["slots_cancelled"], "some outlived their step"
+async def waiting(worlds: Callable[..., World], **settings: Any) -> tuple[World, asyncio.Task[Batch]]:
+    """A batch that is there and waits for due groups, for 5 s at most."""
+    world = worlds(late="wait", max_staleness=1, **settings)
+    await straggling(world)
+    batches = world.core.batches["model0"]
+    batches.late.step_s = 20.0
+    pull = asyncio.ensure_future(world.trainer_api.pull_batch("model0", 2, 30.0))
+    await world.settle()
+    assert batches.late.left_s() == 5.0
+    return world, pull
+
+
+@pytest.mark.parametrize(("other", "due"), [("drop", True), ("mask", False), ("keep", False), ("wait", False)])
+def test_a_group_is_cancelled_only_where_every_policy_would_drop_it(other: Any, due: bool) -> None:
+    experience = ExperiencePipeline(
+        {"a": BatchConfig(late="drop", max_staleness=1), "b": BatchConfig(late=other, max_staleness=1)},
+        num_steps=9,
+        counters=Counter(),
+    )
+    group = task_group("g")
+    group.born.update(a=0, b=0)
+    experience.issued(group)
+    for policy in ("a", "b"):
+        experience.advanced(policy, 3)
+    assert [found.id for found in experience.due("a")] == ["g"]
+    assert experience.is_due_everywhere(group) is due
+
+
+@pytest.mark.parametrize("rounds", range(5))
+async def test_a_call_that_is_cancelled_as_the_buffer_changes_ends(worlds: Callable[..., World], rounds: int) -> None:
+    world, pull = await waiting(worlds, run={"steps": 9})
+    world.core.batches["model0"].notify()
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+    pull.cancel()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert pull.cancelled(), "the call would go on for a rank that has left"

@@ -83,21 +83,6 @@ def test_tensorboard_reads_the_scalars_back(tmp_path: Path) -> None:
 # --- overlap
 
 
-intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=20)
-
-
-def covered(found: list[tuple[float, float]]) -> set[int]:
-    return {second for begin, end in found for second in range(int(begin), int(end))}
-
-
-def test_overlap_share_is_the_share_of_compute_time_in_which_tokens_were_emitted() -> None:
-    timeline = Timeline()
-    timeline.computed("model0", [(0.0, 10.0), (20.0, 30.0)])
-    timeline.emitted([(5.0, 12.0)])
-    timeline.emitted([(8.0, 25.0)])
-    assert timeline.overlap_share == (5.0 + 5.0) / 20.0
-
-
 def test_settling_and_restoring_change_no_total() -> None:
     timeline = Timeline()
     for second in range(0, 1000, 10):

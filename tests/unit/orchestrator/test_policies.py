@@ -10,16 +10,8 @@ import pytest
 from services.common.errors import DeadlineError
 from services.orchestrator.members import Held, Replica
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 AB = ("a", "b")
-
-
-async def begin(world: World) -> Replica:
-    for policy in world.policies:
-        await world.publish(0, policy=policy)
-    world.train()
-    return world.join()
 
 
 def swapped(world: World, replica: Replica, **versions: int) -> None:
@@ -30,8 +22,7 @@ def swapped(world: World, replica: Replica, **versions: int) -> None:
 
 async def test_apart_each_task_group_is_played_by_one_policy_in_fair_shares(worlds: Callable[..., World]) -> None:
     world = worlds(policies=AB, rollout={"policies": "apart"})
-    replica = await begin(world)
-    orders = await world.orders(replica)
+    _, orders = await world.begin()
     assert Counter(order.policies for order in orders) == {("a",): 4, ("b",): 4}, "two batches of 8 each"
     assert [order.policies for order in orders[:2]] == [("a",), ("b",)]
 
@@ -41,12 +32,11 @@ async def test_together_the_slowest_policy_sets_the_pace_until_its_trainer_is_lo
 ) -> None:
     world = worlds(policies=AB, max_staleness=0, late="drop")
     world.trainer_api.join("b", "t", 1, 0)
-    replica = await begin(world)
-    orders = await world.orders(replica)
+    replica, orders = await world.begin()
     assert len(orders) == 2
     for order in orders:
         await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)
+    await world.pull(1, "a")
     await world.publish(1, policy="a")
     swapped(world, replica, a=1, b=0)
     assert await world.orders(replica) == [], "b has no room"
@@ -61,14 +51,14 @@ async def test_trainers_share_a_barrier_only_where_the_recipe_asks_for_it(
     worlds: Callable[..., World], lockstep: bool
 ) -> None:
     world = worlds(policies=AB, run={"lockstep": lockstep}, max_staleness=2)
-    replica = await begin(world)
-    for order in await world.orders(replica):
+    _, orders = await world.begin()
+    for order in orders:
         await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)
+    await world.pull(1, "a")
     await world.publish(1, policy="a")
     if lockstep:
         with pytest.raises(DeadlineError):
             await world.trainer_api.pull_batch("a", 2, timeout_s=0.05)
-        await world.trainer_api.pull_batch("b", 1, timeout_s=WAIT_S)
+        await world.pull(1, "b")
         await world.publish(1, policy="b")
-    await world.trainer_api.pull_batch("a", 2, timeout_s=WAIT_S)
+    await world.pull(2, "a")

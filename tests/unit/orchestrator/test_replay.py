@@ -13,12 +13,10 @@ from pydantic import ValidationError
 
 from services.common.config.training import BatchConfig, ReplayConfig
 from services.common.records import RankBatch
-from services.orchestrator.buffer.assembly import Batch
 from services.orchestrator.buffer.buffer import AdvantageGroup, ReplayStore
 from services.orchestrator.journal.journal import collect
 from tests.unit.orchestrator.builders import advantage_groups, complete_group
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 
 def made(name: str, version: int, size: int = 2) -> AdvantageGroup:
@@ -83,16 +81,6 @@ def test_more_minibatches_than_fresh_sequences_are_refused() -> None:
 Make = Callable[..., World]
 
 
-async def stepped(world: World, number: int) -> Batch:
-    """Run the orders on the newest version, and train a step on them."""
-    replica = world.join(number=number - 1)
-    for order in await world.orders(replica):
-        await world.play(order, version=number - 1)
-    batch = await world.trainer_api.pull_batch("model0", number, WAIT_S)
-    await world.publish(number)
-    return batch
-
-
 def stored(world: World) -> list[tuple[str, float, float, list[tuple[str, float]]]]:
     groups = world.core.experience.replay["model0"].groups
     return [(g.task_group_id, g.mean, g.std, [(m.sequence_id, m.sequence.reward) for m in g.members]) for g in groups]
@@ -107,7 +95,7 @@ async def test_fresh_sequences_are_trained_once_and_replayed_ones_are_marked_and
     world.train()
     fresh: list[str] = []
     for number in range(1, 7):
-        entries = (await stepped(world, number)).record.entries
+        entries = (await world.step(number)).record.entries
         again = [entry for entry in entries if entry.replayed]
         assert {entry.sequence_id for entry in again} <= set(fresh)
         assert all(entry.staleness <= 2 for entry in again)
@@ -125,7 +113,7 @@ async def test_a_batch_tells_replayed_and_fresh_staleness_apart(worlds: Make) ->
     await world.publish(0)
     world.train()
     for number in range(1, 5):
-        statistics = (await stepped(world, number)).record.statistics
+        statistics = (await world.step(number)).record.statistics
     assert (statistics["staleness_max"], statistics["num_replayed"], statistics["num_sequences"]) == (0.0, 4.0, 8.0)
     assert 1.0 <= statistics["replayed_staleness_max"] <= 4.0
 
@@ -144,13 +132,13 @@ async def test_a_restart_at_any_moment_gives_the_same_batches_and_the_same_store
         await world.publish(0)
         world.train()
     for number in range(1, 6):
-        expected = await stepped(steady, number)
+        expected = await steady.step(number)
         replica = mortal.join(number=number - 1)
         for order in await mortal.orders(replica):
             await mortal.play(order, version=number - 1)
-        found = await mortal.trainer_api.pull_batch("model0", number, WAIT_S)
+        found = await mortal.pull(number)
         await mortal.crash()  # the batch is recorded, its version not published
-        again = await mortal.trainer_api.pull_batch("model0", number, WAIT_S)
+        again = await mortal.pull(number)
         assert ids(again.share(0, 1)) == ids(found.share(0, 1)) == ids(expected.share(0, 1))
         assert again.record == found.record
         await mortal.publish(number)
@@ -169,10 +157,10 @@ async def test_trajectories_that_may_be_replayed_are_not_collected(worlds: Make)
     await world.publish(0)
     world.train()
     for number in (1, 2, 3):
-        await stepped(world, number)
+        await world.step(number)
     live = world.core.experience.buffered_groups()
     assert collect(world.journal, {"model0": 3}, live | set(world.core.groups)), "some are too old to be drawn again"
-    fourth = await stepped(world, 4)
+    fourth = await world.step(4)
     assert any(entry.replayed for entry in fourth.record.entries)
     await world.crash()
-    assert (await world.trainer_api.pull_batch("model0", 4, WAIT_S)).record == fourth.record
+    assert (await world.pull(4)).record == fourth.record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,24 +17,10 @@ from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.segments import COLLECTED, Row, scan, segment_path
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.damage import loaded, rows
+from tests.unit.orchestrator.journal.helpers import damage, gaps
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 Open = Callable[..., Journal]
-
-
-@pytest.fixture
-async def open_journal(tmp_path: Path) -> AsyncIterator[Open]:
-    made: list[Journal] = []
-
-    def open_it(**settings: Any) -> Journal:
-        made.append(Journal(tmp_path, **settings))
-        made[-1].start()
-        return made[-1]
-
-    yield open_it
-    for journal in made:
-        await journal.close()
 
 
 async def store(journal: Journal, *names: str) -> None:
@@ -57,19 +43,8 @@ async def train(journal: Journal, step: int, *names: str, policy: str = "model0"
 
 def left(directory: Path) -> list[str]:
     """Task groups with a readable trajectory."""
-    reader = JournalReader(directory)
-    try:
+    with closing(JournalReader(directory)) as reader:
         return [row.key.partition("/")[0] for row in reader.rows_of(records.TRAJECTORY) if reader.load(row)]
-    finally:
-        reader.close()
-
-
-def facts(directory: Path) -> tuple[list[Any], list[Any]]:
-    reader = JournalReader(directory)
-    try:
-        return reader.gaps(), reader.damage()
-    finally:
-        reader.close()
 
 
 async def test_what_a_replay_from_the_oldest_kept_checkpoint_needs_stays(open_journal: Open, tmp_path: Path) -> None:
@@ -97,7 +72,7 @@ async def test_a_segment_stays_as_long_as_one_of_its_records_is_needed(open_jour
     assert len(left(tmp_path)) == 11
     assert collect(journal, {}, ()) == [(records.TRAJECTORY, 1)]
     assert left(tmp_path) == ["new"]
-    assert facts(tmp_path) == ([], [])  # deleted records are not reported as lost
+    assert not gaps(tmp_path) and not damage(tmp_path)  # deleted records are not reported as lost
 
 
 async def test_a_reader_does_not_take_deleted_records_for_damaged_ones(open_journal: Open, tmp_path: Path) -> None:
@@ -202,11 +177,11 @@ async def test_a_segment_goes_after_its_numbers_are_on_disk_and_stays_where_they
         killed.setattr(Path, "unlink", note("unlink"))
         collect(journal, {}, ())
     assert done == ["sync", "sync", "unlink"]
-    assert len(left(tmp_path)) == 11 and facts(tmp_path) == ([], [])
+    assert len(left(tmp_path)) == 11 and not gaps(tmp_path) and not damage(tmp_path)
     with (tmp_path / COLLECTED).open("ab") as file:
         file.write(b'\n{"kind": "traj')  # a crash
     assert collect(journal, {}, ()) == [(records.TRAJECTORY, 1)]
-    assert left(tmp_path) == ["new"] and facts(tmp_path) == ([], [])
+    assert left(tmp_path) == ["new"] and not gaps(tmp_path) and not damage(tmp_path)
 
 
 async def test_a_run_goes_on_where_there_is_no_room_to_make_room(
@@ -237,10 +212,7 @@ async def test_a_run_deletes_what_no_kept_checkpoint_needs_and_goes_on(worlds: C
     await world.publish(0)
     world.train()
     for step in range(1, 5):
-        for order in await world.orders(world.join(number=step - 1)):
-            await world.play(order, version=step - 1)
-        await world.trainer_api.pull_batch("model0", step, WAIT_S)
-        await world.publish(step)
+        await world.step(step)
     watch = world.watch()
     await watch.tick()  # no trainer has joined: the needed records are unknown
     every = rows(world.run_dir, records.TRAJECTORY)
@@ -261,6 +233,6 @@ async def test_a_run_deletes_what_no_kept_checkpoint_needs_and_goes_on(worlds: C
     await world.crash()
     assert len(world.core.aside) == 0
     for step in (3, 4):  # a trainer that falls back to the oldest checkpoint
-        assert len((await world.trainer_api.pull_batch("model0", step, WAIT_S)).record.entries) == len(named[step])
+        assert len((await world.pull(step)).record.entries) == len(named[step])
     with pytest.raises(BatchLostError):
-        await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+        await world.pull(1)

@@ -33,7 +33,6 @@ from services.orchestrator.groups import Outcome, TaskGroup
 from services.trainer.advantages import sequence_advantages
 from tests.unit.orchestrator.builders import failure, order, sequence, trajectory
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 Worlds = Callable[..., World]
 Made = Callable[[str, int], Outcome]
@@ -74,15 +73,12 @@ async def trained(world: World, *slots: Made) -> tuple[dict[str, float], Batch]:
 
     A group of 0 and 1 fills the batch up, and is left out of the result.
     """
-    await world.publish(0)
-    world.train()
-    replica = world.join()
-    orders = await world.orders(replica)
+    _, orders = await world.begin()
     name = orders[0].task_group_id
     await world.send(*(make(name, index) for index, make in enumerate(slots)))
     for other in orders[1:]:
         await world.play(other)
-    batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+    batch = await world.pull(1)
     found = [s for s in batch.share(0, 1).sequences if s.sequence_id.startswith(name)]
     advantages = sequence_advantages(found, AlgorithmConfig())
     return {s.sequence_id.partition("/")[2]: float(a) for s, a in zip(found, advantages, strict=True)}, batch
@@ -124,7 +120,7 @@ async def test_bias_and_scale_come_before_the_clip_and_after_a_restart_too(world
     found, batch = await trained(world, *map(scored, [0.0, 1.0, 9.0, 1.0]))
     assert list(found.values()) == pytest.approx(expected([-5.0, 5.0, 8.0, 5.0]))
     await world.crash()
-    again = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+    again = await world.pull(1)
     assert again.record == batch.record
     assert [s.sequence.reward for s in again.share(0, 1).sequences] == [e.reward for e in batch.record.entries]
 

@@ -49,11 +49,6 @@ def test_failed_items_are_named_and_count_as_wrong() -> None:
     assert [(passed.k, passed.share.value) for passed in found.pass_at] == [(1, 0.75), (2, 1.0)]
 
 
-def test_failed_samples_never_pass_whatever_they_are_worth() -> None:
-    found = score("d", ["one"], [[-3.0, -9.0, -9.0, -9.0]], [3], -9.0)
-    assert (found.mean_reward.value, found.pass_at[0].share.value) == (-7.5, 0.25)
-
-
 def test_overall_counts_each_dataset_once() -> None:
     small = score("small", [""], [[1.0]], [False], 1.0)
     large = score("large", [""] * 9, [[0.0]] * 9, [False] * 9, 1.0)
@@ -81,14 +76,14 @@ def test_a_difference_is_that_of_the_means_with_the_t_interval_of_the_items_diff
 
 
 def test_the_interval_holds_the_true_difference_as_often_as_it_says() -> None:
-    """Over 2,000 draws of 12 items of mean difference 0.1 the share of intervals that contain this mean is 95%, within
+    """Over 1,000 draws of 12 items of mean difference 0.1 the share of intervals that contain this mean is 95%, within
     4 deviations."""
     draw, held = random.Random(5), 0
-    for _ in range(2000):
+    for _ in range(1000):
         found = mean_difference([[draw.gauss(0.1, 1.0) for _ in range(12)]])
         assert found is not None
         held += found.low <= 0.1 <= found.high
-    assert abs(held / 2000 - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 2000)
+    assert abs(held / 1000 - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 1000)
 
 
 def test_datasets_count_once_in_the_overall_difference_however_large() -> None:

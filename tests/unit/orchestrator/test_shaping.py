@@ -22,7 +22,6 @@ from services.orchestrator.buffer.buffer import (
 from services.orchestrator.groups import TaskGroup
 from tests.unit.orchestrator.builders import advantage_groups, order, sequence, trajectory
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 DAPO = OverlongPenaltyConfig(max_tokens=20480, buffer_tokens=4096)
 SHORT = OverlongPenaltyConfig(max_tokens=10, buffer_tokens=4, factor=0.5)
@@ -94,21 +93,19 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 
 async def test_a_recorded_batch_has_the_shaped_rewards_after_a_restart(world: World) -> None:
-    await world.publish(0)
-    world.train()
-    for issued in await world.orders(world.join()):
+    for issued in (await world.begin())[1]:
         await world.send(
             *(
                 trajectory(issued.task_group_id, i, sequence(float(i % 2), num_tokens=1 + i), reward=float(i % 2))
                 for i in issued.indices
             )
         )
-    batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+    batch = await world.pull(1)
     trained = {s.sequence_id: s.sequence.reward for s in batch.share(0, 1).sequences}
     assert sorted(trained.values()) == sorted([-0.125, 0.75, -0.375, 0.5] * 2)
     assert batch.record.statistics["batch_reward_mean"] == pytest.approx(0.1875)
     assert batch.record.statistics["rollout_reward_mean"] == pytest.approx(0.5), "what was played is told as it was"
     await world.crash()
-    again = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+    again = await world.pull(1)
     assert again.record == batch.record
     assert {s.sequence_id: s.sequence.reward for s in again.share(0, 1).sequences} == trained

@@ -110,10 +110,8 @@ async def test_a_jump_of_the_wall_clock_ends_no_lease(
 
 async def test_orders_that_the_reports_know_nothing_of_are_named_and_sent_again(worlds: Callable[..., World]) -> None:
     world = worlds()
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    lost = {order.task_group_id for order in await world.orders(replica)}
+    replica, orders = await world.begin()
+    lost = {order.task_group_id for order in orders}
     assert lost
     watch = world.stall_watch()
     pass_seconds(world, watch, 14, lambda: report(world))

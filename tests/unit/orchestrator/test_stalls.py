@@ -111,13 +111,12 @@ class MadeUpRun:
 
     def set(self, **changes: Any) -> None:
         """Change facts; a function is called at each look with the seconds since now."""
+        said = self.since(changes)
+        self.edits.append(lambda facts: replace(facts, **said()))
+
+    def since(self, changes: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         began = self.now
-
-        def edit(facts: Facts) -> Facts:
-            said = {name: to(self.now - began) if callable(to) else to for name, to in changes.items()}
-            return replace(facts, **said)
-
-        self.edits.append(edit)
+        return lambda: {name: to(self.now - began) if callable(to) else to for name, to in changes.items()}
 
     def set_replica(self, **changes: Any) -> None:
         self.edits.append(lambda facts: replace(facts, replicas=(_with(facts.replicas[0], changes),)))
@@ -136,13 +135,10 @@ class MadeUpRun:
         )
 
     def set_peer(self, component: str, **changes: Any) -> None:
-        began = self.now
-
-        def edit(facts: Facts) -> Facts:
-            said = {name: to(self.now - began) if callable(to) else to for name, to in changes.items()}
-            return replace(facts, peers={**facts.peers, component: PeerState(component=component, **said)})
-
-        self.edits.append(edit)
+        said = self.since(changes)
+        self.edits.append(
+            lambda facts: replace(facts, peers={**facts.peers, component: PeerState(component=component, **said())})
+        )
 
     def tick(self, seconds: float = 1.0) -> None:
         self.now += seconds
@@ -292,6 +288,15 @@ def all_refused(run: MadeUpRun) -> None:
     run.set(refused=lambda age: {"a": Streak(8, began, began + age, refusal)})
 
 
+def nothing_goes_on(run: MadeUpRun, doing: str, on: str = "", **policy: Any) -> None:
+    run.freeze("records", "micro-batches", "tokens", "reward", "generations", "states")
+    run.set_account(
+        lambda age: account("trainer/model0", activity("waiting for a batch", "orchestrator", age=50 + age))
+    )
+    run.set_account(lambda age: account("replica/a", activity(doing, on, age=50 + age)))
+    run.set_policy(**policy)
+
+
 CASES: dict[str, tuple[Callable[[MadeUpRun], Any], tuple[str, Cause]]] = {
     "silent replica": (silent_replica, ("replica/a", Cause.SILENT)),
     "silent trainer": (lambda run: run.freeze("trainer reports", "micro-batches"), ("trainer/model0", Cause.SILENT)),
@@ -340,6 +345,22 @@ CASES: dict[str, tuple[Callable[[MadeUpRun], Any], tuple[str, Cause]]] = {
         ("trainer/model0", Cause.NUMERICS),
     ),
     "all refused": (all_refused, ("replica/a", Cause.RECORDS_REFUSED)),
+    "no rule knows why": (
+        lambda run: nothing_goes_on(run, "running the workflow", "my-tool-server"),
+        ("my-tool-server", Cause.NO_PROGRESS),
+    ),
+    "full quota": (
+        lambda run: nothing_goes_on(run, "waiting for task groups", "orchestrator", quota_full=True, num_kept=3),
+        ("orchestrator", Cause.QUOTA_FULL),
+    ),
+    "waits for a function": (
+        lambda run: nothing_goes_on(run, "running the reward function own:score", quota_full=True, num_kept=3),
+        ("replica/a", Cause.NO_PROGRESS),
+    ),
+    "gateway that others reach": (
+        lambda run: run.set_replica(peers=(PeerState(component="envgateway", silent_s=20.0, detail="no route"),)),
+        ("replica/a", Cause.UNREACHABLE),
+    ),
     "curated away": (lambda run: run.set(nothing_to_play=True), ("dataset", Cause.NOTHING_TO_PLAY)),
 }
 
@@ -445,50 +466,21 @@ def test_nobody_is_blamed_in_a_run_that_is_paused_or_over(run: MadeUpRun) -> Non
         run.run(3)
 
 
-def test_who_never_came_is_named_once_processes_had_time_to_load_models() -> None:
+@pytest.mark.parametrize(
+    ("missing", "component"),
+    [
+        (lambda run: run.set_policy(trainer=None), "trainer/model0"),
+        (lambda run: run.set(held_back={Hold.GATEWAY: "the gateway of node 1 has not joined"}), "envgateway"),
+    ],
+)
+def test_who_never_came_is_named_once_processes_had_time_to_load_models(
+    missing: Callable[[MadeUpRun], None], component: str
+) -> None:
     run = MadeUpRun()
-    run.set_policy(trainer=None)
+    missing(run)
     run.run(50)
     assert not run.stalls
-    assert run.named_within(30) == {("trainer/model0", "absent")}
-
-
-def test_a_gateway_of_another_node_that_does_not_come_is_named() -> None:
-    run = MadeUpRun()
-    run.set(held_back={Hold.GATEWAY: "the environment gateway of node 1 has not joined"})
-    run.run(50)
-    assert not run.stalls
-    assert run.named_within(30) == {("envgateway", "absent")}
-
-
-def test_when_nothing_goes_on_and_no_rule_knows_why_the_end_of_the_waits_is_named(run: MadeUpRun) -> None:
-    run.freeze("records", "micro-batches", "tokens", "reward", "generations", "states")
-    run.set_account(lambda age: account("trainer/model0", activity("waiting for a batch", "orchestrator", age=50.0)))
-    run.set_account(lambda age: account("replica/a", activity("running the workflow", "my-tool-server", age=9.0)))
-    assert run.named_within(30) == {("my-tool-server", "no_progress")}
-
-
-def test_a_full_quota_that_makes_no_batch_is_named() -> None:
-    run = MadeUpRun()
-    run.run(HEALTHY_S)
-    run.freeze("records")
-    run.set_account(lambda age: account("trainer/model0", activity("waiting for a batch", "orchestrator", age=50.0)))
-    run.set_account(lambda age: account("replica/a", activity("waiting for task groups", "orchestrator", age=50.0)))
-    run.set_policy(quota_full=True, num_kept=3)
-    assert run.named_within(30) == {("orchestrator", "quota_full")}
-
-
-@pytest.mark.parametrize("doing", ["running the reward function own:score", "running the workflow"])
-def test_rollouts_that_wait_for_a_function_are_named_with_it_and_no_full_quota(doing: str) -> None:
-    run = MadeUpRun()
-    run.run(HEALTHY_S)
-    run.freeze("records", "micro-batches", "tokens", "reward", "generations", "states")
-    run.set_account(lambda age: account("trainer/model0", activity("waiting for a batch", "orchestrator", age=50.0)))
-    run.set_account(lambda age: account("replica/a", activity(doing, age=50.0)))
-    run.set_policy(quota_full=True, num_kept=3)
-    assert run.named_within(30) == {("replica/a", "no_progress")}
-    [stall] = run.stalls
-    assert f"have been {doing} for 5" in stall.detail
+    assert run.named_within(30) == {(component, "absent")}
 
 
 def test_a_replica_that_takes_versions_one_after_the_other_has_lost_nothing(run: MadeUpRun) -> None:
@@ -496,12 +488,6 @@ def test_a_replica_that_takes_versions_one_after_the_other_has_lost_nothing(run:
         run.set_replica(announced={"model0": (held + 1, 0.0)}, held={"model0": Held(held, "")})  # always one behind
         run.tick()
         assert not run.stalls
-
-
-def test_one_replica_that_cannot_reach_a_gateway_which_others_reach_is_named_itself(run: MadeUpRun) -> None:
-    away = PeerState(component="envgateway", silent_s=20.0, detail="no route")
-    run.set_replica(peers=(away,))
-    assert run.named_within(30) == {("replica/a", "unreachable")}
 
 
 # --- rollouts that succeed seldom

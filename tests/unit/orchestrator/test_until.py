@@ -16,7 +16,7 @@ from services.common.records import Purpose, TaskGroupOrder
 from services.orchestrator.evaluation import Threshold
 from services.orchestrator.groups import RunState
 from services.orchestrator.journal.entries import EvaluationResult, score
-from services.orchestrator.members import Held, Replica, StopTraining, TrainerRequest
+from services.orchestrator.members import Replica, StopTraining, TrainerRequest
 from services.orchestrator.progress import progress
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World, living
@@ -112,12 +112,6 @@ def make(worlds: Make, **settings: Any) -> World:
     return worlds(run={"steps": 9, "until": until}, evaluation=evaluation, **settings)
 
 
-def report(world: World, replica: Replica, number: int) -> None:
-    world.replica_api.report(
-        replica.replica_id, replica.incarnation, held={"model0": Held(number, f"d{number}")}, num_tokens=0, emission=[],
-    )  # fmt: skip
-
-
 def state_of(world: World) -> RunState:
     return world.core.control.state
 
@@ -136,9 +130,9 @@ async def play_training(world: World, replica: Replica, version: int) -> list[Ta
 async def train(world: World, replica: Replica, step: int) -> list[TaskGroupOrder]:
     """One training step and the replica's switch to its version; returns the orders of the evaluation after that."""
     await play_training(world, replica, step - 1)
-    await world.trainer_api.pull_batch("model0", step, timeout_s=WAIT_S)
+    await world.pull(step)
     await world.publish(step)
-    report(world, replica, step)
+    world.report(replica, step)
     return await play_training(world, replica, step)
 
 
@@ -193,7 +187,7 @@ async def test_a_crash_after_the_threshold_held_does_not_train_on(worlds: Make) 
         await world.publish(0)
         replica = world.join()
         orders = await train(world, replica, 1)
-        await world.trainer_api.pull_batch("model0", 2, timeout_s=WAIT_S)
+        await world.pull(2)
         await answer(world, orders, 1.0)
         before = progress(world.core).threshold
     await world.crash()
@@ -202,11 +196,11 @@ async def test_a_crash_after_the_threshold_held_does_not_train_on(worlds: Make) 
         replica = world.join(number=1)
         await world.publish(1)
         assert await world.orders(replica) == [], "neither training nor an evaluation while a batch is with the trainer"
-        assert (await world.trainer_api.pull_batch("model0", 2, timeout_s=WAIT_S)).replayed
+        assert (await world.pull(2)).replayed
         await world.publish(2)
         with pytest.raises(DeadlineError):
             await world.trainer_api.pull_batch("model0", 3, timeout_s=0.05)
-        report(world, replica, 2)
+        world.report(replica, 2)
         await answer(world, await world.orders(replica), 0.0)
         await asyncio.wait_for(life, WAIT_S)
         assert state_of(world) is RunState.FINISHED

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
-import pytest
+import numpy as np
 
-from services.common.errors import ConfigError
+from services.common.records import TokenSequence
+from services.orchestrator.buffer.buffer import mask_sequence
 from services.orchestrator.groups import RunState
-from services.orchestrator.members import Held, Replica
+from services.orchestrator.members import Held, Hello
 from services.orchestrator.progress import progress, summary, waits
+from tests.unit.orchestrator.builders import sequence
 from tests.unit.orchestrator.world import World, living
 from tests.waiting import WAIT_S
 
 AB = ("a", "b")
-
-
-async def begin(world: World) -> Replica:
-    """``a`` is trained, ``b`` is not."""
-    await world.publish(0, policy="a")
-    world.train()
-    return world.join()
 
 
 async def test_version_0_is_what_the_first_replica_loaded_and_others_must_hold_the_same(
@@ -39,12 +35,11 @@ async def test_version_0_is_what_the_first_replica_loaded_and_others_must_hold_t
 
 async def test_a_group_is_trained_for_one_and_played_by_both(worlds: Callable[..., World]) -> None:
     world = worlds(policies=AB, untrained=("b",), late="drop")
-    replica = await begin(world)
-    orders = await world.orders(replica)
+    _, orders = await world.begin()
     assert len(orders) == 4, "the quota of a alone: two batches of 8"
     for order in orders:
         await world.play(order)  # a sequence of each policy
-    batch = (await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)).share(0, 1)
+    batch = (await world.pull(1, "a")).share(0, 1)
     assert {item.sequence.policy for item in batch.sequences} == {"a"}
     assert list(world.core.experience.admission.accounts) == ["a"] == list(world.core.batches)
     account = world.core.experience.admission.accounts["a"]
@@ -57,19 +52,59 @@ async def test_its_versions_its_steps_and_its_trainer_hold_nothing_up(worlds: Ca
     quiet = {"at_start": False, "at_end": False}
     world = worlds(policies=AB, untrained=("b",), run={"lockstep": True}, evaluation=quiet)
     async with living(world) as run:
-        replica = await begin(world)
+        replica, orders = await world.begin()
         for step in range(1, world.steps + 1):
-            for order in await world.orders(replica):
+            for order in orders:
                 await world.play(order)
-            await world.trainer_api.pull_batch("a", step, timeout_s=WAIT_S)
+            await world.pull(step, "a")
             await world.publish(step, policy="a")
             held = {"a": Held(step, f"d{step}"), "b": Held(0, "d0")}
             world.replica_api.report("a", "1", held=held, num_tokens=0, emission=[])
+            orders = await world.orders(replica)
         await asyncio.wait_for(run, WAIT_S)
     assert world.core.control.phase is RunState.FINISHED
     assert summary(world.core)["steps"] == {"a": world.steps}
 
 
-def test_a_run_with_steps_needs_a_policy_that_is_trained(worlds: Callable[..., World]) -> None:
-    with pytest.raises(ConfigError, match=r"run.steps is 3, but trained is false for each of \['a'\]"):
-        worlds(policies=("a",), untrained=("a",))
+# --- teachers
+
+SCORES = -np.linspace(0.5, 7.0, 4, dtype=np.float32)
+
+
+def taught(worlds: Callable[..., World], **settings: object) -> World:
+    return worlds(
+        policies=("student", "teacher"),
+        untrained=("teacher",),
+        algorithm={"name": "reinforce", "distillation": {"teacher": "teacher"}},
+        dynamic_sampling=False,
+        **settings,
+    )
+
+
+def scored(made: TokenSequence, scores: np.ndarray = SCORES) -> TokenSequence:
+    prompt, said = made.segments
+    return replace(made, segments=(prompt, replace(said, teacher_logprobs=scores.astype(np.float32))))
+
+
+async def test_apart_too_a_student_is_played_only_where_its_teacher_is_served(worlds: Callable[..., World]) -> None:
+    world = taught(worlds, rollout={"policies": "apart"})
+    await world.publish(0, policy="student")
+    world.train()
+    hello = Hello(
+        replica_id="alone",
+        incarnation="1",
+        num_slots=64,
+        held={"student": Held(0, "d0")},
+        running=(),
+        weights_address="",
+    )
+    assert await world.orders(world.replica_api.join(hello)) == []
+    orders = await world.orders(world.join("both"))
+    assert {order.policies for order in orders} == {("student",)}
+
+
+def test_tokens_that_are_masked_for_their_age_lose_their_scores() -> None:
+    old = scored(sequence(policy="student", version=1))
+    masked = mask_sequence(old, 2)
+    assert masked.num_trained_tokens == 0 and not len(masked.segments[1].teacher_logprobs)
+    assert mask_sequence(old, 1).segments[1].teacher_logprobs.tolist() == SCORES.tolist()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.common.errors import InvalidRequestError, VersionConflictError
 from services.common.pb import pool_pb2
 from services.common.records import FetchPlan, WeightVersion
-from services.common.wire import read, write
+from services.common.wire import read
 from services.orchestrator.members import AnnounceVersion, Held, Replica
 from services.orchestrator.versions import AT_ONCE, MAX_HOLDERS, MAX_RELAYS, NEXT_S, FanOut, VersionLedger
 from tests.unit.orchestrator.world import World
@@ -87,15 +87,6 @@ def test_late_receivers_spread_over_the_holders_and_end_at_the_publisher() -> No
     assert all(len(sources) == MAX_HOLDERS + 1 and sources[-1] == "publisher:1" for sources in named)
     assert Counter(sources[0] for sources in named) == Counter(dict.fromkeys(holders, 2))
     assert fanout.sources(newest, "h0:1", ["h0:1", ""]) == ("publisher:1",)
-
-
-@given(
-    plan=st.builds(
-        FetchPlan, relays=st.lists(st.text(min_size=1), min_size=1).map(tuple), own_shard=st.none() | st.just(0)
-    )
-)
-def test_a_plan_crosses_the_wire_unchanged(plan: FetchPlan) -> None:
-    assert read(FetchPlan, write(plan, pool_pb2.FetchPlan())) == plan
 
 
 def test_a_plan_that_names_a_shard_it_does_not_have_is_refused() -> None:

@@ -13,6 +13,7 @@ from services.common.config.loading import validate
 from services.common.config.recipe import Recipe
 from services.common.records import TaskGroupOrder, WeightVersion
 from services.orchestrator import lifecycle
+from services.orchestrator.buffer.assembly import Batch
 from services.orchestrator.groups import Outcome
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal.journal import Journal
@@ -25,6 +26,7 @@ from services.orchestrator.services.training import TrainerApi
 from services.orchestrator.tasks.rows import ListRows, UsableRows
 from services.orchestrator.watch import StallWatch, Watch
 from tests.unit.orchestrator.builders import sequence, trajectory
+from tests.waiting import WAIT_S
 
 
 class Clock:
@@ -198,8 +200,33 @@ class World:
         await asyncio.sleep(0)  # the row of the step is written in the next turn of the loop
         return newest
 
+    def report(self, replica: Replica, number: int) -> None:
+        """The replica holds this version of every trained policy."""
+        held = {p: Held(number, f"d{number}") for p in self.policies if p not in self.untrained}
+        self.replica_api.report(replica.replica_id, replica.incarnation, held=held, num_tokens=0, emission=[])
+
     def train(self) -> None:
         self.core.begin_training()
+
+    async def begin(self, name: str = "a", **joined: Any) -> tuple[Replica, list[TaskGroupOrder]]:
+        """Version 0 is published, training goes on, and a replica has its first orders."""
+        replica = self.join(name, **joined)
+        for policy in self.policies:
+            if policy not in self.untrained:
+                await self.publish(0, policy=policy)
+        self.train()
+        return replica, await self.orders(replica)
+
+    async def pull(self, step: int = 1, policy: str = "model0") -> Batch:
+        return await self.trainer_api.pull_batch(policy, step, WAIT_S)
+
+    async def step(self, number: int) -> Batch:
+        """One training step: play the orders on the newest version, take the batch, publish."""
+        for order in await self.orders(self.join(number=number - 1)):
+            await self.play(order, version=number - 1)
+        batch = await self.pull(number)
+        await self.publish(number)
+        return batch
 
     def lose_trainer(self, policy: str) -> None:
         """End the lease of the policy's trainer, as the periodic checks do when the lease runs out."""

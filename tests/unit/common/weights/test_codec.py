@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import CorruptDataError
-from services.common.weights.codec import CHUNK_ELEMENTS, decode_tensor, encode_tensor
-from services.common.weights.snapshot import Bits, element_type
+from services.common.weights import codec
+from services.common.weights.codec import (
+    CHUNK_ELEMENTS,
+    PlaneReader,
+    decode_tensor,
+    encode_tensor,
+    pack_columns,
+    pack_positions,
+    pack_steps,
+    scatter,
+    unpack_positions,
+)
+from services.common.weights.snapshot import Bits, element_type, zigzagged_steps
 
 DTYPES = ["bfloat16", "float16", "float32"]
 
@@ -114,29 +129,22 @@ def test_one_percent_of_small_steps_takes_few_bits_per_change() -> None:
     assert 8 * len(encode_tensor(old, new, "bfloat16")) / num_changes <= 10.8
 
 
-def test_torn_and_foreign_bytes_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda data: data[:-1], None),
+        (lambda data: data[: len(data) // 2], None),
+        (lambda data: data + b"\0", None),
+        (lambda data: b"\x63" + data[1:], "delta format 99 is unknown here"),
+        (lambda data: data[:5] + b"\5" + data[6:], "method 5, which is unknown here"),
+    ],
+)
+def test_torn_and_foreign_bytes_are_refused(spoil: Callable[[bytes], bytes], said: str | None) -> None:
     rng = np.random.default_rng(5)
     old = weight_bits(rng, 60_000, "bfloat16")
     data = encode_tensor(old, stepped(rng, old, 0.05), "bfloat16")
-    for broken in (data[:-1], data[: len(data) // 2], b"\x63" + data[1:], data + b"\x00"):
-        with pytest.raises(CorruptDataError):
-            apply(old, broken, "bfloat16")
-
-
-@pytest.mark.parametrize("number", [0, 2, 255])
-def test_another_format_than_the_first_is_refused(number: int) -> None:
-    old = np.zeros(100, dtype=np.uint16)
-    data = bytes([number]) + encode_tensor(old, old + np.uint16(1), "bfloat16")[1:]
-    with pytest.raises(CorruptDataError, match=f"delta format {number} is unknown here"):
-        apply(old, data, "bfloat16")
-
-
-def test_another_method_than_the_four_is_refused() -> None:
-    old = np.zeros(100, dtype=np.uint16)
-    data = bytearray(encode_tensor(old, old + np.uint16(1), "bfloat16"))
-    data[5] = 5
-    with pytest.raises(CorruptDataError, match="method 5, which is unknown here"):
-        apply(old, bytes(data), "bfloat16")
+    with pytest.raises(CorruptDataError, match=said):
+        apply(old, spoil(data), "bfloat16")
 
 
 @settings(max_examples=150, deadline=None)
@@ -161,3 +169,55 @@ def test_damaged_bytes_are_refused_or_decode_to_something_of_the_right_size(draw
 def test_unequal_tensors_have_no_delta() -> None:
     with pytest.raises(ValueError, match="equal tensors"):
         encode_tensor(np.zeros(3, np.uint16), np.zeros(4, np.uint16), "bfloat16")
+
+
+# --- the fast ways give what the plain ones give
+
+
+SEEDS = st.integers(0, 1 << 30)
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_positions_and_scattered_values_do_not_depend_on_torch(
+    has_torch: bool, dtype: type[np.unsignedinteger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_torch:
+        importlib.import_module("torch")
+    else:
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+    rng = np.random.default_rng(1)
+    positions = np.flatnonzero(rng.random(80_000) < 0.2)
+    read = unpack_positions(PlaneReader(memoryview(pack_positions(positions))), len(positions), 80_000)
+    np.testing.assert_array_equal(read, positions)
+    target, values = (rng.integers(0, 200, size).astype(dtype) for size in (80_000, len(positions)))
+    expected = target.copy()
+    expected[positions] = values
+    scatter(target, positions, values)
+    np.testing.assert_array_equal(target, expected)
+    values.flags.writeable = False  # as a payload in a mapped file is
+    scatter(target, positions, values)
+    np.testing.assert_array_equal(target, expected)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from([0.02, 0.1, 0.17, 0.25, 0.35, 0.5, 0.8]), st.sampled_from([2, 5, 300, 1 << 16]), SEEDS)
+def test_a_chunk_takes_the_smallest_of_the_three_forms(share: float, most: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, 1 << 16, 10_000, dtype=np.uint16)
+    moved = rng.random(len(old)) < share
+    new = np.where(moved, old + rng.integers(1, most, len(old)).astype(np.uint16), old)
+    data = encode_tensor(old, new, "bfloat16")
+    positions = np.flatnonzero(old != new)
+    if not len(positions):
+        assert data == b""
+        return
+    forms = [[new.tobytes()], pack_columns(zigzagged_steps(old, new, is_float=True))]
+    if len(positions) <= len(old) // 2:
+        steps = zigzagged_steps(old[positions], new[positions], is_float=True)
+        forms.append([pack_positions(positions), pack_steps(steps)])
+    assert len(data) == 1 + codec._RECORD.size + min(sum(map(len, form)) for form in forms)
+    target = old.copy()
+    for change in decode_tensor(old, data, "bfloat16"):
+        change.write_to(target)
+    np.testing.assert_array_equal(target, new)

@@ -15,7 +15,6 @@ from services.orchestrator.journal import journal
 from services.orchestrator.members import AnnounceVersion, Held, PlayGroup
 from services.orchestrator.progress import waits
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 
 async def test_a_replica_with_an_unknown_digest_gets_no_work_and_is_told_to_fetch(worlds: Callable[..., World]) -> None:
@@ -31,33 +30,15 @@ async def test_a_replica_with_an_unknown_digest_gets_no_work_and_is_told_to_fetc
     assert len(await world.orders(replica)) == 4
 
 
-async def test_a_replica_that_fell_behind_the_staleness_bound_gets_no_training_work(
-    worlds: Callable[..., World],
-) -> None:
-    world = worlds(max_staleness=0, late="drop")
-    await world.publish(0)
-    world.train()
-    replica = world.join()
-    for order in await world.orders(replica):
-        await world.play(order)
-    await world.trainer_api.pull_batch("model0", 1, WAIT_S)
-    await world.publish(1)
-    assert await world.orders(replica) == []
-    fresh = world.join("fresh", number=1)
-    assert len(await world.orders(fresh)) == 2
-
-
 async def test_a_replica_that_still_holds_the_version_before_gets_only_what_can_be_trained_in_time(
     worlds: Callable[..., World],
 ) -> None:
     world = worlds(late="drop")  # batches of 8, max_staleness 1: 16 may be outstanding
-    await world.publish(0)
-    world.train()
-    replica = world.join()
-    orders = await world.orders(replica)
+    replica, orders = await world.begin()
+    assert "staleness quota full (model0: 16 of 16)" in world.core.dispatcher.waits_for
     for order in orders[:2]:
         await world.play(order)
-    await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+    await world.pull(1)
     await world.publish(1)  # its batch returns 8, but 8 of version 0 are ahead of any sample of that replica
     assert await world.orders(replica) == []
     assert "only for replicas that hold newer versions" in world.core.dispatcher.waits_for
@@ -76,16 +57,6 @@ async def test_version_conflicts_and_stale_trainers_are_refused(worlds: Callable
     with pytest.raises(LeaseLostError):
         await world.publish(0)
     assert await world.publish(0, incarnation="t2") == 0
-
-
-async def test_work_goes_to_the_replica_with_the_most_free_slots(worlds: Callable[..., World]) -> None:
-    world = worlds()
-    small, large = world.join("small", slots=6), world.join("large", slots=12)
-    await world.publish(0)
-    world.train()
-    assert len(await world.orders(large)) == 3
-    assert len(await world.orders(small)) == 1
-    assert "staleness quota full (model0: 16 of 16)" in world.core.dispatcher.waits_for
 
 
 async def test_an_order_leaves_only_after_its_issue_is_durable(

@@ -12,7 +12,7 @@ from services.common.errors import ConfigError
 from services.common.records import RunCount, WeightVersion
 from services.common.telemetry.accounts import PeerState
 from services.orchestrator.groups import RunState
-from services.orchestrator.members import AnnounceVersion, LeavePool, TrainerRequest
+from services.orchestrator.members import LeavePool, TrainerRequest
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World, living
 from tests.waiting import WAIT_S, until
@@ -76,25 +76,6 @@ async def test_evaluation_comes_before_training_and_its_denominator_never_shrink
         result = world.core.evaluations.results["start/greedy"]
         assert (result.mean_reward, result.num_trajectories, result.num_failed) == (2 / 3, 3, 1)
         assert len(await world.orders(replica)) == 4
-
-
-async def test_evaluation_groups_go_only_to_replicas_that_hold_the_version(worlds: Callable[..., World]) -> None:
-    world = worlds()
-    await world.publish(0)
-    world.core.apply_version(WeightVersion(policy="model0", number=1, digest="d1"), {})
-    await world.core.begin_evaluation("asked")
-    old = world.join("old", number=0)
-    assert await world.orders(old) == []
-    new = world.join("new", number=1)
-    orders = await world.orders(new)
-    assert len(orders) == 3
-    # During the evaluation the replica hears of no newer weights; afterwards it does.
-    world.core.apply_version(WeightVersion(policy="model0", number=2, digest="d2"), {})
-    world.core.announce_version("model0", True)
-    assert not any(isinstance(c, AnnounceVersion) for c in await world.commands(new))
-    for order in orders:
-        await world.send(trajectory(order.task_group_id, 0, version=1))
-    assert any(isinstance(c, AnnounceVersion) and c.version.number == 2 for c in await world.commands(new))
 
 
 async def test_an_evaluation_on_a_version_that_nobody_holds_any_more_ends(worlds: Callable[..., World]) -> None:

@@ -10,33 +10,11 @@ from services.orchestrator.groups import TaskGroup
 from services.orchestrator.tasks.orders import FilterSolved
 from tests.unit.orchestrator.builders import trajectory
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
-
-
-async def test_new_task_groups_go_on_in_the_curriculum_after_a_restart(worlds: Callable[..., World]) -> None:
-    world = worlds()
-    await world.publish(0)
-    world.train()
-    replica = world.join()
-    before = await world.orders(replica)
-    for order in before:
-        await world.play(order)
-    await world.trainer_api.pull_batch("model0", 1, WAIT_S)
-    await world.crash()
-    await world.publish(1)
-    world.train()
-    after = await world.orders(world.join(number=1))
-    tasks = [o.task.task_id for o in (*before, *after)]
-    assert len(after) == 2
-    assert len(set(tasks)) == len(tasks)
-    assert len({o.task_group_id for o in (*before, *after)}) == len(tasks)
 
 
 async def test_curation_passes_over_solved_tasks_also_after_a_restart(worlds: Callable[..., World]) -> None:
     world = worlds(curation="filter_solved", size=40)
-    await world.publish(0)
-    world.train()
-    solved = (await world.orders(world.join()))[0]
+    _, (solved, *_) = await world.begin()
     played = TaskGroup(order=solved, position=world.core.groups[solved.task_group_id].position)
     for index in solved.indices:
         played.resolve(trajectory(solved.task_group_id, index, reward=1.0))
@@ -58,9 +36,7 @@ async def test_what_a_prompt_brought_is_observed_once_by_whichever_process_lives
     worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = worlds(curation="filter_solved", size=40)
-    await world.publish(0)
-    world.train()
-    first, second, *_ = await world.orders(world.join())
+    _, (first, second, *_) = await world.begin()
     played = [world.core.training_orders.row_of(world.core.groups[order.task_group_id]) for order in (first, second)]
     await world.play(first)
     with monkeypatch.context() as dying:
@@ -87,13 +63,11 @@ async def test_each_source_goes_on_in_its_own_curriculum_and_share_after_a_resta
     worlds: Callable[..., World],
 ) -> None:
     world = worlds(train=MIXTURE, size=12, max_staleness=0)
-    await world.publish(0)
-    world.train()
-    first = await world.orders(world.join())
+    _, first = await world.begin()
     assert [order.source for order in first] == ["a", "b", "b"]
     for order in first:
         await world.play(order)
-    batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+    batch = await world.pull(1)
     assert len(batch.sequences) == 12
     await world.crash()
     assert world.core.experience.mixtures["model0"].trained == {"a": 4, "b": 8}
@@ -124,7 +98,7 @@ async def test_two_runs_with_one_seed_issue_equal_tasks_and_seeds_also_after_a_k
                 assert order.task_group_id.startswith(mark)
                 found.append((order.task.task_id, order.seed, order.sampling, order.indices))
                 await world.play(order, version=step - 1)
-            await world.trainer_api.pull_batch("model0", step, WAIT_S)
+            await world.pull(step)
         return found
 
     one = await issued("one", 7)

@@ -140,23 +140,6 @@ async def test_records_of_a_later_format_are_refused_and_left_alone(
     assert {place: segment_path(tmp_path, *place).read_bytes() for place in sizes_in(tmp_path)} == before
 
 
-def test_a_header_tells_a_record_and_nothing_else_does() -> None:
-    payload = Packer().pack(b'{"a":1}\n')
-    whole = write_header(7, 1.5, "gruppe-ä", payload) + payload
-    assert segments.read_header(whole) == segments.Header(
-        7, 1.5, "gruppe-ä", len(payload), segments.checksum_of(payload), len(whole) - len(payload)
-    )
-    size = segments.MIN_HEADER_BYTES + len("gruppe-ä".encode())
-    for length in range(size):
-        with pytest.raises(segments.Incomplete):
-            segments.read_header(whole[:length])
-    for at in range(8 * size):
-        with pytest.raises(segments.Unreadable):
-            segments.read_header(flipped(whole, at // 8, at % 8))
-    with pytest.raises(ValueError, match="65535"):
-        write_header(1, 0.0, "x" * 70_000, payload)
-
-
 async def test_a_place_that_the_disk_cannot_read_costs_what_follows_in_its_segment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,31 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.common.records import SetAsideReason, TaskGroupOrder
+from services.common.records import SetAsideReason
 from services.orchestrator.journal import entries
 from tests.unit.orchestrator.damage import flip, loaded
 from tests.unit.orchestrator.world import World
-from tests.waiting import WAIT_S
 
 Make = Callable[..., World]
-
-
-async def begun(world: World) -> list[TaskGroupOrder]:
-    """Version 0 is published, and a replica has orders."""
-    replica = world.join()
-    await world.publish(0)
-    world.train()
-    return await world.orders(replica)
-
-
-async def stepped(world: World, step: int) -> list[TaskGroupOrder]:
-    """One training step: run the orders, take the batch, publish."""
-    orders = await world.orders(world.join(number=step - 1))
-    for order in orders:
-        await world.play(order, version=step - 1)
-    await world.trainer_api.pull_batch("model0", step, WAIT_S)
-    await world.publish(step)
-    return orders
 
 
 async def spoiled(world: World, kind: str, key: str, which: int = 0) -> None:
@@ -57,14 +38,6 @@ async def trains_on(world: World, step: int) -> None:
     for _ in range(4):
         for order in await world.orders(replica):
             await world.play(order, version=step - 1)
-    batch = await world.trainer_api.pull_batch("model0", step, WAIT_S)
+    batch = await world.pull(step)
     assert len(batch.record.entries) >= 8
     assert await world.publish(step) == step
-
-
-async def begun_with_two(world: World) -> list[TaskGroupOrder]:
-    replica = world.join()
-    for policy in ("model0", "model1"):
-        await world.publish(0, policy=policy)
-    world.train()
-    return await world.orders(replica)

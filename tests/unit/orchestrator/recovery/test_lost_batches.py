@@ -12,23 +12,19 @@ from services.orchestrator.journal.reader import JournalReader
 from tests.unit.orchestrator.damage import flip, loaded
 from tests.unit.orchestrator.recovery.helpers import (
     Make,
-    begun,
-    begun_with_two,
     set_aside,
     spoiled,
-    stepped,
     trains_on,
 )
-from tests.waiting import WAIT_S
 
 
 async def test_a_damaged_record_of_a_superseded_version_stops_nothing(worlds: Make) -> None:
     lost, world = 1, worlds()
     world.steps = 6
     await world.crash()
-    await begun(world)
+    await world.begin()
     for step in (1, 2, 3):
-        await stepped(world, step)
+        await world.step(step)
     await spoiled(world, entries.VERSION, f"model0/{lost}")
     ledger = world.core.ledgers["model0"]
     assert ledger.newest_number == 3 and ledger.get(lost) is None and not ledger.lacks_newest
@@ -41,9 +37,9 @@ async def test_the_trainer_offers_a_newest_version_again_whose_record_is_damaged
     world = worlds()
     world.steps = 6
     await world.crash()
-    await begun(world)
-    await stepped(world, 1)
-    await stepped(world, 2)
+    await world.begin()
+    await world.step(1)
+    await world.step(2)
     await world.journal.close()
     flip(world.run_dir, entries.VERSION, "model0/1")
     flip(world.run_dir, entries.VERSION, "model0/2")
@@ -63,9 +59,9 @@ async def test_the_trainer_offers_a_newest_version_again_whose_record_is_damaged
 
 async def test_a_damaged_batch_that_was_not_trained_is_put_together_again_of_other_sequences(worlds: Make) -> None:
     world = worlds()
-    for order in await begun(world):
+    for order in (await world.begin())[1]:
         await world.play(order)
-    first = {entry.sequence_id for entry in (await world.trainer_api.pull_batch("model0", 1, WAIT_S)).record.entries}
+    first = {entry.sequence_id for entry in (await world.pull(1)).record.entries}
     await spoiled(world, entries.BATCH, "model0/1")
     assert world.core.batches["model0"].newest_step == 0
     with pytest.raises(DeadlineError):
@@ -74,18 +70,18 @@ async def test_a_damaged_batch_that_was_not_trained_is_put_together_again_of_oth
     found = loaded(world.run_dir, entries.BATCH, "model0/1")
     assert len(found) == 1 and not first & {entry["sequence_id"] for entry in found[0]["sequences"]}
     await world.crash()  # no batch in memory
-    again = await world.trainer_api.pull_batch("model0", 1, WAIT_S)  # the record that can be read
+    again = await world.pull(1)  # the record that can be read
     assert {entry.sequence_id for entry in again.record.entries} == {e["sequence_id"] for e in found[0]["sequences"]}
 
 
 async def test_a_recorded_batch_is_served_without_what_of_it_is_lost(worlds: Make) -> None:
     world = worlds(minibatches=2)
-    for order in await begun(world):
+    for order in (await world.begin())[1]:
         await world.play(order)
-    whole = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+    whole = await world.pull(1)
     lost = whole.record.entries[0].sequence_id
     await spoiled(world, entries.TRAJECTORY, lost.rpartition("/")[0])
-    left = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+    left = await world.pull(1)
     share = left.share(0, 1)
     assert {s.sequence_id for s in share.sequences} == {e.sequence_id for e in whole.record.entries} - {lost}
     assert sum(totals.num_sequences for totals in share.minibatches) == 7
@@ -99,23 +95,23 @@ async def test_a_recorded_batch_is_served_without_what_of_it_is_lost(worlds: Mak
 
 async def test_a_batch_of_which_nothing_is_left_is_named_as_lost(worlds: Make) -> None:
     world = worlds()
-    for order in await begun(world):
+    for order in (await world.begin())[1]:
         await world.play(order)
-    await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+    await world.pull(1)
     await world.publish(1)
     await world.crash()
     for path in (world.run_dir / "journal").glob("trajectories-*"):
         path.unlink()
     with pytest.raises(BatchLostError, match="no trajectory of the batch of step 1 of model0 can be used"):
-        await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+        await world.pull(1)
 
 
 async def test_a_part_that_is_not_in_the_damaged_batch_for_sure_is_not_trained(worlds: Make) -> None:
     """A group of two policies waits for one of them; the other's batch, which may have had the group, is lost."""
     world = worlds(policies=("model0", "model1"))
-    for order in await begun_with_two(world):
+    for order in (await world.begin())[1]:
         await world.play(order)
-    await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+    await world.pull(1)
     await spoiled(world, entries.BATCH, "model0/1")
     assert world.core.experience.buffers["model0"].num_sequences == 0
     assert world.core.experience.buffers["model1"].num_sequences == 16

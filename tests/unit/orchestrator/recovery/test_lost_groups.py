@@ -10,19 +10,16 @@ from tests.unit.orchestrator.builders import trajectory
 from tests.unit.orchestrator.damage import loaded
 from tests.unit.orchestrator.recovery.helpers import (
     Make,
-    begun,
-    begun_with_two,
     closed,
     set_aside,
     spoiled,
     trains_on,
 )
-from tests.waiting import WAIT_S
 
 
 async def test_the_slot_of_a_damaged_trajectory_is_open_again(worlds: Make) -> None:
     world = worlds()
-    first, *_ = await begun(world)
+    _, (first, *_) = await world.begin()
     await world.play(first)  # complete, judged and waiting in the buffer
     name = first.task_group_id
     await spoiled(world, entries.TRAJECTORY, f"{name}/1")
@@ -37,25 +34,9 @@ async def test_the_slot_of_a_damaged_trajectory_is_open_again(worlds: Make) -> N
     await trains_on(world, 1)
 
 
-async def test_nothing_is_set_aside_twice_and_a_start_adds_nothing(worlds: Make) -> None:
-    world = worlds()
-    first, *_ = await begun(world)
-    await world.send(trajectory(first.task_group_id, 1))
-    await spoiled(world, entries.TRAJECTORY, f"{first.task_group_id}/1")
-    await world.settle()
-    noted = loaded(world.run_dir, entries.SET_ASIDE)
-    assert len(noted) == 1
-    assert {"kind", "key", "segment", "offset", "reason", "number"} <= noted[0].keys()
-    for _ in range(3):
-        await world.crash()
-    await world.settle()
-    assert len(loaded(world.run_dir, entries.SET_ASIDE)) == 1
-    assert len(world.core.aside) == 1
-
-
 async def test_a_damaged_task_group_is_not_waited_for_and_the_curriculum_goes_on_behind_it(worlds: Make) -> None:
     world = worlds()
-    orders = await begun(world)
+    _, orders = await world.begin()
     last = orders[-1]
     await world.send(trajectory(last.task_group_id, 0))
     tasks = {order.task.task_id for order in orders}
@@ -81,7 +62,7 @@ async def test_the_record_of_a_group_of_a_damaged_assignment_is_taken_before_its
 ) -> None:
     """Streams of records and of orders are opened again in any order, and a refused record is dropped."""
     world = worlds()
-    await begun(world)
+    await world.begin()
     world.clock.now += 31.0
     world.core.pool.expire()
     (name,) = [order.task_group_id for order in await world.orders(world.join("other", slots=4))]
@@ -96,10 +77,10 @@ async def test_the_record_of_a_group_of_a_damaged_assignment_is_taken_before_its
 
 async def test_a_group_of_which_a_part_was_trained_is_not_played_again(worlds: Make) -> None:
     world = worlds(policies=("model0", "model1"))
-    orders = await begun_with_two(world)
+    _, orders = await world.begin()
     for order in orders:
         await world.play(order)
-    batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
+    batch = await world.pull(1)
     name = batch.record.entries[0].sequence_id.split("/")[0]
     await spoiled(world, entries.TRAJECTORY, f"{name}/2")
     assert name not in world.core.groups
@@ -112,7 +93,7 @@ async def test_a_group_of_which_a_part_was_trained_is_not_played_again(worlds: M
 
 async def test_the_state_before_a_damaged_one_counts(worlds: Make) -> None:
     world = worlds()
-    await begun(world)
+    await world.begin()
     world.core.pause()
     await world.settle()
     world.core.counters["records_duplicate"] = 7

@@ -12,20 +12,21 @@ from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import GroupVerdict
-from tests.unit.orchestrator.builders import trajectory
+from tests.unit.orchestrator.builders import failure, trajectory
+from tests.unit.orchestrator.damage import flip, loaded, rows
 from tests.unit.orchestrator.recovery.helpers import (
     Make,
-    begun,
     closed,
     set_aside,
     trains_on,
 )
+from tests.unit.orchestrator.world import World
 
 
 async def test_what_cannot_be_computed_costs_its_task_group(worlds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of an earlier release's record that the bounds do not check."""
     world = worlds()
-    orders = await begun(world)
+    _, orders = await world.begin()
     name = orders[0].task_group_id
     await world.send(*(trajectory(name, index, reward=float(index)) for index in range(4)))
     real = ExperiencePipeline.resolved
@@ -52,7 +53,7 @@ async def test_a_journal_of_which_nothing_can_be_applied_is_refused_with_the_com
     worlds: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = worlds()
-    await begun(world)
+    await world.begin()
     await world.settle()
     await world.journal.close()
     monkeypatch.setattr("services.orchestrator.recovery.MOST_TRIES", 2)
@@ -73,7 +74,7 @@ async def test_a_journal_of_which_nothing_can_be_applied_is_refused_with_the_com
 )
 async def test_a_trajectory_that_says_nothing_sensible_is_unreadable(worlds: Make, change: dict[str, Any]) -> None:
     world = worlds()
-    orders = await begun(world)
+    _, orders = await world.begin()
     name = orders[0].task_group_id
     record = {**entries.to_json(trajectory(name, 2)), **change}
     world.journal.submit(entries.TRAJECTORY, f"{name}/2", record)
@@ -97,7 +98,7 @@ async def test_a_record_that_can_be_read_and_not_applied_is_set_aside(
     worlds: Make, kind: str, key: str, record: dict[str, Any]
 ) -> None:
     world = worlds()
-    await begun(world)
+    await world.begin()
     world.journal.submit(kind, key, record)
     await world.settle()
     await world.crash()
@@ -123,3 +124,74 @@ async def test_versions_after_a_gap_are_taken_in_the_order_of_their_numbers(worl
     assert world.core.ledgers["model0"].newest_number == 4
     assert world.core.experience.admission.accounts["model0"].version == 4
     await trains_on(world, 5)
+
+
+# --- without any records of a kind
+
+
+EVERY_KIND = [
+    *(entries.RUN, entries.GROUP, entries.ASSIGNMENT, entries.TRAJECTORY, entries.FAILURE, entries.VERDICT),
+    *(entries.CLOSED, entries.OBSERVATION, entries.BATCH, entries.VERSION, entries.EVALUATION_START),
+    *(entries.EVALUATION, entries.STATE),
+]
+
+
+async def lived(world: World) -> None:
+    """A history with records of every kind, in the middle of step 3."""
+    world.steps = 9
+    await world.crash()
+    await world.begin()
+    await world.core.begin_evaluation("mine")
+    for order in await world.orders(world.join()):
+        await world.play(order)
+    for step in (1, 2):
+        await world.step(step)
+    assert await world.orders(world.join(number=2))
+    world.clock.now += 31.0
+    world.core.pool.expire()
+    first, *_ = await world.orders(world.join("other", number=2))
+    world.journal.submit(entries.RUN, "", {"run_id": "unit", "mark": "abc", "started_at": 0.0})
+    await world.send(trajectory(first.task_group_id, 0, version=2), failure(first.task_group_id, 1))
+    world.core.write_state()
+    await world.settle()
+    assert {kind for kind in EVERY_KIND if rows(world.run_dir, kind)} == set(EVERY_KIND)
+
+
+UNKNOWN = [entries.GROUP, entries.TRAJECTORY, entries.CLOSED, entries.BATCH]
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_there"), [*((kind, False) for kind in EVERY_KIND), *((kind, True) for kind in UNKNOWN)]
+)
+async def test_the_run_goes_on_without_all_records_of_a_kind_or_with_one_that_does_not_tell_which_it_was(
+    worlds: Make, kind: str, is_there: bool
+) -> None:
+    world = worlds(curation="filter_solved")
+    await lived(world)
+    names = {row.key for row in rows(world.run_dir, entries.GROUP)}
+    seen = {e["sequence_id"] for batch in loaded(world.run_dir, entries.BATCH) for e in batch["sequences"]}
+    await world.journal.close()
+    if is_there:
+        flip(world.run_dir, kind, rows(world.run_dir, kind)[-1].key, -1, header=True)
+    else:
+        for path in (world.run_dir / "journal").glob(f"{kind}-*"):
+            path.unlink()
+    world.core.metrics.close()
+    world.open()
+    newest = world.core.ledgers["model0"]
+    if kind == entries.VERSION:
+        for number in range(newest.newest_number + 1):
+            await world.publish(number)
+    assert newest.newest_number == (1 if kind == entries.VERSION else 2)
+    await trains_on(world, newest.newest_number + 1)
+    [batch] = loaded(world.run_dir, entries.BATCH, f"model0/{newest.newest_number}")[-1:]
+    if kind != entries.VERSION:
+        assert not seen & {entry["sequence_id"] for entry in batch["sequences"]}
+    issued = [row.key for row in rows(world.run_dir, entries.GROUP)]
+    assert len(set(issued)) == len(issued)
+    if kind != entries.GROUP:
+        assert names <= set(issued)
+    before = len(world.core.aside)
+    assert before or not is_there
+    await world.crash()
+    assert len(world.core.aside) == before

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import DatasetError
+from services.common.text.asserted_calls import asserted_calls
 from services.orchestrator.tasks.code_rows import code_row
 
 STDIN = {"kind": "stdin", "cases": [{"stdin": "1 2", "expected": "3"}]}
@@ -233,3 +234,10 @@ def test_of_several_reference_solutions_all_are_kept(solutions: list[Any], kept:
     row = {"problem": "p", "tests": [{"input": "1", "output": "1"}], "solutions": solutions}
     normal = code_row(row, "row 1")
     assert normal["solution"] == "a = 1" and normal.get("solutions") == kept
+
+
+def test_a_row_whose_solution_defines_sum_is_judged() -> None:
+    row = {"text": "t", "code": "def sum(a, b):\n    return 6", "test_list": ["assert sum(10, 15) == 6"], "test_setup_code": ""}  # fmt: skip
+    tests = code_row(row, "row 1")["tests"]
+    calls = asserted_calls(tests["tests"], tests["entry_point"], names=tuple(tests["names"]))
+    assert calls is not None and [call.entry_point for call in calls] == ["sum"]

@@ -37,14 +37,6 @@ def test_without_a_row_of_either_layout_the_file_is_refused_and_nothing_is_left(
     assert not list(tmp_path.glob("train.jsonl*"))
 
 
-def test_parquet_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from datasets import Dataset
-
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    Dataset.from_list([CHAT]).to_parquet(str(tmp_path / "train.parquet"))
-    assert process_train_dataset([str(tmp_path / "train.parquet")], tmp_path / "out.jsonl").num_rows == 1
-
-
 def test_a_subset_of_a_hub_dataset_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     hub = tmp_path / "hub"
