@@ -141,12 +141,6 @@ def test_bytes_are_a_tokenizer_too() -> None:
     assert chat.decode([104, 105, 257]) == "hi"
 
 
-def test_ordinary_text_with_angle_brackets_stays_as_it_is() -> None:
-    chat = qwen_like_chat()
-    text = "if a < b and c > d: print('<im_end>')"
-    assert text in chat.decode(chat.continuation_ids([{"role": "tool", "content": text}]))
-
-
 def test_thinking_is_switched_where_the_template_has_a_switch() -> None:
     chat = thinking_chat()
     messages = [{"role": "user", "content": "go"}]

@@ -67,14 +67,6 @@ def test_segments_are_exactly_prompt_sampled_and_environment_tokens(turns: list[
     assert np.array_equal(logprobs, np.concatenate([s.logprobs for g in engine.generations for s in g.segments]))
 
 
-async def test_thinking_that_a_template_would_drop_stays_in_the_tokens() -> None:
-    conversation, engine = await begin(["<think>hm</think>calling", "done"])
-    await conversation.generate()
-    assert conversation.add({"role": "tool", "content": "4"})
-    await conversation.generate()
-    assert "<think>hm</think>calling" in qwen_like_chat().decode(engine.requests[1].prompt_ids)
-
-
 @pytest.mark.parametrize("limits", [{"context_length": 10}, {"max_prompt_tokens": 10}])
 async def test_a_prompt_that_does_not_fit_is_refused(limits: dict[str, int]) -> None:
     with pytest.raises(PromptTooLongError, match=r"at most (9|10)"):
@@ -97,15 +89,6 @@ async def test_an_answer_after_which_no_token_would_fit_is_not_added() -> None:
     assert not conversation.add({"role": "tool", "content": "long " * 40})
     assert conversation.token_ids == before
     assert conversation.add({"role": "tool", "content": "4"})
-
-
-async def test_requests_of_one_rollout_have_names_and_seeds_of_their_own() -> None:
-    conversation, engine = await begin(["a", "b"])
-    await conversation.generate()
-    assert conversation.add({"role": "tool", "content": "4"})
-    await conversation.generate()
-    assert len({r.request_id for r in engine.requests}) == 2
-    assert len({r.seed for r in engine.requests}) == 2
 
 
 async def test_the_text_of_a_turn_has_the_tag_of_a_thought_that_the_template_begins() -> None:

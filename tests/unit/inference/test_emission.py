@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,19 +14,6 @@ def intervals(log: EmissionLog, times: list[float]) -> list[tuple[float, float]]
     for at in times:
         log.on_tokens(1, at)
     return log.take()
-
-
-@pytest.mark.parametrize(
-    ("times", "expected"),
-    [
-        ([], []),
-        ([1.0], [(1.0, 1.0)]),
-        ([1.0, 1.04, 1.08], [(1.0, 1.08)]),
-        ([1.0, 1.04, 1.2, 1.21], [(1.0, 1.04), (1.2, 1.21)]),
-    ],
-)
-def test_gaps_below_50_ms_are_joined(times: list[float], expected: list[tuple[float, float]]) -> None:
-    assert intervals(EmissionLog(), times) == expected
 
 
 def test_an_interval_goes_on_over_a_report_without_a_hole() -> None:
@@ -65,8 +51,3 @@ def test_the_intervals_cover_the_time_of_generation_whatever_a_decoding_step_tak
     covered = sum(end - begin for begin, end in found)
     first = (bursts[0][0] + 11) * step_s
     assert generating * 0.99 <= covered + 1e-6 <= (generating + first) * 1.01 + 2e-6
-
-
-def test_answers_of_one_token_far_apart_are_no_generation() -> None:
-    found = intervals(EmissionLog(), [20.0 * number for number in range(1, 60)])
-    assert len(found) == 59 and all(begin == end for begin, end in found)

@@ -7,26 +7,10 @@ import weakref
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from services.common.errors import CorruptDataError
 from services.common.weights.snapshot import ALIGNMENT, Encoding, Manifest, Payload
 from services.inference.weights.fetch import ByteRange, Incoming, receive_buffer
-
-
-@given(st.binary(min_size=1, max_size=200), st.integers(0, 100), st.lists(st.integers(1, 50), max_size=20))
-def test_pieces_of_any_size_make_the_range(data: bytes, start: int, sizes: list[int]) -> None:
-    room = bytearray(len(data))
-    seen: list[int] = []
-    wanted = ByteRange(start, start + len(data), memoryview(room), seen.append)
-    for size in [*sizes, len(data)]:
-        if wanted.is_complete:
-            break
-        begin = wanted.offset - start
-        wanted.put(wanted.offset, data[begin : begin + size])
-    assert wanted.is_complete and room == data
-    assert seen == sorted(seen) and seen[-1] == start + len(data)
 
 
 @pytest.mark.parametrize(("offset", "size"), [(9, 1), (11, 1), (10, 6), (0, 0)])

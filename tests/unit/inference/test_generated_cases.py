@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from services.inference.workflows.base import CaseOutcome, JudgeCase, ProgramStatus
 from services.inference.workflows.codegen import (
-    VerifierReward,
     entry_point_of,
     read_cases,
     report,
-    verifier_reward,
 )
 
 ONE = '{"input": "1", "output": "2"}'
@@ -80,21 +78,6 @@ def test_cases_of_a_function_are_read(text: str, cases: list[tuple[Any, Any]], l
     assert read.num_left_out == left_out
 
 
-@pytest.mark.parametrize(
-    ("text", "num_cases", "problem"),
-    [
-        (fenced(ONE), 2, "1 of 1 test cases can be used, and 2 were asked for"),
-        (fenced(f"[{ONE}, {ONE}]"), 2, "1 of 2 test cases can be used, and 2 were asked for"),
-        (fenced('[{"input": "1", "output": "2"}, {"input": "3"}]'), 2, "1 of 2 test cases can be used, and 2 were asked for"),
-        (fenced('[{"input": 1}]'), 1, "0 of 1 test cases can be used, and 1 were asked for"),
-        ("none", 1, "there is no JSON list of test cases in the tester's answer"),
-    ],
-)  # fmt: skip
-def test_too_few_cases_are_none_and_it_is_said_why(text: str, num_cases: int, problem: str) -> None:
-    read = read_cases(text, is_function=False, num_cases=num_cases)
-    assert (read.cases, read.problem) == ((), problem)
-
-
 @given(
     text=st.text(alphabet=st.sampled_from('```json\n[{"input": 1}]<think></'), max_size=200),
     num_cases=st.integers(1, 3),
@@ -120,38 +103,6 @@ def test_how_programs_are_called(tests: dict[str, Any], entry_point: str | None)
 
 
 OK, WRONG = CaseOutcome(verdict=ProgramStatus.OK), CaseOutcome(verdict=ProgramStatus.WRONG_ANSWER)
-
-
-@pytest.mark.parametrize(
-    ("kind", "final_correct", "first_correct", "rejected", "valid", "reward"),
-    [
-        ("coupled", True, True, False, True, 2.0),
-        ("coupled", True, False, True, True, 2.0),
-        ("coupled", True, True, True, False, 1.0),
-        ("coupled", False, False, True, True, 1.0),
-        ("coupled", False, True, True, True, 1.0),
-        ("coupled", False, False, True, False, 0.0),
-        ("coupled", True, False, True, None, 1.0),
-        ("coupled", False, False, False, None, 0.0),
-        ("own", True, True, False, True, 1.0),
-        ("own", False, False, True, True, 1.0),
-        ("own", True, False, True, True, 1.0),
-        ("own", False, False, False, True, 0.5),
-        ("own", False, True, True, True, 0.5),
-        ("own", False, False, True, False, 0.0),
-        ("own", True, True, False, False, 0.0),
-        ("own", False, False, True, None, 0.5),
-        ("own", True, True, False, None, 0.5),
-        ("own", False, False, False, None, 0.0),
-        ("own", True, True, True, None, 0.0),
-    ],
-)
-def test_what_the_verifier_earns(
-    kind: VerifierReward, final_correct: bool, first_correct: bool, rejected: bool, valid: bool | None, reward: float
-) -> None:
-    assert reward == verifier_reward(
-        kind, final_correct=final_correct, first_correct=first_correct, rejected=rejected, valid=valid
-    )
 
 
 def test_what_a_program_did_is_told_case_by_case() -> None:

@@ -70,12 +70,6 @@ def test_a_conversation_has_the_parent_that_its_messages_show(
     assert (found.origin, found.parent) == (origin, parent)
 
 
-def test_a_branch_begins_behind_the_last_turn_that_it_shares() -> None:
-    history = [SYSTEM, GO, says("one"), GO, says("two"), GO, says("three")]
-    found = lineage_of([*history[:5], *ALONE], b"", [Played(history)])
-    assert found.at == TurnMark(num_messages=5, num_segments=4)
-
-
 def test_other_tools_under_the_same_history_are_a_branch_and_short_answers_are_no_quotes() -> None:
     assert lineage_of([*DONE.messages, GO], b"tools", [DONE]).origin is Origin.BRANCH
     short = Played([SYSTEM, GO, says("Yes.")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import tracemalloc
 from dataclasses import replace
 
@@ -208,41 +207,6 @@ def test_a_delta_takes_no_more_memory_than_its_changes_and_two_tensors() -> None
         tracemalloc.stop()
     assert equal(held(mirror), second)
     assert peak <= decoded + 2 * first["0"].nbytes
-
-
-def test_who_reads_along_sees_one_version_whatever_is_written_meanwhile() -> None:
-    versions = [make_version(0)]
-    for number in range(1, 30):
-        versions.append(changed(versions[-1], number))
-    deltas = [delta(versions[number - 1], versions[number], number) for number in range(1, 30)]
-    mirror = Mirror("p")
-    take(mirror, *full(versions[0], 0))
-    ended, seen, torn = threading.Event(), set[int](), list[int]()
-
-    def read() -> None:
-        last = False
-        while not last:
-            last = ended.is_set()
-            try:
-                leased = mirror.lease()
-            except VersionUnavailableError:
-                continue
-            number = leased.manifest.version
-            seen.add(number)
-            if not all(equal(dict(leased.bits), versions[number]) for _ in range(3)):
-                torn.append(number)
-            mirror.release()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        for payload, data in deltas:
-            take(mirror, payload, data)
-    finally:
-        ended.set()
-        reader.join()
-    assert not torn and 29 in seen
-    assert equal(held(mirror), versions[-1])
 
 
 def test_a_write_that_is_interrupted_leaves_it_dirty_and_only_a_snapshot_helps(

@@ -25,7 +25,6 @@ from services.inference.rollouts import RolloutPlayer, ServedPolicy
 from services.inference.workflows.base import Outcome, Reward, Workflow, WorkflowContext
 from services.inference.workflows.single import SingleTurn, SingleTurnSettings
 from tests.unit.inference.fakes import FakeGateway, RecordingEngine, Records, make_order, served_policy
-from tests.waiting import until
 
 Behaviour = Callable[[WorkflowContext], Any]
 
@@ -120,24 +119,6 @@ async def test_a_repeated_order_plays_no_slot_twice() -> None:
     assert player.play(make_order(indices=(0, 1, 2))) == 0
     assert workflow.num_runs == len(records.all) == 3
     assert player.counters.repeated == 5
-
-
-async def test_no_more_rollouts_run_at_once_than_there_are_slots() -> None:
-    running, most = 0, 0
-
-    async def count(context: WorkflowContext) -> None:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.001)
-        running -= 1
-
-    player, records, _, _ = await make_player(count, num_slots=3)
-    player.play(make_order(indices=range(10)))  # type: ignore[arg-type]
-    assert player.num_free_slots == 0
-    await player.wait_until_idle()
-    assert most == 3
-    assert len(records.trajectories) == 10
 
 
 @pytest.mark.parametrize(
@@ -330,23 +311,6 @@ async def test_a_cancelled_group_leaves_nothing_and_can_be_ordered_again() -> No
     assert [t.index for t in records.trajectories] == [1]
     assert records.failures == []
     assert player.num_free_slots == 2
-
-
-async def test_a_group_cancelled_before_its_first_step_frees_its_slots() -> None:
-    player, records, _, _ = await make_player()
-    player.play(make_order())
-    player.cancel("g0")
-    await player.wait_until_idle()
-    assert records.all == []
-    assert player.num_free_slots == 8
-
-
-async def test_a_cancelled_rollout_stops_generating() -> None:
-    player, _, _, policy = await make_player(tokens_per_second=1.0)
-    player.play(make_order())
-    await until(lambda: policy.engine.health().running == 4, "four generate")
-    await player.close()
-    assert policy.engine.health().running == 0
 
 
 async def test_an_evaluation_on_another_version_is_refused_as_stale_and_may_come_again() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from services.common.errors import ConfigError, DeadlineError, InfrastructureError
+from services.common.errors import ConfigError, InfrastructureError
 from services.common.records import Logprobs, Purpose, Sampling, Segment, StopReason, TokenSequence
 from services.inference.engine.base import ScoreRequest
 from services.inference.engine.scripted import ScriptedEngine
@@ -119,19 +118,6 @@ async def test_what_could_not_be_scored_is_played_again_and_never_a_trajectory_w
     await player.wait_until_idle()
     (failure,) = records.failures
     assert failure.reason == InfrastructureError.reason and not records.trajectories
-
-
-async def test_time_that_runs_out_while_a_teacher_scores_is_no_doing_of_the_policy() -> None:
-    class Slow(Teacher):
-        async def score(self, request: ScoreRequest) -> Logprobs:
-            await asyncio.sleep(3600)
-            return await super().score(request)
-
-    player, records = await make_player(Slow())
-    player.play(make_order(indices=(0,), timeout_s=2.0))  # enough to reach the teacher
-    await player.wait_until_idle()
-    (failure,) = records.failures
-    assert failure.reason == DeadlineError.reason and "score" in failure.detail
 
 
 def conversation(**changes: object) -> TokenSequence:

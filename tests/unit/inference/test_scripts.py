@@ -36,18 +36,13 @@ from services.inference.workflows.base import (
     boxed_integer,
     read_verdict,
 )
-from services.inference.workflows.registry import WORKFLOWS, build_workflow
+from services.inference.workflows.registry import build_workflow
 from services.inference.workflows.scripts import (
-    SCRIPTS,
     Cue,
     EarlierTurn,
     Scene,
     act,
-    broken_program,
-    cases_of,
-    falsified,
     load_scripts,
-    right_program,
     solve_and_verify,
     speak,
     write_and_test,
@@ -56,11 +51,6 @@ from tests.unit.inference.fakes import FakeGateway, qwen_like_chat
 
 MATH = {"problem": "What is 6 times 7?", "answer": "42"}
 STDIN = {"problem": "Add.", "tests": {"kind": "stdin", "cases": [{"stdin": "1 2\n", "expected": "3\n"}]}}
-ASSERTED = {
-    "problem": "Add.",
-    "tests": {"kind": "assert", "tests": "assert candidate(a = [1], b = 2) == 3\ncheck(Solution().add)"},
-    "solution": "class Solution: ...",
-}
 EXPERT = ["go to shelf 1", "take mug 1 from shelf 1", "win"]
 
 
@@ -170,10 +160,6 @@ def cue(
 def about_half(values: list[bool]) -> bool:
     """Five standard deviations around one half."""
     return abs(sum(values) / len(values) - 0.5) < 5 * 0.5 / len(values) ** 0.5
-
-
-def test_every_built_in_workflow_has_a_script() -> None:
-    assert set(SCRIPTS) >= set(WORKFLOWS)
 
 
 async def test_half_of_the_single_turns_are_right_and_the_others_differ() -> None:
@@ -286,26 +272,6 @@ def test_a_shop_is_shopped_in_by_its_pages(page: str, action: str) -> None:
 
 def _with_prompt(made: Cue, prompt: str) -> Cue:
     return replace(made, prompt=prompt)
-
-
-def test_a_program_without_reference_knows_its_cases_by_heart() -> None:
-    program = right_program(STDIN)
-    assert program is not None
-    scope: dict[str, Any] = {}
-    called = {"tests": {"kind": "call", "entry_point": "add", "cases": [{"args": [1, [2]], "expected": 3}]}}
-    exec(str(right_program(called)), scope)
-    assert scope["add"](1, [2]) == 3
-    assert "print" in broken_program(cue(STDIN).random())
-
-
-def test_test_cases_come_from_the_tests_of_the_row() -> None:
-    assert cases_of(STDIN, 2) == [{"input": "1 2\n", "output": "3\n"}]
-    assert cases_of(ASSERTED, 2) == [{"args": [[1], 2], "expected": 3}]
-
-
-@pytest.mark.parametrize("truth", [True, 3, 2.5, "yes", None, [1]])
-def test_a_falsified_case_expects_something_else(truth: Any) -> None:
-    assert falsified({"args": [], "expected": truth})["expected"] != truth
 
 
 def test_written_test_cases_are_fenced_json_after_a_thought() -> None:

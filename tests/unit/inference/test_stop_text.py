@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.kept_tokens import left_out_row, pack, unpack
 from services.common.records import Segment
 from services.inference.engine.base import FinishReason, Generation
-from services.inference.workflows.agents import IncrementalText, StopWatch, settled
+from services.inference.workflows.agents import StopWatch, settled
 from tests.unit.inference.fakes import qwen_like_chat
 
 
@@ -58,26 +57,8 @@ def test_a_generation_ends_with_the_token_that_completes_a_stop(text: str, stop:
     assert [int(i) for s in sets for i in s.ids] == [token + 1 for token in tokens]
 
 
-@given(text=st.text(max_size=60))
-def test_growing_text_is_the_beginning_of_the_whole(text: str) -> None:
-    chat = qwen_like_chat()
-    ids = chat.encode(text)
-    growing = IncrementalText(chat)
-    for token in ids:
-        growing.add(token)
-        assert chat.decode(ids).startswith(growing.text)
-    if not chat.decode(ids).endswith("\N{REPLACEMENT CHARACTER}"):
-        assert growing.text == chat.decode(ids)
-
-
 @given(text=st.text("ab<", max_size=20), ending=st.text("ab<", min_size=1, max_size=4), more=st.text("ab<", max_size=9))
 def test_settled_text_stays_whatever_comes(text: str, ending: str, more: str) -> None:
     now = settled(text, [ending])
     assert ending not in now
     assert (text + more).partition(ending)[0].startswith(now)
-
-
-def test_nothing_is_asked_of_a_generation_that_nobody_watches() -> None:
-    whole = said([1, 2, 3], 1)
-    assert StopWatch(qwen_like_chat(), []).finish(whole) is whole
-    assert np.array_equal(whole.segments[0].token_ids, [1])

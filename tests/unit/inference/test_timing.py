@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
 
 from services.common.errors import InfrastructureError
-from services.common.records import Segment, Task
+from services.common.records import Task
 from services.inference.rollouts import MAX_PHASES, RolloutClock, TimedGateway
 from services.inference.workflows.base import JudgeCase
 from tests.unit.inference.fakes import FakeGateway, make_order
@@ -78,23 +77,3 @@ def test_a_long_rollout_is_bounded_and_says_how_much_is_left_out() -> None:
     assert len(phases) == MAX_PHASES + 1
     assert (phases[-1].what, phases[-1].detail) == ("not_recorded", "7 more phases")
     assert max(len(phase.detail) for phase in phases) <= 120
-
-
-def test_tokens_of_several_versions_are_one_phase_with_the_oldest_and_the_newest() -> None:
-    clock = RolloutClock()
-    with clock.phase("generate", "model0") as phase:
-        phase.segments = (Segment.policy([1, 2], [0.0, 0.0], 4), Segment.policy([3], [0.0], 5))
-    (found,) = clock.timing().phases
-    assert (found.num_tokens, found.first_version, found.last_version) == (3, 4, 5)
-
-
-def test_what_was_waited_for_is_what_was_cut_short_since_then_or_still_runs() -> None:
-    clock = RolloutClock()
-    with pytest.raises(asyncio.CancelledError), clock.phase("generate"):
-        raise asyncio.CancelledError
-    with pytest.raises(RuntimeError), clock.phase("step"):
-        raise RuntimeError("not cut short by a cancellation")
-    with clock.phase("judge"):
-        assert clock.waited_for(0.0) == {"generate", "judge"}
-        assert clock.waited_for(time.monotonic() + 1.0) == {"judge"}, "a generation that was left earlier is over"
-    assert clock.waited_for(0.0) == {"generate"}

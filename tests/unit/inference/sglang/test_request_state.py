@@ -28,23 +28,6 @@ def spans(*bounds: tuple[int, int, int]) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in bounds)
 
 
-def test_the_budget_is_one_over_all_legs() -> None:
-    it = state(max_new_tokens=5)
-    it.take(output(4, 5), spans((0, 0, 2)), mixed_from=None)
-    following = it.next_call(16)
-    assert (following.max_new_tokens, tuple(following.input_ids)) == (3, (1, 2, 3, 4, 5))
-    it.take(output(6, 7, 8), spans((1, 0, 3)), mixed_from=None)
-    assert it.ended() is FinishReason.LENGTH
-    generation = it.generation(FinishReason.LENGTH)
-    assert [(s.weight_version, s.token_ids.tolist()) for s in generation.segments] == [(0, [4, 5]), (1, [6, 7, 8])]
-    assert generation.segments[1].logprobs.tolist() == [-6.0, -7.0, -8.0]
-
-
-def test_the_context_bounds_the_budget() -> None:
-    it = state(room=2, max_new_tokens=50)
-    assert it.next_call(16).max_new_tokens == 2
-
-
 def test_a_leg_cut_short_keeps_the_spans_of_what_is_left() -> None:
     it, cut = state(max_new_tokens=50), output(4, 5, 6, 7)
     cut.cut = 3

@@ -15,25 +15,8 @@ from torch.multiprocessing import reductions
 from services.inference.engine import sglang_tensors as tensors
 from services.inference.engine.base import WeightUpdate
 from services.inference.engine.served.client import Refused
-from services.inference.engine.served.stage import Stage, StagedTensor
-from services.inference.engine.sglang_tensors import DEVICE_PLACE, handles, on_device, placed
-
-
-def staged(values: torch.Tensor) -> StagedTensor:
-    bits = values.contiguous().flatten().view(torch.uint8).numpy().view(f"u{values.element_size()}")
-    return StagedTensor(shape=tuple(values.shape), dtype=str(values.dtype).removeprefix("torch."), bits=bits)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tensors_of_a_bucket_are_views_of_one_buffer_and_survive_the_pickle(dtype: torch.dtype) -> None:
-    values = {"a": torch.randn(3, 5).to(dtype), "b": torch.randn(7).to(dtype), "c": torch.randn(1, 1).to(dtype)}
-    buffer = torch.empty(4096, dtype=torch.uint8)
-    rows = placed(buffer, {name: staged(value) for name, value in values.items()})
-    assert {tensor.untyped_storage().data_ptr() for _, tensor in rows} == {buffer.untyped_storage().data_ptr()}
-    read = pickle.loads(base64.b64decode(handles(rows, 0)))  # noqa: S301 - made here
-    assert [name for name, _ in read] == list(values)
-    for name, tensor in read:
-        assert tensor.dtype == dtype and torch.equal(tensor, values[name])
+from services.inference.engine.served.stage import Stage
+from services.inference.engine.sglang_tensors import DEVICE_PLACE, on_device
 
 
 def test_the_device_of_a_handle_is_the_rank_of_its_reader() -> None:
