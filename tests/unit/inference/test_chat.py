@@ -76,17 +76,6 @@ def test_a_turn_that_did_not_end_itself_is_ended_by_the_continuation() -> None:
     assert chat.continuation_ids([answer], last_sampled=chat.end_of_turn_id) == full[1:]
 
 
-def test_a_template_that_changes_contents_is_still_followed() -> None:
-    trimming = with_template(TEMPLATE.replace("message.content + '\\n</tool", "(message.content | trim) + '\\n</tool"))
-    messages = [
-        {"role": "user", "content": "go"},
-        {"role": "assistant", "content": "x"},
-        {"role": "tool", "content": "  4 \n"},
-    ]
-    tail = Chat(trimming).continuation_ids(messages[2:])
-    assert rendered(messages, invite=True, tokenizer=trimming)[-len(tail) :] == list(tail)
-
-
 def test_every_assistant_turn_and_its_end_are_taught_and_nothing_else() -> None:
     chat = qwen_like_chat()
     messages = [

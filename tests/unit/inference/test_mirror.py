@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from services.common.errors import CorruptDataError, ModelMismatchError, VersionUnavailableError
 from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, encode_tensor
 from services.common.weights.snapshot import (
+    ALIGNMENT,
     AdapterIdentity,
     BaseVersion,
     Bits,
@@ -22,7 +25,7 @@ from services.common.weights.snapshot import (
     lay_out,
     tensor_digest,
 )
-from services.inference.weights.fetch import receive_buffer
+from services.inference.weights.fetch import ByteRange, Incoming, receive_buffer
 from services.inference.weights.mirror import Mirror
 
 Version = dict[str, Bits]
@@ -288,3 +291,38 @@ def test_a_mirror_refuses_the_version_of_another_adapter(other: AdapterIdentity 
     own = Manifest.of(run_id="r", policy="p", version=2, tensors=held.tensors, adapter=ADAPTER)
     mirror.write(mirror.verify(replace(sent, target=own), data))
     assert mirror.manifest.version == 2
+
+
+# -- A range accepts exactly its missing bytes, from any transport.
+
+
+@pytest.mark.parametrize(("offset", "size"), [(9, 1), (11, 1), (10, 6), (0, 0)])
+def test_other_bytes_than_those_due_are_refused_and_change_nothing(offset: int, size: int) -> None:
+    room = bytearray(5)
+    wanted = ByteRange(10, 15, memoryview(room))
+    with pytest.raises(CorruptDataError):
+        wanted.put(offset, b"x" * size)
+    assert wanted.offset == 10 and room == bytes(5)
+
+
+def test_a_complete_payload_is_freed_without_a_garbage_collection() -> None:
+    manifest = Manifest.of(run_id="r", policy="p", version=1, tensors=[])
+    payload = Payload(payload_id="p:1", encoding=Encoding.FULL, size_bytes=10, target=manifest)
+    incoming = Incoming(payload, memoryview(bytearray(10)))
+    for start, end in ((0, 4), (4, 10)):
+        incoming.shard(start, end).put(start, bytes(end - start))
+    freed = weakref.ref(incoming)
+    gc.disable()
+    try:
+        del incoming
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 5_000_000])
+def test_a_receive_buffer_is_aligned_and_writable(size: int) -> None:
+    buffer = receive_buffer(size)
+    array = np.frombuffer(buffer, dtype=np.uint8)
+    assert len(buffer) == size and (not size or array.ctypes.data % ALIGNMENT == 0)
+    assert array.flags.writeable

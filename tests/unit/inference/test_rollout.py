@@ -50,8 +50,8 @@ async def make_player(
     before: Behaviour | None = None,
     *,
     num_slots: int = 8,
-    infra_retries: int = 2,
     kind: type[Told] = Told,
+    gateway: FakeGateway | None = None,
     **engine: Any,
 ) -> tuple[RolloutPlayer, Records, Told, ServedPolicy]:
     policy = await served_policy(["hello"], **engine)
@@ -60,11 +60,11 @@ async def make_player(
     player = RolloutPlayer(
         workflows=dict.fromkeys(Purpose, as_workflow),
         policies={"model0": policy},
-        gateway=FakeGateway(),
+        gateway=gateway or FakeGateway(),
         sink=records,
         replica_id="a",
         num_slots=num_slots,
-        infra_retries=infra_retries,
+        infra_retries=2,
     )
     return player, records, workflow, policy
 
@@ -133,13 +133,24 @@ async def test_an_infrastructure_failure_is_played_again(error: Exception) -> No
     assert player.counters.retries == 2
 
 
+class MuteError(Exception):
+    """Its own code raises."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
 @pytest.mark.parametrize(
     ("error", "reason", "attempts"),
     [
         (InfrastructureError("down"), "INFRASTRUCTURE", 3),
         (PromptTooLongError("long"), "PROMPT_TOO_LONG", 1),
         (KeyError("answer"), "KeyError", 1),
+        (MuteError(), "MuteError", 1),
     ],
+    ids=["infrastructure", "prompt", "key", "mute"],
 )
 async def test_what_stays_wrong_fails_its_slot_and_no_other_and_is_never_a_reward(
     error: Exception, reason: str, attempts: int
@@ -150,21 +161,6 @@ async def test_what_stays_wrong_fails_its_slot_and_no_other_and_is_never_a_rewar
     assert [(failure.index, failure.reason) for failure in records.failures] == [(0, reason)]
     assert [trajectory.index for trajectory in records.trajectories] == [1, 2]
     assert workflow.num_runs == attempts + 2
-
-
-class MuteError(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-    __repr__ = __str__
-
-
-async def test_an_error_whose_own_code_raises_fails_its_slot() -> None:
-    player, records, _, _ = await make_player(raises(MuteError(), times=1))
-    player.play(make_order(indices=(0, 1)))
-    await player.wait_until_idle()
-    assert [failure.reason for failure in records.failures] == ["MuteError"]
-    assert len(records.trajectories) == 1
 
 
 async def cancels_itself(context: WorkflowContext) -> None:
@@ -230,27 +226,26 @@ class SlowGateway(FakeGateway):
         raise AssertionError("unreachable")
 
 
-async def slow_player(gateway: FakeGateway, before: Behaviour | None = None, **engine: Any) -> tuple[Any, Records, Any]:
-    policy = await served_policy(["hello"], **engine)
-    records = Records()
-    player = RolloutPlayer(
-        workflows=dict.fromkeys(Purpose, Told(SingleTurnSettings(), before)), policies={"model0": policy},
-        gateway=gateway, sink=records, replica_id="a", num_slots=1, infra_retries=2,
-    )  # fmt: skip
-    return player, records, policy
-
-
-async def played_late(gateway: FakeGateway, before: Behaviour | None = None, **engine: Any) -> str:
+async def played_late(before: Behaviour | None = None, **settings: Any) -> str:
     """Why a rollout that runs out of time has failed. The time is enough to reach the wait on a busy machine."""
-    player, records, _ = await slow_player(gateway, before, **engine)
+    player, records, _, _ = await make_player(before, **settings)
     player.play(make_order(indices=(0,), timeout_s=0.4))
     await player.wait_until_idle()
     (failure,) = records.failures
     return failure.reason
 
 
-async def test_a_policy_that_is_slow_has_timed_out() -> None:
-    assert await played_late(FakeGateway(), latency_s=3600.0) == RolloutTimeoutError.reason
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"latency_s": 3600.0}, RolloutTimeoutError.reason),
+        ({"gateway": SlowGateway()}, "DEADLINE_EXCEEDED"),
+        ({"latency_s": 3600.0, "before": raises(InfrastructureError("down"), times=1)}, "DEADLINE_EXCEEDED"),
+    ],
+    ids=["the policy", "the gateway", "an infrastructure failure"],
+)
+async def test_a_rollout_has_timed_out_only_where_the_policy_was_slow(settings: dict[str, Any], reason: str) -> None:
+    assert await played_late(**settings) == reason
 
 
 async def test_an_agent_outside_whose_generation_is_running_when_its_time_is_over_has_timed_out() -> None:
@@ -261,19 +256,10 @@ async def test_an_agent_outside_whose_generation_is_running_when_its_time_is_ove
         asked.add(asyncio.create_task(context.policy().generate([1], context.sampling)))
         await asyncio.sleep(3600)
 
-    assert await played_late(FakeGateway(), asks_from_another_task, latency_s=3600.0) == RolloutTimeoutError.reason
+    assert await played_late(asks_from_another_task, latency_s=3600.0) == RolloutTimeoutError.reason
     for task in asked:
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
-
-
-async def test_a_rollout_that_waits_for_the_gateway_when_its_time_is_over_is_no_time_out_of_the_policy() -> None:
-    assert await played_late(SlowGateway()) == "DEADLINE_EXCEEDED"
-
-
-async def test_a_rollout_whose_time_an_infrastructure_failure_took_is_no_time_out_of_the_policy() -> None:
-    before = raises(InfrastructureError("down"), times=1)
-    assert await played_late(FakeGateway(), before, latency_s=3600.0) == "DEADLINE_EXCEEDED"
 
 
 async def test_what_fails_while_a_late_rollout_cleans_up_is_infrastructure_and_not_played_again() -> None:
@@ -286,12 +272,12 @@ async def test_what_fails_while_a_late_rollout_cleans_up_is_infrastructure_and_n
         finally:
             raise InfrastructureError("the gateway is gone")
 
-    assert await played_late(FakeGateway(), breaks_at_the_end) == "INFRASTRUCTURE"
+    assert await played_late(breaks_at_the_end) == "INFRASTRUCTURE"
     assert len(runs) == 1
 
 
 async def test_a_late_rollout_of_an_ill_engine_is_left_to_another_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    player, records, policy = await slow_player(FakeGateway(), latency_s=3600.0)
+    player, records, _, policy = await make_player(latency_s=3600.0)
     player.play(make_order(indices=(0,), timeout_s=0.05))
     ill = dataclasses.replace(policy.engine.health(), ok=False, detail="a CUDA error")
     monkeypatch.setattr(policy.engine, "health", lambda: ill)

@@ -6,9 +6,8 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -41,11 +40,9 @@ from services.inference.workflows.scripts import (
     Cue,
     EarlierTurn,
     Scene,
-    act,
     load_scripts,
     solve_and_verify,
     speak,
-    write_and_test,
 )
 from tests.unit.inference.fakes import FakeGateway, qwen_like_chat
 
@@ -254,39 +251,6 @@ async def test_an_episode_follows_the_expert_to_the_end_or_idles() -> None:
         actions = [text.rpartition("ACTION: ")[2] for text in texts]
         assert actions == EXPERT if reward else set(actions) == {"look"}
         assert reward or len(set(texts)) == 1, "equal replies: task servers end that early"
-
-
-@pytest.mark.parametrize(
-    ("page", "action"),
-    [
-        ("WebShop [SEP] Instruction: [SEP] i want a mug [SEP] Search", "search[i want a mug]"),
-        ("Instruction: [SEP] i want a mug [SEP] Back to Search [SEP] B9K3K8CE89 [SEP] Mug [SEP] $1", "click[B9K3K8CE89]"),
-        ("Instruction: [SEP] i want a mug [SEP] Back to Search [SEP] Mug [SEP] Buy Now", "click[Buy Now]"),
-    ],
-)  # fmt: skip
-def test_a_shop_is_shopped_in_by_its_pages(page: str, action: str) -> None:
-    said = {act(_with_prompt(cue({"index": 1}, seed, workflow="agent_env"), page)) for seed in range(20)}
-    assert action in said
-    assert len(said) == (1 if action.startswith("search") else 2)
-
-
-def _with_prompt(made: Cue, prompt: str) -> Cue:
-    return replace(made, prompt=prompt)
-
-
-def test_written_test_cases_are_fenced_json_after_a_thought() -> None:
-    said = (EarlierTurn(policy="model0", text="```python\npass\n```"),)
-    settings = {"num_cases": 1, "verifier_thinking": True, "reward": "code"}
-    for seed in range(8):
-        asked = _with_settings(cue(STDIN, seed, said), settings)
-        text = write_and_test(asked)
-        assert text.startswith("<think>\n")
-        block = text.partition("```json\n")[2].partition("```")[0]
-        assert json.loads(block)[0]["input"] == "1 2\n"
-
-
-def _with_settings(made: Cue, settings: dict[str, Any]) -> Cue:
-    return replace(made, settings=SimpleNamespace(**settings))
 
 
 @pytest.mark.parametrize("config", [{"script": "nothing"}, {"script": "services.inference.workflows.scripts:SCRIPT"}])

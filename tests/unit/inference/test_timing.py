@@ -32,7 +32,7 @@ async def test_a_trajectory_says_what_its_rollout_did_and_when() -> None:
 
 async def test_a_failure_says_it_too_with_every_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.inference.rollouts._RETRY_BASE_S", 0.001)
-    player, records, _, _ = await make_player(raises(InfrastructureError("down")), infra_retries=2)
+    player, records, _, _ = await make_player(raises(InfrastructureError("down")))
     player.play(make_order(indices=(0,)))
     await player.wait_until_idle()
     (failure,) = records.failures

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import os
+import ctypes
+import multiprocessing
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from pathlib import Path
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +13,8 @@ from torch.distributed import DistNetworkError
 from services.common.system.child import START_AGAIN
 from services.trainer.config import INTERFACES, set_defaults
 from services.trainer.launch_ranks import _cause
-from services.trainer.ranks import SIGNALS, PeerLostError, leave_on_signal, peer_loss
+from services.trainer.ranks import PeerLostError, leave_on_signal, peer_loss
+from tests.waiting import WAIT_S
 
 
 def test_segments_expand_unless_the_environment_says_something_else() -> None:
@@ -88,48 +86,25 @@ def test_the_loss_of_a_peer_is_distinguished_from_other_errors() -> None:
 # -- A rank leaves on a signal, also while its main thread is inside a call that runs no Python.
 
 
-ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 120.0
-
-# A mutex that is locked twice: the main thread waits in C and no signal interrupts it, as in a collective.
-IN_C = """
-import ctypes
-from services.trainer.ranks import leave_on_signal
-leave_on_signal(lambda: print("leave", flush=True))
-libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
-libc.pthread_mutex_lock(mutex)
-print("waiting", flush=True)
-libc.pthread_mutex_lock(mutex)
-"""
+def stuck_in_c(pipe: Connection) -> None:
+    """A mutex that is locked twice: the main thread waits in C and no signal interrupts it, as in a collective."""
+    leave_on_signal(lambda: pipe.send("leave"))
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    libc.pthread_mutex_lock(mutex)
+    pipe.send("waiting")
+    libc.pthread_mutex_lock(mutex)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_rank_whose_main_thread_runs_no_python_is_told_to_leave() -> None:
-    process = subprocess.Popen([sys.executable, "-c", IN_C], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=stuck_in_c, args=(theirs,))
+    process.start()
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "waiting\n"
-        process.send_signal(signal.SIGTERM)
-        assert "leave\n" in process.stdout, "at once, while the main thread is in C"
+        assert ours.poll(WAIT_S) and ours.recv() == "waiting"
+        process.terminate()
+        assert ours.poll(WAIT_S) and ours.recv() == "leave", "at once, while the main thread is in C"
     finally:
         process.kill()
-        process.communicate()
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    before = [signal.getsignal(number) for number in SIGNALS]
-    yield
-    signal.set_wakeup_fd(-1)
-    for number, handler in zip(SIGNALS, before, strict=True):
-        signal.signal(number, handler)
-
-
-def test_other_signals_are_no_reason_to_leave(handlers: None) -> None:
-    before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    left = threading.Event()
-    leave_on_signal(left.set)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert not left.is_set()
-    os.kill(os.getpid(), signal.SIGINT)
-    assert left.wait(TIMEOUT_S)
-    signal.signal(signal.SIGUSR1, before)
+        process.join(WAIT_S)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from services.trainer.config import Settings, parse
+from services.trainer.config import parse
 from tests.waiting import PROCESS_S
 
 
@@ -26,12 +25,6 @@ def test_help_teaches_without_importing_torch(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROCESS_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "usage: python -m services.trainer" in done.stdout
-
-
-def test_arguments_become_settings() -> None:
-    assert parse(["--policy", "p", "--orchestrator", "h:1", "--run-dir", "runs/x"]) == Settings(
-        policy="p", orchestrator="h:1", run_dir=Path("runs/x")
-    )
 
 
 def test_a_missing_argument_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,12 +15,10 @@ from services.common.weights.snapshot import (
     DEFAULT_DIRECTORIES,
     Snapshot,
     SnapshotSpaceError,
-    SnapshotWriter,
-    TensorSpec,
 )
 from services.trainer import publish
 from services.trainer.model.policy_model import build_policy_model
-from services.trainer.publish import SnapshotPublisher, Snapshots, snapshot_directories, sweep
+from services.trainer.publish import SnapshotPublisher, Snapshots, snapshot_directories
 from services.trainer.ranks import Ranks
 from tests.unit.trainer.building import tiny_causal_lm
 
@@ -29,22 +27,6 @@ def test_snapshots_spill_into_the_run_directory_unless_the_recipe_names_another(
     assert snapshot_directories(WeightsConfig(), Path("runs/r")) == (*DEFAULT_DIRECTORIES, Path("runs/r/snapshots"))
     named = WeightsConfig(spill_directory="/mnt/spill")
     assert snapshot_directories(named, Path("runs/r")) == (*DEFAULT_DIRECTORIES, Path("/mnt/spill"))
-
-
-def test_sweeping_creates_the_directories_and_removes_files_of_dead_writers(tmp_path: Path) -> None:
-    spill = tmp_path / "not" / "there" / "yet"
-    sweep([spill])
-    with SnapshotWriter.create(
-        run_id="r", policy="p", version=1, specs=[TensorSpec(name="w", dtype="uint8", shape=(3,))], directories=[spill]
-    ) as writer:
-        draft = next(spill.iterdir())
-        dead = draft.with_name(draft.name.replace(f".{os.getpid()}.", ".4194304."))  # beyond the largest pid
-        draft.rename(dead)
-        sweep([spill])
-        assert dead.exists(), "still being written, by whatever process"
-        writer.close()
-    sweep([spill])
-    assert not list(spill.iterdir())
 
 
 class TakingProcess:
@@ -82,7 +64,7 @@ def test_without_room_anywhere_a_version_waits_for_it(tmp_path: Path, monkeypatc
     assert publisher.publish(4) is not None and len(process.announced) == 1 and not refusals
 
     refusals += [errno.ENOSPC] * 1000
-    with pytest.raises(SnapshotSpaceError, match="no room for version 5"):
+    with pytest.raises(SnapshotSpaceError, match=r"no room for version 5.*Free memory there"):
         publisher.publish(5)
     assert len(process.announced) == 1
 

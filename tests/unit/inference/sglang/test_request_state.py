@@ -36,30 +36,12 @@ def test_a_leg_cut_short_keeps_the_spans_of_what_is_left() -> None:
     assert [(s.weight_version, s.num_tokens) for s in it.generation(FinishReason.STOP).segments] == [(0, 2), (1, 1)]
 
 
-def test_spans_on_an_older_cache_are_marked() -> None:
-    it = state(max_new_tokens=50)
-    it.take(output(4, 5), spans((0, 0, 1), (1, 1, 2)), mixed_from=1)
-    it.take(output(6), spans((1, 0, 1)), mixed_from=0)
-    marks = [(s.weight_version, s.num_tokens, s.mixed_cache) for s in it.generation(FinishReason.LENGTH).segments]
-    assert marks == [(0, 1, False), (1, 2, True)]
-
-
 @pytest.mark.parametrize("told", [(), ((0, 0, 1),), ((0, 0, 1), (1, 2, 3)), ((0, 1, 3),)])
 def test_tokens_without_a_version_are_refused(told: tuple[tuple[int, int, int], ...]) -> None:
     it = state(max_new_tokens=50)
     with pytest.raises(InfrastructureError, match="which weights"):
         it.take(output(4, 5, 6), spans(*told), mixed_from=None)
     assert it.tokens == []
-
-
-def test_stop_tokens_are_forbidden_in_a_leg_of_their_own() -> None:
-    it = state(max_new_tokens=50, min_new_tokens=3)
-    first = it.next_call(16)
-    assert (first.max_new_tokens, first.suppress_stop) == (3, True)
-    it.take(output(4, 5, 6), spans((0, 0, 3)), mixed_from=None)
-    second = it.next_call(16)
-    assert (second.max_new_tokens, second.suppress_stop) == (47, False)
-    assert not state(stop=(), min_new_tokens=3, max_new_tokens=9).next_call(1).suppress_stop
 
 
 def test_a_request_has_ended_with_its_stop_token_whatever_the_server_said() -> None:
