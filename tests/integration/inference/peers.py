@@ -61,7 +61,6 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
         self.port = 0
         self._server: grpc.aio.Server | None = None
         self._commands: asyncio.Queue[pool_pb2.JoinPoolResponse | Exception | None] = asyncio.Queue()
-        self._acks: asyncio.Queue[int | None] = asyncio.Queue()
 
     @property
     def address(self) -> str:

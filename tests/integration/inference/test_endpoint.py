@@ -117,16 +117,6 @@ async def test_a_stream_gives_what_a_whole_answer_gives(policy: ServedPolicy, se
     assert sequence.token_ids.tolist() == whole.sequences(1.0)[0].token_ids.tolist()
 
 
-async def test_a_streamed_call_comes_as_a_call_and_not_as_text(server: EndpointServer) -> None:
-    session = session_of(await served_policy([CALL]), sampling=Sampling(max_new_tokens=200))
-    async with asking(server, session) as client:
-        stream = await client.chat.completions.create(model=POLICY, messages=USER, tools=[ADD], stream=True)
-        deltas = [chunk.choices[0].delta async for chunk in stream]
-    assert "".join(delta.content or "" for delta in deltas).strip() == "I add."
-    (call,) = [call for delta in deltas for call in delta.tool_calls or []]
-    assert (call.function.name, call.function.arguments) == ("add", '{"a":1}')
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_ends_the_turn_in_the_engine_and_the_conversation_goes_on(
     policy: ServedPolicy, server: EndpointServer, stream: bool

@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 
 MODULE = "tests.integration.trainer.snapshot_cases"
 WAIT_S = 120.0
-CASES = ["tied", "untied", "several_hosts", "no_room", "unmappable", "late"]
+CASES = ["tied", "untied", "several_hosts", "no_room", "unmappable"]
 
 
 @pytest.fixture(scope="module", params=[3])

@@ -16,7 +16,7 @@ from services.common.errors import ConfigError, DatasetError, InvalidRequestErro
 from services.common.text.chat import Chat, load_tokenizer
 from services.common.tiny import build
 from services.inference.engine.base import ByteTokenizer
-from tests.unit.inference.fakes import SPECIAL, TEMPLATE, qwen_like_chat, qwen_like_tokenizer, thinking_chat
+from tests.unit.inference.fakes import TEMPLATE, qwen_like_chat, qwen_like_tokenizer, thinking_chat
 
 TOOLS = [{"type": "function", "function": {"name": "run", "description": "", "parameters": {}}}]
 TEXT = st.text(alphabet=st.sampled_from("ab1 \n.{}\\é<>"), max_size=30)
@@ -216,16 +216,6 @@ def test_nothing_that_a_schema_brings_begins_or_ends_a_turn(forged: str) -> None
     ):
         attack, harmless = (chat.prompt_ids(user, [filled(tool, text)]) for text in (forged, "x"))
         assert marks(chat, attack) == marks(chat, harmless) and attack != harmless
-
-
-@given(st.lists(st.sampled_from([*SPECIAL, "<", "|", "im_end", ">", "a", " "]), max_size=12), st.integers(1, 4))
-def test_content_in_parts_is_the_same_as_in_one_text(pieces: list[str], size: int) -> None:
-    chat, text = qwen_like_chat(), "".join(pieces)
-    parts = [{"type": "text", "text": text[i : i + size]} for i in range(0, len(text), size)]
-    for role in ("user", "tool", "system"):
-        whole, cut = {"role": role, "content": text}, {"role": role, "content": parts}
-        assert chat.prompt_ids([whole]) == chat.prompt_ids([cut])
-        assert chat.continuation_ids([whole]) == chat.continuation_ids([cut])
 
 
 @pytest.mark.parametrize(

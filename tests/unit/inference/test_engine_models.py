@@ -42,19 +42,17 @@ def test_a_damaged_checkpoint_is_an_error_with_its_path(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_weights_of_another_size_than_the_config_are_a_mismatch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "other", "told"),
+    [("intermediate_size", 96, 128, "{path}"), ("num_hidden_layers", 2, 3, r"missing keys model\.layers\.2")],
+)
+def test_weights_that_do_not_fit_the_config_are_a_mismatch(
+    tmp_path: Path, key: str, value: int, other: int, told: str
+) -> None:
     build_model("llama").save_pretrained(tmp_path)
     config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace('"intermediate_size": 96', '"intermediate_size": 128'))
-    with pytest.raises(ModelMismatchError, match=str(tmp_path)):
-        load_model(tmp_path)
-
-
-def test_a_checkpoint_that_lacks_weights_is_a_mismatch(tmp_path: Path) -> None:
-    build_model("llama").save_pretrained(tmp_path)
-    config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
-    with pytest.raises(ModelMismatchError, match=r"missing keys model\.layers\.2"):
+    config.write_text(config.read_text().replace(f'"{key}": {value}', f'"{key}": {other}'))
+    with pytest.raises(ModelMismatchError, match=told.format(path=tmp_path)):
         load_model(tmp_path)
 
 

@@ -31,17 +31,6 @@ async def test_a_groups_prompt_is_prefilled_once(launch: Launch) -> None:
         assert max_gap(model, prompt, generation, generation.segments[0]) <= TOLERANCE
 
 
-async def test_a_prompt_that_differs_in_one_early_token_reuses_only_up_to_there(launch: Launch) -> None:
-    model = build_model("qwen3")
-    engine = await launch(model)
-    prompt = make_prompt(60)
-    await engine.generate(make_request(prompt, max_new_tokens=5))
-    other = [*prompt[:30], (prompt[30] + 1) % 300, *prompt[31:]]
-    generation = await engine.generate(make_request(other, max_new_tokens=20))
-    assert engine.counters.reused == 30
-    assert max_gap(model, other, generation, generation.segments[0]) <= TOLERANCE
-
-
 async def test_a_seed_gives_the_same_sample_whatever_runs_beside_it(launch: Launch) -> None:
     engine = await launch(build_model("qwen3"))
     prompt = make_prompt(25)

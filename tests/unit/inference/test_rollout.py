@@ -24,7 +24,7 @@ from services.inference.engine.base import WeightUpdate
 from services.inference.rollouts import RolloutPlayer, ServedPolicy
 from services.inference.workflows.base import Outcome, Reward, Workflow, WorkflowContext
 from services.inference.workflows.single import SingleTurn, SingleTurnSettings
-from tests.unit.inference.fakes import FakeGateway, RecordingEngine, Records, make_order, served_policy
+from tests.unit.inference.fakes import FakeGateway, RecordingEngine, Records, make_order, played, served_policy
 
 Behaviour = Callable[[WorkflowContext], Any]
 
@@ -104,8 +104,7 @@ async def test_every_slot_of_an_order_becomes_a_trajectory() -> None:
 @pytest.mark.parametrize("purpose", Purpose)
 async def test_only_what_is_trained_records_which_tokens_could_be_drawn(purpose: Purpose) -> None:
     player, _, _, policy = await make_player()
-    player.play(make_order(purpose=purpose))
-    await player.wait_until_idle()
+    await played(player, make_order(purpose=purpose))
     engine = policy.engine
     assert isinstance(engine, RecordingEngine)
     assert {request.record_kept for request in engine.requests} == {purpose is Purpose.TRAIN}
@@ -126,8 +125,7 @@ async def test_a_repeated_order_plays_no_slot_twice() -> None:
 )
 async def test_an_infrastructure_failure_is_played_again(error: Exception) -> None:
     player, records, workflow, _ = await make_player(raises(error, times=2))
-    player.play(make_order(indices=(0,)))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0,)))
     assert len(records.trajectories) == 1
     assert workflow.num_runs == 3
     assert player.counters.retries == 2
@@ -156,8 +154,7 @@ async def test_what_stays_wrong_fails_its_slot_and_no_other_and_is_never_a_rewar
     error: Exception, reason: str, attempts: int
 ) -> None:
     player, records, workflow, _ = await make_player(raises(error, times=attempts), num_slots=1)
-    player.play(make_order(indices=(0, 1, 2)))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0, 1, 2)))
     assert [(failure.index, failure.reason) for failure in records.failures] == [(0, reason)]
     assert [trajectory.index for trajectory in records.trajectories] == [1, 2]
     assert workflow.num_runs == attempts + 2
@@ -180,12 +177,10 @@ async def cancels_itself(context: WorkflowContext) -> None:
 )
 async def test_a_workflow_that_leaves_or_cancels_fails_its_slots_by_name(before: Behaviour, reason: str) -> None:
     player, records, workflow, _ = await make_player(before)
-    player.play(make_order(indices=range(2)))  # type: ignore[arg-type]
-    await player.wait_until_idle()
+    await played(player, make_order(indices=range(2)))  # type: ignore[arg-type]
     assert [failure.reason for failure in records.failures] == [reason] * 2
     workflow._before = None
-    player.play(make_order(task_group_id="g1", indices=range(2)))  # type: ignore[arg-type]
-    await player.wait_until_idle()
+    await played(player, make_order(task_group_id="g1", indices=range(2)))  # type: ignore[arg-type]
     assert len(records.trajectories) == 2
 
 
@@ -202,16 +197,14 @@ async def test_every_rollout_has_a_row_of_its_own() -> None:
     player, records, _, _ = await make_player(kind=Counting)
     order = make_order()
     order.task.data["places"] = []  # type: ignore[index]
-    player.play(order)
-    await player.wait_until_idle()
+    await played(player, order)
     assert len(records.trajectories) == 4
     assert seen == [(0, [])] * 4
 
 
 async def test_a_rollout_beyond_its_time_is_a_failure_that_names_the_wait() -> None:
     player, records, _, _ = await make_player(forever)
-    player.play(make_order(indices=(0,), timeout_s=0.05))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0,), timeout_s=0.05))
     (failure,) = records.failures
     assert failure.reason == "DEADLINE_EXCEEDED", "its own code may have waited for anything"
     assert "g0/0" in failure.detail
@@ -229,8 +222,7 @@ class SlowGateway(FakeGateway):
 async def played_late(before: Behaviour | None = None, **settings: Any) -> str:
     """Why a rollout that runs out of time has failed. The time is enough to reach the wait on a busy machine."""
     player, records, _, _ = await make_player(before, **settings)
-    player.play(make_order(indices=(0,), timeout_s=0.4))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0,), timeout_s=0.4))
     (failure,) = records.failures
     return failure.reason
 
@@ -302,8 +294,7 @@ async def test_a_cancelled_group_leaves_nothing_and_can_be_ordered_again() -> No
 async def test_an_evaluation_on_another_version_is_refused_as_stale_and_may_come_again() -> None:
     player, records, _, policy = await make_player()
     order = make_order(indices=(0,), required_versions={"model0": 3})
-    player.play(order)
-    await player.wait_until_idle()
+    await played(player, order)
     assert [f.reason for f in records.failures] == [WeightsStaleError.reason]
     await policy.engine.update(WeightUpdate.full({}, 3))
     assert player.play(order) == 1
@@ -316,16 +307,14 @@ async def test_an_evaluation_that_saw_a_swap_is_stale() -> None:
         await policy.engine.update(WeightUpdate.full({}, 4))
 
     player, records, _, policy = await make_player(swap)
-    player.play(make_order(indices=(0,), required_versions={"model0": 0}))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0,), required_versions={"model0": 0}))
     assert [f.reason for f in records.failures] == [WeightsStaleError.reason]
 
 
 async def test_slots_of_a_group_draw_different_numbers_and_repeating_one_draws_the_same() -> None:
     async def seeds_of_a_run() -> dict[int, int | None]:
         player, _, _, policy = await make_player()
-        player.play(make_order(seed=5))
-        await player.wait_until_idle()
+        await played(player, make_order(seed=5))
         requests = policy.engine.requests  # type: ignore[attr-defined]
         return {int(r.request_id.split("/")[1]): r.seed for r in requests}
 
@@ -337,8 +326,7 @@ async def test_slots_of_a_group_draw_different_numbers_and_repeating_one_draws_t
 async def test_a_dead_engine_leaves_slots_open_for_another_replica() -> None:
     player, records, _, policy = await make_player()
     await policy.engine.stop()
-    player.play(make_order())
-    await player.wait_until_idle()
+    await played(player, make_order())
     assert records.all == []
 
 
@@ -349,8 +337,7 @@ async def test_an_outcome_without_a_number_is_a_failure() -> None:
             return Outcome(sequences=outcome.sequences, reward=float("nan"))
 
     player, records, _, _ = await make_player(kind=Broken)
-    player.play(make_order(indices=(0,)))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0,)))
     assert [f.reason for f in records.failures] == ["ValueError"]
 
 
@@ -369,8 +356,7 @@ async def test_what_a_users_workflow_does_wrong_is_told_with_its_line() -> None:
         (Told, raises(KeyError("answer")), "'answer'"),
     ):
         player, records, _, _ = await make_player(before, kind=kind)
-        player.play(make_order(indices=(0,)))
-        await player.wait_until_idle()
+        await played(player, make_order(indices=(0,)))
         (failure,) = records.failures
         assert re.fullmatch(rf"{re.escape(__file__)}:\d+: {re.escape(told)}", failure.detail)
 
@@ -390,6 +376,5 @@ async def test_a_source_with_a_workflow_of_its_own_is_played_by_that_one() -> No
         order = dataclasses.replace(
             make_order(indices=(0,)), task_group_id=f"g{number}", source=source, purpose=purpose
         )
-        player.play(order)
-    await player.wait_until_idle()
+        await played(player, order)
     assert (own.num_runs, usual.num_runs) == (1, 3)

@@ -11,7 +11,7 @@ from services.common.errors import InfrastructureError
 from services.common.records import Task
 from services.inference.rollouts import MAX_PHASES, RolloutClock, TimedGateway
 from services.inference.workflows.base import JudgeCase
-from tests.unit.inference.fakes import FakeGateway, make_order
+from tests.unit.inference.fakes import FakeGateway, make_order, played
 from tests.unit.inference.test_rollout import make_player, raises
 
 TASK = Task(task_id="t", data={})
@@ -19,8 +19,7 @@ TASK = Task(task_id="t", data={})
 
 async def test_a_trajectory_says_what_its_rollout_did_and_when() -> None:
     player, records, _, _ = await make_player()
-    player.play(make_order(indices=(0,)))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0,)))
     (trajectory,) = records.trajectories
     timing = trajectory.timing
     assert 0 < timing.accepted_at <= trajectory.started_at
@@ -33,8 +32,7 @@ async def test_a_trajectory_says_what_its_rollout_did_and_when() -> None:
 async def test_a_failure_says_it_too_with_every_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.inference.rollouts._RETRY_BASE_S", 0.001)
     player, records, _, _ = await make_player(raises(InfrastructureError("down")))
-    player.play(make_order(indices=(0,)))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0,)))
     (failure,) = records.failures
     assert failure.timing.num_retries == 2
     assert [(phase.what, phase.detail) for phase in failure.timing.phases] == [("retry", "INFRASTRUCTURE")] * 2
@@ -46,8 +44,7 @@ async def test_a_rollout_that_waits_for_a_slot_shows_how_long() -> None:
         await asyncio.sleep(0.05)
 
     player, records, _, _ = await make_player(slowly, num_slots=1)
-    player.play(make_order(indices=(0, 1)))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0, 1)))
     first, second = sorted(records.trajectories, key=lambda trajectory: trajectory.started_at)
     assert second.started_at - second.timing.accepted_at >= first.finished_at - first.started_at > 0.04
 

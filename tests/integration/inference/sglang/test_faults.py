@@ -308,18 +308,6 @@ def updates(asked: list[tuple[str, Any]], number: int) -> int:
     return sum(route == "/update_weights_from_disk" and body["weight_version"] == str(number) for route, body in asked)
 
 
-async def test_a_refused_update_that_changed_nothing_is_repeated(launch: Launch) -> None:
-    engine = await launch()
-    await misbehave(engine, "/update_weights_from_disk", status=400, message="Failed to get weights iterator")
-    pending = start(engine)
-    await until_tokens(engine, 10)
-    assert await engine.update(version(1)) > 0
-    assert updates(await seen(engine), 1) == 2
-    generation = await pending[0]
-    check_whole(generation)
-    assert [segment.weight_version for segment in generation.segments] == [0, 1]
-
-
 async def test_a_server_that_refuses_twice_is_started_anew_with_the_version(launch: Launch) -> None:
     engine = await launch(number=2)
     await misbehave(engine, "/update_weights_from_disk", status=400, times=2)
