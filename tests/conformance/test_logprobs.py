@@ -170,18 +170,6 @@ async def test_cached_prefixes_die_with_their_version(exact: Subject) -> None:
     assert max_gap(new, prompt, generation, generation.segments[0]) <= TOLERANCE
 
 
-async def test_updates_one_after_another_end_in_the_last(exact: Subject) -> None:
-    models = [exact.next_model(seed) for seed in (1, 2)]
-    prompt = make_prompt(30)
-    pending = asyncio.ensure_future(exact.engine.generate(make_request(prompt, max_new_tokens=200)))
-    await until_tokens(exact.engine, 5)
-    await exact.engine.update(WeightUpdate.full(named_weights(models[0]), 1))
-    await exact.engine.update(WeightUpdate.full(named_weights(models[1]), 2))
-    generation = await pending
-    assert [s.weight_version for s in generation.segments] in ([0, 2], [0, 1, 2])
-    assert max_gap(models[1], prompt, generation, generation.segments[-1]) <= TOLERANCE
-
-
 async def test_a_refused_update_leaves_the_weights_as_they_were(exact: Subject) -> None:
     weights = dict(named_weights(exact.next_model()))
     last = list(weights)[-1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import InvalidRequestError, PromptTooLongError
+from services.common.errors import InfrastructureError, InvalidRequestError, PromptTooLongError
 from services.inference.engine.base import Engine, FinishReason
 from tests.conformance.subjects import CONTEXT, Subject, until_idle, until_tokens
 from tests.random_models import VOCAB, make_prompt, make_request
@@ -118,3 +118,17 @@ async def test_cancelling_the_task_frees_the_slot(engine: Engine) -> None:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
     await until_idle(engine)
+
+
+# -- Waiting calls fail when an engine is stopped.
+
+
+async def test_stop_fails_what_is_running(engine: Engine) -> None:
+    pending = asyncio.ensure_future(engine.generate(make_request(make_prompt(10), max_new_tokens=580)))
+    await until_tokens(engine, 1)
+    await engine.stop()
+    with pytest.raises(InfrastructureError, match="stopped"):
+        await pending
+    assert not engine.health().ok
+    with pytest.raises(InfrastructureError, match="stopped"):
+        await engine.generate(make_request([1, 2]))

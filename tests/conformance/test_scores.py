@@ -68,24 +68,6 @@ async def test_scores_are_of_the_weights_that_are_held(exact: Subject) -> None:
 
 
 @SCORING
-async def test_scores_are_a_function_of_the_sequence(subject: Subject) -> None:
-    """Independent of concurrent requests."""
-    tokens = make_prompt(50, 4)
-    whole = make_score_request(tokens, list(range(1, 50)))
-    alone = await subject.engine.score(whole)
-    generating = [
-        asyncio.ensure_future(subject.engine.generate(make_request(make_prompt(9, i), max_new_tokens=30)))
-        for i in range(3)
-    ]
-    beside = await asyncio.gather(*(subject.engine.score(whole) for _ in range(4)))
-    part = await subject.engine.score(make_score_request(tokens, [10, 30]))
-    await asyncio.gather(*generating)
-    assert np.isfinite(alone).all() and (alone <= 0).all()
-    assert all(np.abs(scores - alone).max() <= 1e-5 for scores in beside)
-    assert np.abs(part - alone[[9, 29]]).max() <= 1e-5
-
-
-@SCORING
 async def test_scoring_changes_nothing_of_what_is_generated(subject: Subject) -> None:
     request = make_prompt(20, 6)
     alone = await subject.engine.generate(make_request(request, seed=3, max_new_tokens=30))

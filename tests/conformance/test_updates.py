@@ -10,7 +10,7 @@ import pytest
 
 from services.common.errors import ModelMismatchError
 from services.common.weights.codec import ChunkChange
-from services.inference.engine.base import Engine, FinishReason, WeightUpdate
+from services.inference.engine.base import Engine, WeightUpdate
 from tests.conformance.subjects import Shape, Subject, until_tokens
 from tests.random_models import make_prompt, make_request
 
@@ -21,19 +21,6 @@ OF_FLOATS: dict[str, Any] = {"dtype": "float32", "complete": False}
 
 def one_change(position: int) -> ChunkChange:
     return ChunkChange(start=0, positions=np.array([position]), values=np.zeros(1, np.uint32), num_changes=1)
-
-
-async def test_an_update_splits_segments_and_keeps_the_budget(subject: Subject) -> None:
-    engine = subject.engine
-    pending = asyncio.ensure_future(engine.generate(make_request(make_prompt(10), max_new_tokens=500)))
-    await until_tokens(engine, 10)
-    assert await engine.update(subject.same_weights(7)) >= 0
-    generation = await pending
-    assert [s.weight_version for s in generation.segments] == [0, 7]
-    assert all(s.num_tokens for s in generation.segments)
-    assert len(generation.token_ids) == 500
-    assert generation.finish_reason is FinishReason.LENGTH
-    assert engine.version == 7
 
 
 async def test_every_interruption_counts_against_the_same_budget(subject: Subject) -> None:

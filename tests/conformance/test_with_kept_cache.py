@@ -19,16 +19,6 @@ def kv_policy() -> KvPolicy:
     return KvPolicy.KEEP
 
 
-async def test_tokens_on_a_kept_cache_are_marked(subject: Subject) -> None:
-    engine = subject.engine
-    pending = asyncio.ensure_future(engine.generate(make_request(make_prompt(40), max_new_tokens=300)))
-    await until_tokens(engine, 10)
-    await engine.update(subject.same_weights(1))
-    generation = await pending
-    assert [(s.weight_version, s.mixed_cache) for s in generation.segments] == [(0, False), (1, True)]
-    assert len(generation.token_ids) == 300
-
-
 async def test_what_a_kept_cache_goes_into_is_marked(exact: Subject) -> None:
     """The engine may reuse such a cache for a later request; the tokens of the request are then marked, too."""
     engine, new = exact.engine, exact.next_model()

@@ -89,25 +89,3 @@ async def test_two_servers_take_an_update_in_mid_generation_and_one_goes_on_for_
 async def test_a_model_path_that_is_not_there_is_named_before_any_server_starts(build: Build, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, InfrastructureError), match="no_such_model"):
         await (await build(str(tmp_path / "no_such_model"))).start()
-
-
-async def test_a_server_that_dies_while_loading_is_quoted(build: Build, model: Any, tmp_path: Path) -> None:
-    """A directory with a config and without weights: found out by SGLang alone."""
-    hollow = tmp_path / "hollow"
-    hollow.mkdir()
-    (hollow / "config.json").write_bytes((Path(model.name_or_path) / "config.json").read_bytes())
-    engine = await build(str(hollow))
-    with pytest.raises(InfrastructureError) as caught:
-        await engine.start()
-    assert "while loading" in caught.value.message
-    assert "policies.<name>.model.path" in caught.value.message  # the remedy
-    assert str(hollow) in caught.value.message  # in its last lines
-    assert not engine.health().ok
-
-
-async def test_an_argument_that_sglang_does_not_know_is_named(build: Build) -> None:
-    engine = await build(sglang={"extra_arguments": {"no_such_argument": 1}})
-    with pytest.raises(InfrastructureError) as caught:
-        await engine.start()
-    assert "unrecognized arguments: --no-such-argument 1" in caught.value.message
-    assert "sglang.extra_arguments" in caught.value.message

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from services.inference.endpoint.server import EndpointServer
+from tests.integration.inference.endpoint_peers import serving
 from tests.integration.inference.peers import FakeGatewayServer, FakeOrchestrator
 
 
@@ -23,3 +25,10 @@ async def gateway_server() -> AsyncIterator[FakeGatewayServer]:
     await fake.start()
     yield fake
     await fake.stop()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[EndpointServer]:
+    """An endpoint in a run without keys."""
+    async with serving() as server:
+        yield server

@@ -130,6 +130,21 @@ async def anthropic_of(server: EndpointServer, session: str, **settings: Any) ->
         await client.close()
 
 
+@asynccontextmanager
+async def asking(server: EndpointServer, session: CapturedSession) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client in a session that is open until the block ends."""
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            yield client
+
+
+@asynccontextmanager
+async def asking_anthropic(server: EndpointServer, session: CapturedSession) -> AsyncIterator[Any]:
+    with server.opened(session) as session_id:
+        async with anthropic_of(server, session_id) as client:
+            yield client
+
+
 async def play_tools(client: AsyncOpenAI, turns: int, question: str = "go", **request: Any) -> list[Mapping[str, Any]]:
     """A conversation in the way of agent frameworks: the client's answer is appended, tools are answered."""
     messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]

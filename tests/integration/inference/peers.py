@@ -53,19 +53,14 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
         self.records: list[pool_pb2.NumberedRecord] = []  # as they came, over all streams
         self.message_sizes: list[int] = []  # records of each message
         self.senders: set[tuple[str, str]] = set()  # replica id and incarnation of each message
-        self.num_streams = 0
-        self.num_report_streams = 0
-        self.end_report_stream = False  # at the next report
         self.answer = pool_pb2.RecordAck()  # the fields of every acknowledgement, without its number
         self.acknowledge: Callable[[pool_pb2.NumberedRecord], bool] = lambda record: True
         self.report_error: Exception | None = None
         self.next_report_s = 0.0
         self.join_error: Exception | None = None
-        self.stream_error: Exception | None = None
         self.port = 0
         self._server: grpc.aio.Server | None = None
         self._commands: asyncio.Queue[pool_pb2.JoinPoolResponse | Exception | None] = asyncio.Queue()
-        self._acks: asyncio.Queue[int | None] = asyncio.Queue()
 
     @property
     def address(self) -> str:
@@ -146,24 +141,16 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
     async def StreamReports(
         self, request_iterator: AsyncIterator[pool_pb2.StreamReportsRequest], context: Context
     ) -> AsyncIterator[pool_pb2.StreamReportsResponse]:
-        self.num_report_streams += 1
         async for request in request_iterator:
-            if self.end_report_stream:
-                self.end_report_stream = False
-                return  # without an answer and without an error
             yield self._answer(request)
 
     async def StreamTrajectories(
         self, request_iterator: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], context: Context
     ) -> AsyncIterator[pool_pb2.StreamTrajectoriesResponse]:
-        self.num_streams += 1
         async for request in request_iterator:
             self.records += request.records
             self.message_sizes.append(len(request.records))
             self.senders.add((request.replica_id, request.incarnation))
-            if self.stream_error is not None:
-                error, self.stream_error = self.stream_error, None
-                raise error
             acks = []
             for record in filter(self.acknowledge, request.records):
                 acks.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -14,18 +14,11 @@ from services.common.records import Origin, Sampling, TokenSequence
 from services.common.text.chat import Chat
 from services.inference.endpoint.server import EndpointServer
 from services.inference.engine.base import GenerationRequest
-from tests.integration.inference.agent_harness import LEAD, SPEAKERS, client_for, play
-from tests.integration.inference.endpoint_peers import client_of, mismatches, serving, session_of, torch_policy
+from tests.integration.inference.agent_harness import LEAD, play
+from tests.integration.inference.endpoint_peers import asking, client_of, mismatches, session_of, torch_policy
 from tests.unit.inference.fakes import qwen_like_chat, served_policy
 
-DIALECTS = [pytest.param(name, marks=pytest.mark.needs("anthropic") if name == "messages" else []) for name in SPEAKERS]
 USER: list[Any] = [{"role": "user", "content": "go"}]
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[EndpointServer]:
-    async with serving() as server:
-        yield server
 
 
 def call(name: str, argument: str, value: str) -> str:
@@ -56,17 +49,15 @@ def origins(sequences: Sequence[TokenSequence]) -> Counter[Origin]:
     return Counter(sequence.origin for sequence in sequences)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_subagents_parallel_calls_and_compactions_are_sequences_with_parents(
-    server: EndpointServer, dialect: str, stream: bool
+    server: EndpointServer, stream: bool
 ) -> None:
     policy = await served_policy(script(qwen_like_chat()), context_length=4096)
     engine: Any = policy.engine
     session = session_of(policy, sampling=Sampling(max_new_tokens=400))
-    with server.opened(session) as session_id:
-        async with client_for(dialect, server.base_url, session_id) as client:
-            await play(dialect, client, "Write the report", streams=lambda: stream)
+    async with asking(server, session) as client:
+        await play(client, "Write the report", streams=lambda: stream)
     sequences = session.sequences(1.0)
     assert origins(sequences) == {Origin.ROOT: 1, Origin.SUBAGENT: 3, Origin.BRANCH: 1, Origin.COMPACTION: 2}
     lead, *subagents, branch, first, second = sequences
@@ -79,15 +70,13 @@ async def test_subagents_parallel_calls_and_compactions_are_sequences_with_paren
     assert sum(sequence.num_trained_tokens for sequence in sequences) == sampled
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-async def test_what_a_harness_trains_is_what_was_sampled(server: EndpointServer, dialect: str) -> None:
+async def test_what_a_harness_trains_is_what_was_sampled(server: EndpointServer) -> None:
     async with torch_policy() as policy:
         engine: Any = policy.engine
         session = session_of(policy, sampling=Sampling(max_new_tokens=12))
         numbers = iter(range(1000))
-        with server.opened(session) as session_id:
-            async with client_for(dialect, server.base_url, session_id) as client:
-                await play(dialect, client, "Write the report", streams=lambda: next(numbers) % 3 == 0)
+        async with asking(server, session) as client:
+            await play(client, "Write the report", streams=lambda: next(numbers) % 3 == 0)
         assert mismatches(engine.said, session) == 0
         sampled = sum(len(generation.token_ids) for _, generation in engine.said)
         assert sum(sequence.num_trained_tokens for sequence in session.sequences(0.0)) == sampled
@@ -97,14 +86,13 @@ async def test_a_history_that_is_cut_at_its_end_goes_on_from_the_ids_of_its_begi
     async with torch_policy() as policy:
         engine: Any = policy.engine
         session = session_of(policy)
-        with server.opened(session) as session_id:
-            async with client_of(server, session_id) as client:
-                messages = list(USER)
-                for _ in range(3):
-                    answer = await client.chat.completions.create(model="default", messages=messages)
-                    messages += [answer.choices[0].message.model_dump(exclude_none=True), *USER]
-                again = [*messages[:2], {"role": "user", "content": "another way"}]
-                await client.chat.completions.create(model="default", messages=again)
+        async with asking(server, session) as client:
+            messages = list(USER)
+            for _ in range(3):
+                answer = await client.chat.completions.create(model="default", messages=messages)
+                messages += [answer.choices[0].message.model_dump(exclude_none=True), *USER]
+            again = [*messages[:2], {"role": "user", "content": "another way"}]
+            await client.chat.completions.create(model="default", messages=again)
         first, second = session.sequences(0.0)
         assert (second.origin, second.parent) == (Origin.BRANCH, 0)
         shared = [token for segment in first.segments[:2] for token in segment.token_ids.tolist()]
@@ -146,13 +134,12 @@ async def test_one_text_sent_twice_at_once_after_equal_answers_does_not_grow_one
     policy = await served_policy(["Yes."])
     engine: Any = policy.engine
     session = session_of(policy)
-    with server.opened(session) as session_id:
-        async with client_of(server, session_id) as client:
-            messages = list(USER)
-            for _ in range(2):
-                ask = [client.chat.completions.create(model="default", messages=messages) for _ in range(4)]
-                answer, *_ = await asyncio.gather(*ask)
-                messages += [answer.choices[0].message.model_dump(exclude_none=True), *USER]
+    async with asking(server, session) as client:
+        messages = list(USER)
+        for _ in range(2):
+            ask = [client.chat.completions.create(model="default", messages=messages) for _ in range(4)]
+            answer, *_ = await asyncio.gather(*ask)
+            messages += [answer.choices[0].message.model_dump(exclude_none=True), *USER]
     asked = {request.prompt_ids for request in engine.requests}
     assert len(asked) == 2, "each request reads what its messages say"
     assert len(session.sequences(0.0)) >= 4

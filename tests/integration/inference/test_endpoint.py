@@ -20,10 +20,10 @@ from tests.integration.inference.endpoint_peers import (
     ADD,
     POLICY,
     Recorded,
+    asking,
     client_of,
     mismatches,
     play_tools,
-    serving,
     session_of,
     tiny_model,
     torch_policy,
@@ -42,12 +42,6 @@ async def policy() -> AsyncIterator[ServedPolicy]:
         yield policy
 
 
-@pytest.fixture
-async def server() -> AsyncIterator[EndpointServer]:
-    async with serving() as server:
-        yield server
-
-
 async def test_what_is_trained_is_what_was_sampled_over_concurrent_sessions(
     policy: ServedPolicy, server: EndpointServer
 ) -> None:
@@ -55,9 +49,8 @@ async def test_what_is_trained_is_what_was_sampled_over_concurrent_sessions(
     sessions = [session_of(policy, f"g/{i}/0", seed=i) for i in range(6)]
 
     async def play(index: int) -> None:
-        with server.opened(sessions[index]) as session_id:
-            async with client_of(server, session_id) as client:
-                await play_tools(client, 6, question=f"question {index}")
+        async with asking(server, sessions[index]) as client:
+            await play_tools(client, 6, question=f"question {index}")
 
     await asyncio.gather(*(play(i) for i in range(len(sessions))))
     assert len(engine.said) == 36
@@ -73,17 +66,16 @@ async def test_a_tool_loop_reads_calls_and_continues_from_the_sampled_ids(server
     engine = policy.engine
     assert isinstance(engine, RecordingEngine)
     session = session_of(policy, sampling=Sampling(max_new_tokens=200))
-    with server.opened(session) as session_id:
-        async with client_of(server, session_id) as client:
-            first = await client.chat.completions.create(model="default", messages=USER, tools=[ADD])
-            said = first.choices[0].message
-            assert first.choices[0].finish_reason == "tool_calls"
-            assert said.content == "I add."
-            (call,) = said.tool_calls
-            assert (call.function.name, call.function.arguments) == ("add", '{"a":1}')
-            answer = {"role": "tool", "tool_call_id": call.id, "content": "1 <|im_end|>"}
-            messages = [*USER, said.model_dump(exclude_none=True), answer]
-            second = await client.chat.completions.create(model="default", messages=messages, tools=[ADD])
+    async with asking(server, session) as client:
+        first = await client.chat.completions.create(model="default", messages=USER, tools=[ADD])
+        said = first.choices[0].message
+        assert first.choices[0].finish_reason == "tool_calls"
+        assert said.content == "I add."
+        (call,) = said.tool_calls
+        assert (call.function.name, call.function.arguments) == ("add", '{"a":1}')
+        answer = {"role": "tool", "tool_call_id": call.id, "content": "1 <|im_end|>"}
+        messages = [*USER, said.model_dump(exclude_none=True), answer]
+        second = await client.chat.completions.create(model="default", messages=messages, tools=[ADD])
     assert second.choices[0].message.content == "It is 1."
     (sequence,) = session.sequences(1.0)
     prompt, follow = (list(r.prompt_ids) for r in engine.requests)
@@ -95,9 +87,8 @@ async def test_a_tool_loop_reads_calls_and_continues_from_the_sampled_ids(server
 
 async def test_tool_choice_none_leaves_the_prompt_and_reads_no_calls(server: EndpointServer) -> None:
     session = session_of(await served_policy([CALL]), sampling=Sampling(max_new_tokens=200))
-    with server.opened(session) as session_id:
-        async with client_of(server, session_id) as client:
-            answer = await client.chat.completions.create(model=POLICY, messages=USER, tools=[ADD], tool_choice="none")
+    async with asking(server, session) as client:
+        answer = await client.chat.completions.create(model=POLICY, messages=USER, tools=[ADD], tool_choice="none")
     assert answer.choices[0].message.tool_calls is None
     assert answer.choices[0].message.content == CALL
 
@@ -126,46 +117,33 @@ async def test_a_stream_gives_what_a_whole_answer_gives(policy: ServedPolicy, se
     assert sequence.token_ids.tolist() == whole.sequences(1.0)[0].token_ids.tolist()
 
 
-async def test_a_streamed_call_comes_as_a_call_and_not_as_text(server: EndpointServer) -> None:
-    session = session_of(await served_policy([CALL]), sampling=Sampling(max_new_tokens=200))
-    with server.opened(session) as session_id:
-        async with client_of(server, session_id) as client:
-            stream = await client.chat.completions.create(model=POLICY, messages=USER, tools=[ADD], stream=True)
-            deltas = [chunk.choices[0].delta async for chunk in stream]
-    assert "".join(delta.content or "" for delta in deltas).strip() == "I add."
-    (call,) = [call for delta in deltas for call in delta.tool_calls or []]
-    assert (call.function.name, call.function.arguments) == ("add", '{"a":1}')
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_ends_the_turn_in_the_engine_and_the_conversation_goes_on(
     policy: ServedPolicy, server: EndpointServer, stream: bool
 ) -> None:
     engine: Any = policy.engine
     budget = Sampling(max_new_tokens=400)
-    with server.opened(session_of(policy, seed=3, sampling=budget)) as session_id:
-        async with client_of(server, session_id) as client:
-            free = await client.chat.completions.create(model=POLICY, messages=USER)
+    async with asking(server, session_of(policy, seed=3, sampling=budget)) as client:
+        free = await client.chat.completions.create(model=POLICY, messages=USER)
     text = free.choices[0].message.content
     stop = text[20:23]
     engine.said.clear()
     session = session_of(policy, seed=3, sampling=budget)
-    with server.opened(session) as session_id:
-        async with client_of(server, session_id) as client:
-            if stream:
-                parts = await client.chat.completions.create(model=POLICY, messages=USER, stop=stop, stream=True)
-                said = "".join([part.choices[0].delta.content or "" async for part in parts])
-            else:
-                said = (
-                    (await client.chat.completions.create(model=POLICY, messages=USER, stop=[stop]))
-                    .choices[0]
-                    .message.content
-                )
-            assert said == text.partition(stop)[0]
-            assert len(engine.said[0][1].token_ids) < 60  # the engine was stopped, not merely cut
-            assert engine.said[0][1].finish_reason is FinishReason.STOP
-            more = [*USER, {"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
-            await client.chat.completions.create(model=POLICY, messages=more, max_tokens=5)
+    async with asking(server, session) as client:
+        if stream:
+            parts = await client.chat.completions.create(model=POLICY, messages=USER, stop=stop, stream=True)
+            said = "".join([part.choices[0].delta.content or "" async for part in parts])
+        else:
+            said = (
+                (await client.chat.completions.create(model=POLICY, messages=USER, stop=[stop]))
+                .choices[0]
+                .message.content
+            )
+        assert said == text.partition(stop)[0]
+        assert len(engine.said[0][1].token_ids) < 60  # the engine was stopped, not merely cut
+        assert engine.said[0][1].finish_reason is FinishReason.STOP
+        more = [*USER, {"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
+        await client.chat.completions.create(model=POLICY, messages=more, max_tokens=5)
     (sequence,) = session.sequences(1.0)
     assert len(sequence.segments) == 4
     assert mismatches(engine.said, session) == 0
@@ -176,22 +154,20 @@ async def test_a_rewritten_history_begins_another_sequence_or_is_refused(
 ) -> None:
     engine: Any = policy.engine
     session = session_of(policy)
-    with server.opened(session) as session_id:
-        async with client_of(server, session_id) as client:
-            messages = await play_tools(client, 2)
-            messages[1] = {"role": "user", "content": "something else"}
-            await client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD])
+    async with asking(server, session) as client:
+        messages = await play_tools(client, 2)
+        messages[1] = {"role": "user", "content": "something else"}
+        await client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD])
     first, second = session.sequences(1.0)
     assert (first.thread, second.thread) == (0, 1) and first.attempt == second.attempt == 0
     assert [s.is_policy for s in second.segments] == [False, True]
     assert mismatches(engine.said, session) == 0
     strict = session_of(policy, "g/1/0", rewrites="refuse")
-    with server.opened(strict) as session_id:
-        async with client_of(server, session_id) as client:
-            messages = await play_tools(client, 2)
-            messages[1] = {"role": "user", "content": "something else"}
-            with pytest.raises(openai.BadRequestError) as refused:
-                await client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD])
+    async with asking(server, strict) as client:
+        messages = await play_tools(client, 2)
+        messages[1] = {"role": "user", "content": "something else"}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD])
     assert refused.value.code == "history_rewritten"
     assert len(strict.sequences(1.0)) == 1
 
@@ -201,18 +177,17 @@ async def test_a_client_that_leaves_aborts_its_generation_and_may_ask_again(
 ) -> None:
     engine: Any = policy.engine
     session = session_of(policy, sampling=Sampling(max_new_tokens=8))
-    with server.opened(session) as session_id:
-        async with client_of(server, session_id) as client:
-            messages = await play_tools(client, 1)
-            await engine.release()  # requests wait
-            asked = asyncio.create_task(client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD]))
-            await until(lambda: engine.health().waiting + engine.health().running, "the request to arrive")
-            asked.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asked
-            await until(lambda: not engine.health().waiting + engine.health().running, "the abort")
-            await engine.restore(WeightUpdate.full(dict(named_weights(load_model(tiny_model(), "float32"))), 0))
-            await client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD])
+    async with asking(server, session) as client:
+        messages = await play_tools(client, 1)
+        await engine.release()  # requests wait
+        asked = asyncio.create_task(client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD]))
+        await until(lambda: engine.health().waiting + engine.health().running, "the request to arrive")
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await until(lambda: not engine.health().waiting + engine.health().running, "the abort")
+        await engine.restore(WeightUpdate.full(dict(named_weights(load_model(tiny_model(), "float32"))), 0))
+        await client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD])
     (sequence,) = session.sequences(1.0)
     assert [s.is_policy for s in sequence.segments] == [False, True, False, True]
     assert mismatches(engine.said, session) == 0
@@ -224,14 +199,13 @@ async def test_a_swap_in_mid_conversation_keeps_the_versions_of_all_tokens(
     engine: Any = policy.engine
     weights = dict(named_weights(perturbed(load_model(tiny_model(), "float32"))))
     session = session_of(policy, sampling=Sampling(max_new_tokens=400, min_new_tokens=400))
-    with server.opened(session) as session_id:
-        async with client_of(server, session_id) as client:
-            messages: list[Any] = [*USER]
-            first = asyncio.create_task(client.chat.completions.create(model=POLICY, messages=messages))
-            await until(lambda: engine.health().generated_tokens > 20, "the first tokens")
-            await engine.update(WeightUpdate.full(weights, 1))
-            messages += [(await first).choices[0].message.model_dump(exclude_none=True), *USER]
-            await client.chat.completions.create(model=POLICY, messages=messages, max_tokens=5)
+    async with asking(server, session) as client:
+        messages: list[Any] = [*USER]
+        first = asyncio.create_task(client.chat.completions.create(model=POLICY, messages=messages))
+        await until(lambda: engine.health().generated_tokens > 20, "the first tokens")
+        await engine.update(WeightUpdate.full(weights, 1))
+        messages += [(await first).choices[0].message.model_dump(exclude_none=True), *USER]
+        await client.chat.completions.create(model=POLICY, messages=messages, max_tokens=5)
     (sequence,) = session.sequences(1.0)
     assert [s.weight_version for s in sequence.segments if s.is_policy] == [0, 1, 1]
     assert mismatches(engine.said, session) == 0
@@ -256,16 +230,15 @@ async def test_a_clients_temperature_counts_only_where_it_may(
     policy = await served_policy(["x"])
     engine = policy.engine
     assert isinstance(engine, RecordingEngine)
-    with server.opened(session_of(policy, client_sampling=allowed)) as session_id:
-        async with client_of(server, session_id) as client:
-            await client.chat.completions.create(
-                model=POLICY,
-                messages=USER,
-                temperature=0.5,
-                seed=7,
-                max_completion_tokens=4,
-                extra_body={"top_k": -1 if allowed else 5, "min_p": 0.0 if allowed else 0.1},
-            )
+    async with asking(server, session_of(policy, client_sampling=allowed)) as client:
+        await client.chat.completions.create(
+            model=POLICY,
+            messages=USER,
+            temperature=0.5,
+            seed=7,
+            max_completion_tokens=4,
+            extra_body={"top_k": -1 if allowed else 5, "min_p": 0.0 if allowed else 0.1},
+        )
     request: GenerationRequest = engine.requests[0]
     assert request.sampling.temperature == temperature
     assert (request.sampling.top_k, request.sampling.min_p) == (0, 0.0)
@@ -280,14 +253,13 @@ async def test_a_turn_says_what_a_client_sampled_it_with_where_that_is_not_the_r
         engine = policy.engine
         assert isinstance(engine, Recorded)
         session = session_of(policy, client_sampling=True, sampling=run)
-        with server.opened(session) as session_id:
-            async with client_of(server, session_id) as client:
-                for asked in ({}, {"temperature": 0.5}, {"top_p": 1.0}, {"temperature": 0.9, "top_p": 0.3},
-                              {"top_p": 1.0, "extra_body": {"top_k": 2}},
-                              {"top_p": 1.0, "extra_body": {"min_p": 0.3}}):  # fmt: skip
-                    await client.chat.completions.create(
-                        model=POLICY, messages=[{"role": "user", "content": f"say {len(engine.said)}"}], **asked
-                    )
+        async with asking(server, session) as client:
+            for asked in ({}, {"temperature": 0.5}, {"top_p": 1.0}, {"temperature": 0.9, "top_p": 0.3},
+                          {"top_p": 1.0, "extra_body": {"top_k": 2}},
+                          {"top_p": 1.0, "extra_body": {"min_p": 0.3}}):  # fmt: skip
+                await client.chat.completions.create(
+                    model=POLICY, messages=[{"role": "user", "content": f"say {len(engine.said)}"}], **asked
+                )
         for (asked, generation), kept in zip(engine.said, session.sequences(1.0), strict=True):
             said = kept.segments[-1]
             used = run.temperature if said.temperature is None else said.temperature
@@ -308,9 +280,8 @@ async def test_a_client_that_takes_the_runs_truncation_back_keeps_what_min_new_t
     async with torch_policy() as policy:
         run = Sampling(max_new_tokens=12, min_new_tokens=3, top_p=0.8)
         session = session_of(policy, client_sampling=True, sampling=run)
-        with server.opened(session) as session_id:
-            async with client_of(server, session_id) as client:
-                await client.chat.completions.create(model=POLICY, messages=USER, top_p=1.0)
+        async with asking(server, session) as client:
+            await client.chat.completions.create(model=POLICY, messages=USER, top_p=1.0)
         (kept,) = session.sequences(1.0)
     (said,) = [segment for segment in kept.segments if segment.is_policy]
     sets = unpack(said.kept, said.token_ids)
@@ -325,13 +296,12 @@ async def test_a_greedy_turn_of_a_client_is_refused_where_it_would_be_trained(
 ) -> None:
     """Also if a client sends a tiny number for 0: the orchestrator refuses a record with such a temperature."""
     session = session_of(await served_policy(["x"]), client_sampling=True, purpose=purpose)
-    with server.opened(session) as session_id:
-        async with client_of(server, session_id) as client:
-            asking = client.chat.completions.create(model=POLICY, messages=USER, temperature=temperature)
-            if purpose is Purpose.EVALUATION:
-                assert (await asking).choices
-                return
-            with pytest.raises(openai.BadRequestError, match=f"temperature is {temperature:g}") as refused:
-                await asking
+    async with asking(server, session) as client:
+        asked = client.chat.completions.create(model=POLICY, messages=USER, temperature=temperature)
+        if purpose is Purpose.EVALUATION:
+            assert (await asked).choices
+            return
+        with pytest.raises(openai.BadRequestError, match=f"temperature is {temperature:g}") as refused:
+            await asked
     assert refused.value.param == "temperature"
     assert session.sequences(1.0) == ()

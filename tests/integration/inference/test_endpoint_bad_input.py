@@ -17,7 +17,7 @@ from services.common.records import Sampling
 from services.inference.endpoint import forms
 from services.inference.endpoint import server as endpoint_server
 from services.inference.endpoint.server import EndpointServer
-from tests.integration.inference.endpoint_peers import mismatches, serving, session_of, torch_policy
+from tests.integration.inference.endpoint_peers import mismatches, session_of, torch_policy
 from tests.unit.inference.fakes import served_policy
 from tests.waiting import until
 
@@ -26,12 +26,6 @@ PATHS = {"chat": "/chat/completions", "responses": "/responses", "messages": "/m
 ITEMS = {"chat": "messages", "responses": "input", "messages": "messages"}
 DIALECTS = list(PATHS)
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[EndpointServer]:
-    async with serving() as server:
-        yield server
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -12,7 +11,7 @@ from pydantic import TypeAdapter
 
 from services.common.records import Sampling
 from services.inference.endpoint.server import EndpointServer
-from tests.integration.inference.endpoint_peers import client_of, mismatches, serving, session_of, torch_policy
+from tests.integration.inference.endpoint_peers import asking, client_of, session_of
 from tests.unit.inference.fakes import served_policy
 
 ADD: dict[str, Any] = {
@@ -23,12 +22,6 @@ ADD: dict[str, Any] = {
 }
 TURN = '<think>\nI should add.\n</think>\n\nI add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 ROOM = Sampling(max_new_tokens=200)
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[EndpointServer]:
-    async with serving() as server:
-        yield server
 
 
 def kinds(response: Any) -> list[str]:
@@ -42,21 +35,20 @@ async def test_a_tool_loop_is_one_sequence_however_the_client_returns_the_answer
     policy = await served_policy([TURN, "It is 1."])
     session = session_of(policy, sampling=ROOM)
     items: list[Any] = [{"role": "user", "content": "go"}]
-    with server.opened(session) as session_id:
-        async with client_of(server, session_id) as client:
-            common: dict[str, Any] = {"model": "default", "instructions": "Be brief.", "tools": [ADD]}
-            first = await client.responses.create(input="go" if "previous" in keeps else items, **common)
-            Response.model_validate(first.to_dict())
-            assert kinds(first) == ["reasoning", "message", "function_call"]
-            assert first.output[0].content[0].text == "I should add."
-            assert first.output_text == "I add."
-            call = first.output[-1]
-            result = {"type": "function_call_output", "call_id": call.call_id, "output": "1"}
-            if keeps == "previous_response_id":
-                second = await client.responses.create(input=[result], previous_response_id=first.id, **common)
-            else:
-                items += [item.to_dict() for item in first.output if keeps == "all" or item.type != "reasoning"]
-                second = await client.responses.create(input=[*items, result], **common)
+    async with asking(server, session) as client:
+        common: dict[str, Any] = {"model": "default", "instructions": "Be brief.", "tools": [ADD]}
+        first = await client.responses.create(input="go" if "previous" in keeps else items, **common)
+        Response.model_validate(first.to_dict())
+        assert kinds(first) == ["reasoning", "message", "function_call"]
+        assert first.output[0].content[0].text == "I should add."
+        assert first.output_text == "I add."
+        call = first.output[-1]
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "1"}
+        if keeps == "previous_response_id":
+            second = await client.responses.create(input=[result], previous_response_id=first.id, **common)
+        else:
+            items += [item.to_dict() for item in first.output if keeps == "all" or item.type != "reasoning"]
+            second = await client.responses.create(input=[*items, result], **common)
     assert second.output_text == "It is 1." and second.status == "completed"
     (sequence,) = session.sequences(1.0)
     assert [s.is_policy for s in sequence.segments] == [False, True, False, True]
@@ -64,10 +56,9 @@ async def test_a_tool_loop_is_one_sequence_however_the_client_returns_the_answer
 
 async def test_the_events_are_those_of_the_protocol_in_its_order(server: EndpointServer) -> None:
     session = session_of(await served_policy([TURN]), sampling=ROOM)
-    with server.opened(session) as session_id:
-        async with client_of(server, session_id) as client:
-            stream = await client.responses.create(model="default", input="go", tools=[ADD], stream=True)
-            events = [event async for event in stream]
+    async with asking(server, session) as client:
+        stream = await client.responses.create(model="default", input="go", tools=[ADD], stream=True)
+        events = [event async for event in stream]
     for event in events:
         TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict())
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -90,31 +81,15 @@ async def test_the_events_are_those_of_the_protocol_in_its_order(server: Endpoin
     assert added == [item.id for item in final.output]
 
 
-async def test_previous_responses_trains_each_token_once(server: EndpointServer) -> None:
-    """Two requests after the same response are two sequences; nothing of the response is trained twice."""
-    async with torch_policy() as policy:
-        engine: Any = policy.engine
-        session = session_of(policy)
-        with server.opened(session) as session_id:
-            async with client_of(server, session_id) as client:
-                first = await client.responses.create(model="default", input="go")
-                for question in ("and?", "or?"):
-                    await client.responses.create(model="default", input=question, previous_response_id=first.id)
-        assert mismatches(engine.said, session) == 0
-        sampled = sum(len(generation.token_ids) for _, generation in engine.said)
-        assert sum(sequence.num_trained_tokens for sequence in session.sequences(0.0)) == sampled
-
-
 async def test_tokens_are_counted_as_they_will_be_read(server: EndpointServer) -> None:
     session = session_of(await served_policy(["Yes."]))
-    with server.opened(session) as session_id:
-        async with client_of(server, session_id) as client:
-            items: list[Any] = [{"role": "user", "content": "go"}]
-            for _ in range(2):
-                counted = await client.responses.input_tokens.count(model="default", input=items, tools=[ADD])
-                answer = await client.responses.create(model="default", input=items, tools=[ADD])
-                assert counted.input_tokens == answer.usage.input_tokens
-                items += [*[item.to_dict() for item in answer.output], {"role": "user", "content": "more"}]
+    async with asking(server, session) as client:
+        items: list[Any] = [{"role": "user", "content": "go"}]
+        for _ in range(2):
+            counted = await client.responses.input_tokens.count(model="default", input=items, tools=[ADD])
+            answer = await client.responses.create(model="default", input=items, tools=[ADD])
+            assert counted.input_tokens == answer.usage.input_tokens
+            items += [*[item.to_dict() for item in answer.output], {"role": "user", "content": "more"}]
     assert len(session.sequences(0.0)) == 1
 
 

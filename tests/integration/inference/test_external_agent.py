@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,13 @@ from services.inference.workflows.base import Outcome
 from services.inference.workflows.external_agent import AgentFailedError, run_command
 from services.inference.workflows.registry import build_workflow
 from tests.documented import blocks
-from tests.integration.inference.endpoint_peers import client_of, context_of, serving, session_of
+from tests.integration.inference.endpoint_peers import asking, context_of, session_of
 from tests.running import is_running
 from tests.unit.inference.fakes import make_task, served_policy
 from tests.waiting import WAIT_S, until
 
 HERE = "tests.integration.inference.test_external_agent"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 20, "b": 22}}</tool_call>'
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[EndpointServer]:
-    async with serving() as server:
-        yield server
 
 
 async def ask(base_url: str, session: str) -> str:
@@ -142,12 +136,11 @@ async def test_an_error_behind_the_endpoint_tells_the_agent_its_reason_and_place
             raise AttributeError("'Settings' object has no attribute 'format'")
 
     policy = replace(await served_policy(["42"]), engine=Broken())  # type: ignore[arg-type]
-    with server.opened(session_of(policy)) as session:
-        async with client_of(server, session) as client:
-            with pytest.raises(openai.InternalServerError) as told:
-                await client.chat.completions.create(
-                    model="default", messages=[{"role": "user", "content": "go"}], stream=stream
-                )
+    async with asking(server, session_of(policy)) as client:
+        with pytest.raises(openai.InternalServerError) as told:
+            await client.chat.completions.create(
+                model="default", messages=[{"role": "user", "content": "go"}], stream=stream
+            )
     assert "has no attribute 'format'" in str(told.value) and f"{__file__}:" in str(told.value)
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from services.common import errors
 from services.common.errors import (
     CapacityError,
     ConfigError,
@@ -15,8 +16,9 @@ from services.common.errors import (
 )
 from services.common.pb import environment_pb2 as env
 from services.common.pb import judge_pb2 as pb
+from services.common.rpc.client import MESSAGE_BYTES, to_status
 from services.common.telemetry.accounts import TimeAccount
-from services.inference.gateway import GatewayClient
+from services.inference.gateway import MOST_TEXT_BYTES, GatewayClient, _encodable
 from services.inference.workflows.base import JudgeCase, ProgramStatus
 from tests.integration.inference.peers import FakeGatewayServer
 from tests.unit.inference.fakes import make_task
@@ -184,3 +186,22 @@ async def test_a_judge_that_failed_gave_no_verdict(
     gateway_server.answer(answer)
     with pytest.raises(InfrastructureError):
         await gateway.judge("x", CASES)
+
+
+# -- Any text of a policy can be sent: an error would give the policy another attempt.
+
+
+@pytest.mark.parametrize(
+    "text", ["", "plain", "\ud800", "a\udfffb", "é" * MOST_TEXT_BYTES, "x" * (10 << 20), "\0", "😀"]
+)
+def test_any_text_becomes_one_that_a_message_carries(text: str) -> None:
+    sent = _encodable(text)
+    assert len(sent.encode()) <= MOST_TEXT_BYTES
+    if len(text) < 10 and "\ud800" not in text and "\udfff" not in text:
+        assert sent == text
+
+
+@pytest.mark.parametrize("message", ["\ud800", "\udfff" * 10_000, "x" * 10_000_000])
+def test_an_error_that_repeats_an_action_can_be_told(message: str) -> None:
+    status = to_status(errors.InfrastructureError(message))
+    assert len(status.details.encode()) <= MESSAGE_BYTES + 3

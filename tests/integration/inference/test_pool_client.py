@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.common.errors import DeadlineError, InvalidRequestError, LeaseLostError
 from services.common.pb import pool_pb2, pool_pb2_grpc
@@ -168,38 +171,6 @@ async def test_an_orchestrator_that_stays_away_is_given_up_by_name(orchestrator:
                 await member.membership
 
 
-async def test_stretches_whose_report_was_lost_are_told_later(orchestrator: FakeOrchestrator) -> None:
-    async with joined(orchestrator) as member:
-        await holds(orchestrator, 0)
-        orchestrator.report_error = InvalidRequestError("not now")
-        orchestrator.order(make_order(indices=(0,)))
-        await until(lambda: orchestrator.records)
-        await until(lambda: member.replica._unreported)
-        told = sum(len(r.emission_intervals) for r in orchestrator.reports)
-        orchestrator.report_error = None
-        await until(lambda: sum(len(r.emission_intervals) for r in orchestrator.reports) > told)
-
-
-async def test_a_new_version_is_reported_before_the_period_is_over(orchestrator: FakeOrchestrator) -> None:
-    async with joined(orchestrator, report_period_s=3600.0):
-        await until(lambda: orchestrator.reports)
-        for number in (0, 1):
-            await holds(orchestrator, number)
-        assert len(orchestrator.reports) == 3
-
-
-async def test_reports_share_a_stream_that_is_opened_again_after_a_refusal(orchestrator: FakeOrchestrator) -> None:
-    async with joined(orchestrator) as member:
-        await until(lambda: len(orchestrator.reports) >= 3)
-        assert orchestrator.num_report_streams == 1
-        orchestrator.report_error = InvalidRequestError("not now")
-        await until(lambda: orchestrator.num_report_streams >= 3, "each refused report ends its stream")
-        orchestrator.report_error = None
-        num_reports = len(orchestrator.reports)
-        await until(lambda: len(orchestrator.reports) >= num_reports + 3)
-        assert not member.membership.done()
-
-
 async def test_reports_come_as_seldom_as_they_are_asked_for_within_bounds(orchestrator: FakeOrchestrator) -> None:
     orchestrator.next_report_s = 3600.0
     async with joined(orchestrator) as member:
@@ -255,3 +226,49 @@ async def test_a_drained_replica_takes_nothing_new_and_keeps_its_lease(orchestra
             await member.membership
     assert sorted(indices_of(orchestrator.slots)) == [0, 1, 2, 3]
     assert len(orchestrator.joins) == 1
+
+
+# -- Intervals in which tokens came, and shares of waiting.
+
+
+def intervals(log: EmissionLog, times: list[float]) -> list[tuple[float, float]]:
+    for at in times:
+        log.on_tokens(1, at)
+    return log.take()
+
+
+def test_an_interval_goes_on_over_a_report_without_a_hole() -> None:
+    log = EmissionLog()
+    assert intervals(log, [1.0, 1.02]) == [(1.0, 1.02)]
+    assert log.take() == []
+    assert intervals(log, [1.05]) == [(1.02, 1.05)]
+    assert intervals(log, [3.0]) == [(3.0, 3.0)]
+
+
+@given(
+    step_s=st.floats(0.001, 5.0),
+    bursts=st.lists(st.tuples(st.integers(4, 60), st.floats(8.0, 100.0)), min_size=3, max_size=12),
+    report_s=st.floats(1.0, 10.0),
+)
+def test_the_intervals_cover_the_time_of_generation_whatever_a_decoding_step_takes(
+    step_s: float, bursts: list[tuple[int, float]], report_s: float
+) -> None:
+    """Bursts of tokens, one each step, with pauses of 8 steps or more between them; reports at intervals."""
+    log, now, reported_at = EmissionLog(), 1000.0, 1000.0
+    found: list[tuple[float, float]] = []
+    generating = 0.0
+    for number, (num_steps, pause_steps) in enumerate(bursts):
+        for _ in range(num_steps if number else num_steps + 12):
+            now += step_s
+            log.on_tokens(1, now)
+            if now - reported_at > report_s:
+                found += log.take()
+                reported_at = now
+        if number:  # the first burst teaches the log what a step takes
+            generating += (num_steps - 1) * step_s
+        now += max(pause_steps * step_s, 0.2)
+    found += log.take()
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(found))
+    covered = sum(end - begin for begin, end in found)
+    first = (bursts[0][0] + 11) * step_s
+    assert generating * 0.99 <= covered + 1e-6 <= (generating + first) * 1.01 + 2e-6

@@ -148,14 +148,6 @@ async def test_a_recipe_that_cannot_be_served_is_refused_with_the_remedy(
     assert message in caught.value.message
 
 
-async def test_a_refused_recipe_ends_the_process_with_one_line(orchestrator: FakeOrchestrator) -> None:
-    orchestrator.recipe = scripted_recipe(workflow={"name": "tool_use", "settings": {"max_turn": 1}})
-    code, output = await end_of(await start("--orchestrator", orchestrator.address))
-    assert code == 1
-    assert "did you mean 'max_turns'" in output.splitlines()[-1], output
-    assert "Traceback" not in output
-
-
 async def test_help_answers_before_anything_heavy_is_imported() -> None:
     program = (
         "import runpy, sys\n"

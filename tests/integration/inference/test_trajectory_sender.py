@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import structlog
 
-from services.common.errors import DeadlineError
 from services.common.pb import pool_pb2, pool_pb2_grpc
-from services.common.records import RolloutFailure, RolloutTiming, Segment, StopReason, TokenSequence, Trajectory
+from services.common.records import RolloutFailure, Segment, StopReason, TokenSequence, Trajectory
 from services.common.rpc.client import channel
 from services.common.telemetry.logs import LogEvent
 from services.inference.records_out import TOO_LARGE, TrajectorySender
@@ -79,18 +76,6 @@ async def test_only_what_was_not_acknowledged_is_sent_again_in_its_order(orchest
     assert [r.record_number for r in orchestrator.records[6:]] == [1, 2, 3]
 
 
-async def test_records_wait_for_an_orchestrator_that_is_away(orchestrator: FakeOrchestrator) -> None:
-    async with sending(orchestrator) as sender:
-        await orchestrator.stop()
-        for index in range(3):
-            await sender.send(failure(index))
-        with pytest.raises(DeadlineError, match="acknowledgement of all trajectories"):
-            await sender.wait_until_acknowledged(0.5)
-        await orchestrator.start()
-        await sender.wait_until_acknowledged(WAIT_S)
-    assert indices_of(orchestrator.slots) == [0, 1, 2]
-
-
 async def test_a_full_sender_makes_rollouts_wait(orchestrator: FakeOrchestrator) -> None:
     orchestrator.acknowledge = lambda request: False
     async with sending(orchestrator, max_unacknowledged=2) as sender:
@@ -106,24 +91,6 @@ async def test_a_full_sender_makes_rollouts_wait(orchestrator: FakeOrchestrator)
             await third
         await sender.wait_until_acknowledged(WAIT_S)
     assert indices_of(orchestrator.slots) == [0, 1, 0, 1, 2]
-
-
-async def test_a_record_says_when_it_was_sent_and_how_often(orchestrator: FakeOrchestrator) -> None:
-    begin = time.time()
-    orchestrator.acknowledge = lambda request: False
-    async with sending(orchestrator) as sender:
-        await sender.send(replace(failure(0), timing=RolloutTiming(accepted_at=1.0)))
-        await sender.send(failure(1))  # of a replica without records
-        await until(lambda: len(orchestrator.records) == 2, "the first sending")
-        await orchestrator.stop()
-        orchestrator.acknowledge = lambda request: True
-        await orchestrator.start()
-        await sender.wait_until_acknowledged(WAIT_S)
-    first, _, again, untimed = (record.failure for record in orchestrator.records)
-    assert (first.timing.num_sends, again.timing.num_sends) == (1, 2)
-    assert begin <= first.timing.sent_at.ToNanoseconds() / 1e9 <= again.timing.sent_at.ToNanoseconds() / 1e9
-    assert again.timing.accepted_at.ToSeconds() == 1
-    assert not untimed.HasField("timing")
 
 
 async def test_a_trajectory_that_no_message_holds_becomes_a_failure_of_its_slot(orchestrator: FakeOrchestrator) -> None:
@@ -161,43 +128,3 @@ async def test_what_is_refused_is_counted_by_reason_told_once_and_not_sent_again
     assert len(orchestrator.records) == 20
     told = [entry for entry in logs if entry["event"] == LogEvent.TRAJECTORIES_REFUSED]
     assert [(entry["reason"], entry["detail"], entry["log_level"]) for entry in told] == [(reason, "id 99999", "error")]
-
-
-async def test_a_sender_that_is_cancelled_while_its_stream_ends_ends() -> None:
-    ending, may_end = asyncio.Event(), asyncio.Event()
-
-    class Call:
-        """A stream that the orchestrator ends in the middle of a write, which takes a moment to be cancelled."""
-
-        def __init__(self) -> None:
-            self.writing = asyncio.Event()
-
-        async def read(self) -> object:
-            await self.writing.wait()
-            return object()
-
-        async def write(self, request: object) -> None:
-            self.writing.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ending.set()
-                await may_end.wait()
-
-        def cancel(self) -> None:
-            pass
-
-    class Stub:
-        def StreamTrajectories(self) -> Call:
-            return Call()
-
-    sender = TrajectorySender(Stub(), replica_id="a", incarnation="i1")  # type: ignore[arg-type]
-    task = asyncio.create_task(sender.run())
-    await sender.send(failure(0))
-    await asyncio.wait_for(ending.wait(), WAIT_S)
-    task.cancel()
-    await asyncio.sleep(0)
-    may_end.set()
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert task.cancelled(), "the owner of the task would wait for it in vain"

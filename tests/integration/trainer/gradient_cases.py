@@ -26,7 +26,6 @@ from services.common.lora import base_weights
 from services.common.records import TrainingSequence
 from services.common.system.child import run_and_leave
 from services.common.text.chat import named_weights
-from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.losses import PolicyLoss, TokenBatch
 from services.trainer.model.optimizer import Update
 from services.trainer.model.policy_model import NAME, AdapterSetup
@@ -109,7 +108,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bfloat16_compute": {"dtype": torch.float32, "compute_dtype": torch.bfloat16},
     "bfloat16_master": {"dtype": torch.bfloat16},
     "with_reference": {"reference": lambda: tiny_causal_lm(torch.float64, seed=1)},
-    "stopped_early": {"early_stop_ratio": 0.8},  # mean ratios: 0.58 and 0.81 in the first step
     "value_head": {"credit": GAE},
     "value_head_offloaded": {"credit": GAE, "offload": True},
     "adapter": {"adapter": lora(torch.float64)},
@@ -173,7 +171,6 @@ def gradients(case: Case, ranks: Ranks, max_tokens: int, *, gradient_checkpointi
 def trained_step(
     ranks: Ranks,
     dtype: torch.dtype = torch.float64,
-    early_stop_ratio: float | None = None,
     credit: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> tuple[TrainStep, dict[str, float]]:
@@ -184,7 +181,7 @@ def trained_step(
             m2po_threshold=0.2,
             kl_coefficient=0.1 if settings.keys() & {"reference", "adapter"} else 0.0,
             **credit,
-        ).model_copy(update={"early_stop_ratio": early_stop_ratio}),  # below 1 as well: that is where these ratios are
+        ),
         causal_lm=tiny_causal_lm(dtype),
         ranks=ranks,
         max_tokens=TWO_RANK_MAX_TOKENS,
@@ -234,10 +231,6 @@ def trained_weights(ranks: Ranks, **settings: Any) -> tuple[Gradients, dict[str,
     return whole_weights(step, ranks), {n: v for n, v in metrics.items() if n not in skip}
 
 
-def checkpoints_in(directory: Path, ranks: Ranks) -> Checkpoints:
-    return Checkpoints(directory, CheckpointIdentity(run_id="r", policy="actor"), 2, ranks)
-
-
 def run(out_dir: Path) -> None:
     ranks = init_ranks(timeout_s=60.0, device="cpu")
     for name, case in CASES.items():
@@ -254,8 +247,6 @@ def run(out_dir: Path) -> None:
         found, _ = trained_weights(ranks, **{k: make() if callable(make) else make for k, make in settings.items()})
         if ranks.is_first:
             np.savez(out_dir / f"precision_{name}.npz", **found)  # type: ignore[arg-type]
-    step, _ = trained_step(ranks, **PRECISIONS["value_head"])
-    checkpoints_in(out_dir / "checkpoints", ranks).save(2, step.model, step.optimizer)
     (out_dir / f"refusal_{ranks.rank}").write_text(refusal(ranks))
     leave_ranks()
 

@@ -25,7 +25,7 @@ from services.common.system.child import run_and_leave
 from services.trainer import publish
 from services.trainer.model.policy_model import PolicyModel, build_policy_model
 from services.trainer.publish import Snapshots
-from services.trainer.ranks import HostGroup, Ranks, init_ranks, leave_ranks
+from services.trainer.ranks import Ranks, init_ranks, leave_ranks
 
 RUN, POLICY = "run-1", "model0"
 FORMS = {"bfloat16": "xxh3-128", "float32": "blake3"}  # published type and digest, tried together
@@ -84,11 +84,6 @@ def write(case: str, ranks: Ranks, out_dir: Path) -> dict[str, Any]:
             told = _told(lambda: made.write(1))
         made.write(2)  # nobody is out of step afterwards
         return told
-    if case == "late":  # the last rank does not come to an exchange
-        hosts = HostGroup(ranks, timeout_s=2.0)
-        if ranks.rank == ranks.world_size - 1:
-            time.sleep(4.0)
-        return _told(lambda: hosts.gather("here", "the test's roll call"))
     if case == "stuck":  # until killed: the last rank never finishes its rows
         made = snapshots(model, ranks, [directory])
         if ranks.rank == ranks.world_size - 1:

@@ -16,19 +16,15 @@ from services.trainer.losses import ALGORITHMS, Algorithm, TokenBatch, m2po
 from services.trainer.ranks import Ranks
 from tests.integration.trainer.gradient_cases import (
     CASES,
-    GAE,
     NUM_SEQUENCES,
     PRECISIONS,
-    TWO_RANK_MAX_TOKENS,
     Case,
     Gradients,
-    checkpoints_in,
     gradients,
     trained_weights,
-    whole_weights,
 )
 from tests.integration.trainer.launching import fork_ranks, made_once, run_processes
-from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step, training_sequences
+from tests.unit.trainer.building import algorithm, tiny_causal_lm, training_sequences
 
 EVERYTHING = 10_000  # all documents in one micro-batch
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -159,16 +155,6 @@ def test_ranks_with_different_counts_raise_on_each_rank(two_rank_files: Path) ->
 
 
 @pytest.mark.slow
-def test_two_ranks_stop_early_where_one_does(two_ranks: Callable[[str], Gradients]) -> None:
-    expected, metrics = trained_weights(Ranks.single(), **PRECISIONS["stopped_early"])
-    assert metrics["updates_skipped"] == 2.0, "of the second step, of which all is left out"
-    found, whole = two_ranks("precision_stopped_early"), two_ranks("weights")
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-7, err_msg=name)
-    assert any(np.abs(whole[name] - value).max() > 1e-4 for name, value in expected.items())
-
-
-@pytest.mark.slow
 def test_moments_on_the_host_train_the_same_bits(two_ranks: Callable[[str], Gradients]) -> None:
     """Moments on the host and updated by buckets, the reference gathered from there."""
     expected, found = two_ranks("precision_with_reference"), two_ranks("precision_offloaded")
@@ -201,20 +187,6 @@ def test_a_value_head_on_two_ranks_is_trained_as_on_one(kind: str, two_ranks: Ca
 
 
 @pytest.mark.slow
-def test_a_value_head_that_two_ranks_wrote_is_read_by_one(
-    two_rank_files: Path, two_ranks: Callable[[str], Gradients]
-) -> None:
-    step = train_step(algorithm("m2po", **GAE), causal_lm=tiny_causal_lm(torch.float64, seed=5))
-    checkpoints_in(two_rank_files / "checkpoints", Ranks.single()).load(2, step.model, step.optimizer)
-    found, expected = whole_weights(step, Ranks.single()), two_ranks("precision_value_head")
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert np.array_equal(found[name], value), name
-    moments = step.optimizer.adamw.state[step.model.value_head.weight]  # type: ignore[union-attr]
-    assert moments["exp_avg"].abs().max() > 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bfloat16_compute", "bfloat16_master"])
 def test_bfloat16_trains_close_to_float32(kind: str, two_ranks: Callable[[str], Gradients]) -> None:
     """Four updates of 1e-2 each; the effect of a rounded sum is bounded by the update."""
@@ -226,13 +198,6 @@ def test_bfloat16_trains_close_to_float32(kind: str, two_ranks: Callable[[str], 
         far += float(np.square(found[name] - expected[name]).sum())
         assert not np.array_equal(found[name], expected[name]), f"{name}: nothing was computed in bfloat16"
     assert far < 0.25 * moved, (far, moved)
-
-
-def test_gradient_checkpointing_changes_nothing() -> None:
-    case = CASES["m2po"]
-    plain = gradients(case, Ranks.single(), TWO_RANK_MAX_TOKENS)
-    checkpointed = gradients(case, Ranks.single(), TWO_RANK_MAX_TOKENS, gradient_checkpointing=True)
-    assert_same(checkpointed, plain, 1e-12)
 
 
 def test_m2po_per_micro_batch_does_depend_on_packing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,24 +173,6 @@ async def test_commands_reach_a_trainer_that_waits_for_a_batch_and_it_reports_th
     assert trainer.link.report.checkpoint_step == 3
 
 
-async def test_an_orchestrator_that_goes_away_and_comes_back_is_waited_for(
-    make_orchestrator: MakeOrchestrator, start: Start
-) -> None:
-    orchestrator = await make_orchestrator()
-    orchestrator.held_step = 4
-    trainer = start(orchestrator)
-    await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
-    await orchestrator.stop_serving()
-    await asyncio.sleep(1.0)
-    assert not trainer.life.done()
-    orchestrator.held_step = None
-    await orchestrator.serve()
-    assert await trainer.life == STEPS
-    assert len(orchestrator.joins) >= 2
-    assert len({join.incarnation for join in orchestrator.joins}) == 1
-    assert orchestrator.counters["conflicts"] == 0
-
-
 async def test_a_version_whose_record_the_orchestrator_lost_is_offered_again(
     make_orchestrator: MakeOrchestrator, start: Start
 ) -> None:
@@ -206,6 +188,7 @@ async def test_a_version_whose_record_the_orchestrator_lost_is_offered_again(
     assert orchestrator.ledger[3] == digest
     orchestrator.held_step = None
     assert await trainer.life == STEPS
+    assert len(orchestrator.joins) >= 2 and len({join.incarnation for join in orchestrator.joins}) == 1
     assert orchestrator.counters["conflicts"] == 0
 
 

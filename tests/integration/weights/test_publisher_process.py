@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -98,33 +95,6 @@ async def test_one_that_is_killed_serves_again_without_another_announcement(star
             except (InfrastructureError, VersionUnavailableError):  # not there, or not told yet
                 await asyncio.sleep(0.1)
     assert fetched.payload.target.digest == manifest.digest and publisher.address == address
-
-
-async def test_one_that_dies_and_freezes_while_it_is_started_again_is_started_once_more(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publisher_process, "LOOK_S", 60.0)
-    publisher = start()
-    first, _ = write_version(tmp_path, 1)
-    await asyncio.to_thread(publisher.announce, first)
-    fates = [signal.SIGKILL, signal.SIGSTOP]  # of the next ones, at once
-
-    class Fated(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **keywords: Any) -> None:
-            super().__init__(*arguments, **keywords)
-            fate = fates.pop(0) if fates else None
-            # A short wait for the frozen one alone: the one after needs the time that a start takes.
-            monkeypatch.setattr(publisher_process, "START_TIMEOUT_S", 1.0 if fate is signal.SIGSTOP else WAIT_S)
-            if fate is not None:
-                self.send_signal(fate)
-
-    monkeypatch.setattr(subprocess, "Popen", Fated)
-    address = publisher.address
-    kill(publisher)
-    path, newest = write_version(tmp_path, 2)
-    await asyncio.to_thread(publisher.announce, path)
-    assert not fates and publisher.address == address
-    assert (await taken(publisher, newest)).payload.target.digest == newest.digest
 
 
 async def test_a_publisher_that_always_dies_becomes_an_error(

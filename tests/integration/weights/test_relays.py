@@ -17,7 +17,6 @@ from services.common.transfer.servicer import add_weight_service
 from services.common.weights.snapshot import (
     BaseVersion,
     PayloadRequest,
-    full_payload_id,
 )
 from services.inference.weights import fetch as relay_module
 from services.inference.weights.fetch import Relay
@@ -169,30 +168,6 @@ async def test_a_late_joiner_whose_holder_is_gone_fetches_from_the_publisher() -
         async with asyncio.timeout(WAIT_S):
             fetched = await late.take(version, None)
         assert holds(late, source) and fetched.sources == (sender.address,)
-
-
-async def test_a_snapshot_read_from_a_relay_is_whole_during_writes() -> None:
-    first, second = MemorySource(4 * MIB, seed=1), MemorySource(4 * MIB, seed=2)
-    async with sending(first) as sender, members(1) as (member,):
-        await member.take(version_of(sender), None)
-        manifest = member.mirror.manifest
-        assert manifest is not None
-        reader = member.relay.open(full_payload_id(manifest))
-        begin = bytes(await reader.read(0, MIB))
-        entry = manifest.tensors[0]
-        update = replace(member.mirror.verify(*await _as_full(second)), whole={entry.name: second.data.copy()})
-        member.mirror.write(update)
-        rest, offset = [begin], MIB
-        while offset < reader.size_bytes:
-            rest.append(bytes(await reader.read(offset, MIB)))
-            offset += len(rest[-1])
-        reader.close()
-        assert b"".join(rest) == first.data.tobytes()
-
-
-async def _as_full(source: MemorySource) -> tuple:  # type: ignore[type-arg]
-    request = PayloadRequest(run_id=RUN, policy=POLICY, version=1)
-    return source.payload(request), memoryview(source.data.copy())
 
 
 async def test_a_relay_offers_only_the_version_that_the_mirror_holds() -> None:

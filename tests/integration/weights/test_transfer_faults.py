@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import os
 from collections.abc import AsyncIterator
@@ -24,13 +23,12 @@ from services.common.errors import (
 from services.common.records import WeightTransfer, WeightVersion
 from services.common.transfer.bulk import BulkServer, PayloadReader, SendBudget
 from services.common.transfer.servicer import WeightServicer
-from services.common.weights import snapshot
 from services.common.weights.snapshot import (
     BaseVersion,
     Manifest,
     Payload,
+    PayloadNotReadyError,
     PayloadRequest,
-    SnapshotSpaceError,
     SnapshotWriter,
     TensorSpec,
 )
@@ -87,6 +85,7 @@ class FaultySource:
         self._store = store
         self.fault = ""
         self.away = 0  # so many more questions are answered with an error
+        self.not_ready = 0  # so many more are asked again later
         self.offsets: list[int] = []
         self.hold = asyncio.Event()
         self.hold.set()
@@ -95,6 +94,9 @@ class FaultySource:
         if self.away:
             self.away -= 1
             raise DeadlineError("the test made it slow")
+        if self.not_ready:
+            self.not_ready -= 1
+            raise PayloadNotReadyError("the test is slow", started=True, size_bytes=1)
         payload = self._store.payload(request)
         return replace(payload, file=self._faulty(*payload.file)) if request.can_map and payload.file else payload
 
@@ -217,6 +219,14 @@ async def test_a_source_that_is_away_for_a_moment_costs_no_full_transfer(world: 
     assert world.updater.num_failures == 2
 
 
+async def test_a_delta_that_takes_long_to_code_is_waited_for_and_is_no_failure(world: World) -> None:
+    await world.take(world.publish(1))
+    second = world.publish(2)
+    world.source.not_ready = 3
+    assert (await world.take(second)).encoding == "delta"
+    assert (world.source.not_ready, world.updater.num_failures) == (0, 0)
+
+
 async def test_a_delta_that_never_comes_is_given_up_for_the_snapshot(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,26 +323,3 @@ async def test_a_publisher_killed_in_mid_transfer_is_replaced_on_the_same_addres
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         publisher.stop()
-
-
-def test_full_shared_memory_falls_back_to_the_next_directory_and_then_names_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full, roomy = tmp_path / "full", tmp_path / "roomy"
-    full.mkdir()
-    roomy.mkdir()
-    reserve = os.posix_fallocate
-
-    def no_room_in_the_first(descriptor: int, offset: int, size: int) -> None:
-        if str(full) in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        reserve(descriptor, offset, size)
-
-    monkeypatch.setattr(snapshot.os, "posix_fallocate", no_room_in_the_first)
-    specs = [TensorSpec(name="w", dtype="float32", shape=(8,))]
-    with SnapshotWriter.create(run_id=RUN, policy=POLICY, version=1, specs=specs, directories=(full, roomy)) as writer:
-        assert writer.path.parent == roomy
-        writer.seal()
-    with pytest.raises(SnapshotSpaceError, match=r"no room for version 2.*Free memory there"):
-        SnapshotWriter.create(run_id=RUN, policy=POLICY, version=2, specs=specs, directories=(full,))
-    assert not list(full.iterdir()), "no half-written file is left"

@@ -52,16 +52,6 @@ async def test_a_file_is_offered_to_the_same_host_only(tmp_path: Path, monkeypat
         assert (await fetched(sender.address, source.version)).transport == "bulk"
 
 
-async def test_writes_into_a_mapped_payload_stay_private(tmp_path: Path) -> None:
-    source = MemorySource(SIZE, tmp_path / "payload")
-    async with sending(source) as sender:
-        first = await fetched(sender.address, source.version)
-        (tmp_path / "payload").unlink()
-        first.data[:3] = b"abc"
-        assert bytes(first.data[:3]) == b"abc"
-        assert first.data[3:] == source.data.data[3:], "the mapping outlives the name of its file"
-
-
 @pytest.mark.parametrize("damage", ["gone", "short", "directory"])
 async def test_a_file_that_differs_from_the_offer_is_not_mapped(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "payload"
@@ -107,19 +97,6 @@ async def test_a_bulk_transfer_that_fails_goes_on_over_grpc_at_the_same_offset()
     assert got.transport == "grpc"
     assert got.data == source.data.data
     assert sender.budget.num_bytes_sent == SIZE, "no byte is sent twice"
-
-
-async def test_a_bulk_socket_that_dies_is_noticed_at_once() -> None:
-    source = MemorySource(SIZE)
-    source.delay_s = 0.05
-    async with sending(source) as sender:
-        fetching = asyncio.create_task(fetched(sender.address, source.version))
-        await until(lambda: sender.budget.num_bytes_sent >= 2_000_000)
-        await sender.bulk.stop()
-        async with asyncio.timeout(25):  # the deadline without the monitor is 30 s
-            got = await fetching
-    assert got.data == source.data.data
-    assert sender.budget.num_bytes_sent < 2 * SIZE, "the transfer was resumed, not restarted"
 
 
 async def test_a_receiver_that_reads_nothing_holds_a_bounded_number_of_frames() -> None:

@@ -13,7 +13,7 @@ from services.common.telemetry.accounts import TimeAccount
 from services.common.text.chat import Chat
 from services.inference.engine.base import Generation, GenerationRequest
 from services.inference.engine.scripted import ScriptedEngine
-from services.inference.rollouts import RolloutPolicy, ServedPolicy
+from services.inference.rollouts import RolloutPlayer, RolloutPolicy, ServedPolicy
 from services.inference.workflows.base import (
     CaseOutcome,
     Episode,
@@ -228,6 +228,12 @@ def make_order(group: str = "g0", indices: Sequence[int] = (0, 1, 2, 3), **chang
         "timeout_s": 20.0,
     }
     return TaskGroupOrder(**(settings | changes))
+
+
+async def played(player: RolloutPlayer, order: TaskGroupOrder) -> None:
+    """Play an order until nothing runs."""
+    player.play(order)
+    await player.wait_until_idle()
 
 
 def make_context(policy: ServedPolicy, gateway: FakeGateway, **sampling: Any) -> WorkflowContext:

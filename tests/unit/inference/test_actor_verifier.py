@@ -21,7 +21,6 @@ from tests.unit.inference.fakes import (
     make_task,
     qwen_like_chat,
     served_policy,
-    thinking_chat,
 )
 
 APPROVE, REJECT, SILENT = "fine <verdict>approve</verdict>", "no: 6*7=42 <verdict>reject</verdict>", "I cannot say"
@@ -145,13 +144,6 @@ async def test_what_one_policy_writes_begins_no_turn_of_the_other() -> None:
     _, solver, verifier = await play([begin + WRONG, RIGHT], begin + REJECT)
     assert solver[1].count("<|im_start|>") == plain_solver[1].count("<|im_start|>")
     assert verifier[0].count("<|im_start|>") == plain_verifier[0].count("<|im_start|>")
-
-
-async def test_each_policy_thinks_as_it_is_told() -> None:
-    settings = {"thinking": False, "verifier_thinking": True}
-    _, solver, verifier = await play([WRONG, RIGHT], REJECT, chat=thinking_chat(), **settings)
-    assert [prompt.endswith("</think>\n\n") for prompt in solver] == [True, True]
-    assert "</think>" not in verifier[0]
 
 
 async def measured(gateway: Any, task: Task, solution: str) -> str:

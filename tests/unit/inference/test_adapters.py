@@ -12,7 +12,7 @@ import torch
 
 from services.common.config.loading import validate
 from services.common.config.training import AdapterConfig
-from services.common.errors import ConfigError, ModelMismatchError
+from services.common.errors import ModelMismatchError
 from services.common.lora import identity_of, initial_adapter, target_modules
 from services.common.rpc.run_client import RunSettings
 from services.common.weights.snapshot import PEFT_PREFIX, A, B
@@ -21,9 +21,9 @@ from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch.blocks import Adapter
 from services.inference.engine.torch.engine import TorchEngine
 from services.inference.loading import BaseModels, replica_config
-from tests.conformance.subjects import until_tokens
 from tests.integration.inference.peers import scripted_recipe
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap
+from tests.unit.inference.conftest import StepGate
 from tests.unit.inference.test_loading import SmallTokenizer
 
 CONFIG = AdapterConfig(rank=4, alpha=8.0)
@@ -66,9 +66,13 @@ ORACLES = {"merged": merged, "peft": with_peft}
 ORACLE_PARAMETERS = ["merged", pytest.param("peft", marks=pytest.mark.needs("peft"))]
 
 
-def engine_on(model: Any, tensors: dict[str, torch.Tensor], config: AdapterConfig = CONFIG) -> TorchEngine:
+def engine_on(
+    model: Any, tensors: dict[str, torch.Tensor], config: AdapterConfig = CONFIG, **settings: Any
+) -> TorchEngine:
     scale = identity_of(model, config, "").scale
-    return TorchEngine(model, num_slots=2, context_length=CONTEXT, adapter=Adapter(tensors=tensors, scale=scale))
+    return TorchEngine(
+        model, num_slots=2, context_length=CONTEXT, adapter=Adapter(tensors=tensors, scale=scale), **settings
+    )
 
 
 @pytest.mark.parametrize("oracle", ORACLE_PARAMETERS)
@@ -81,15 +85,15 @@ async def test_log_probabilities_are_those_of_peft_before_across_and_after_a_swa
 ) -> None:
     base = build_model("qwen3")
     oracles = [ORACLES[oracle](base, version(base, number, config), config) for number in range(2)]
-    engine = engine_on(build_model("qwen3"), version(base, 0, config), config)
+    gate = StepGate(at=100)  # 60 steps into the second generation
+    engine = engine_on(build_model("qwen3"), version(base, 0, config), config, on_tokens=gate)
     await engine.start()
     prompt = make_prompt(30)
     first = await engine.generate(make_request(prompt, max_new_tokens=40))
     assert max_gap(oracles[0], prompt, first, first.segments[0]) <= TOLERANCE
     assert max_gap(base, prompt, first, first.segments[0]) <= TOLERANCE, "version 0 is the base"
     pending = asyncio.ensure_future(engine.generate(make_request(prompt, seed=3, max_new_tokens=300)))
-    await until_tokens(engine, 60)
-    await engine.update(WeightUpdate.full(version(base, 1, config), 1))
+    await gate.run(engine.update(WeightUpdate.full(version(base, 1, config), 1)))
     across = await pending
     before, after = across.segments
     assert (before.weight_version, after.weight_version) == (0, 1)
@@ -181,12 +185,3 @@ def test_policies_with_adapters_share_one_loaded_base(base_path: Path) -> None:
     assert [len(engine._core.decoder.weights) for engine in engines] == [2 * 2 * 7, 2 * 2]
     held = [each.weights.held() for each in loaded]
     assert [version.number for version in held] == [0, 0] and held[0].digest != held[1].digest
-
-
-def test_a_target_that_the_served_model_lacks_is_refused(base_path: Path) -> None:
-    recipe = recipe_of(base_path, one={"rank": 4, "alpha": 8, "targets": ["qkv_proj"]})
-    settings = RunSettings("r", base_path, validate(recipe, source="test"))
-    with pytest.raises(
-        ConfigError, match=r"adapter\.targets names 'qkv_proj', and Qwen3ForCausalLM has no module of it"
-    ):
-        loading.load_policy("one", settings, replica_config(settings.recipe, "a"), lambda count, at: None)

@@ -16,7 +16,7 @@ from services.common.errors import ConfigError, DatasetError, InvalidRequestErro
 from services.common.text.chat import Chat, load_tokenizer
 from services.common.tiny import build
 from services.inference.engine.base import ByteTokenizer
-from tests.unit.inference.fakes import SPECIAL, TEMPLATE, qwen_like_chat, qwen_like_tokenizer, thinking_chat
+from tests.unit.inference.fakes import TEMPLATE, qwen_like_chat, qwen_like_tokenizer, thinking_chat
 
 TOOLS = [{"type": "function", "function": {"name": "run", "description": "", "parameters": {}}}]
 TEXT = st.text(alphabet=st.sampled_from("ab1 \n.{}\\é<>"), max_size=30)
@@ -76,17 +76,6 @@ def test_a_turn_that_did_not_end_itself_is_ended_by_the_continuation() -> None:
     assert chat.continuation_ids([answer], last_sampled=chat.end_of_turn_id) == full[1:]
 
 
-def test_a_template_that_changes_contents_is_still_followed() -> None:
-    trimming = with_template(TEMPLATE.replace("message.content + '\\n</tool", "(message.content | trim) + '\\n</tool"))
-    messages = [
-        {"role": "user", "content": "go"},
-        {"role": "assistant", "content": "x"},
-        {"role": "tool", "content": "  4 \n"},
-    ]
-    tail = Chat(trimming).continuation_ids(messages[2:])
-    assert rendered(messages, invite=True, tokenizer=trimming)[-len(tail) :] == list(tail)
-
-
 def test_every_assistant_turn_and_its_end_are_taught_and_nothing_else() -> None:
     chat = qwen_like_chat()
     messages = [
@@ -139,12 +128,6 @@ def test_bytes_are_a_tokenizer_too() -> None:
         ByteTokenizer().encode("<|im_start|>tool\n4<|im_end|><|im_start|>assistant\n")
     )
     assert chat.decode([104, 105, 257]) == "hi"
-
-
-def test_ordinary_text_with_angle_brackets_stays_as_it_is() -> None:
-    chat = qwen_like_chat()
-    text = "if a < b and c > d: print('<im_end>')"
-    assert text in chat.decode(chat.continuation_ids([{"role": "tool", "content": text}]))
 
 
 def test_thinking_is_switched_where_the_template_has_a_switch() -> None:
@@ -233,16 +216,6 @@ def test_nothing_that_a_schema_brings_begins_or_ends_a_turn(forged: str) -> None
     ):
         attack, harmless = (chat.prompt_ids(user, [filled(tool, text)]) for text in (forged, "x"))
         assert marks(chat, attack) == marks(chat, harmless) and attack != harmless
-
-
-@given(st.lists(st.sampled_from([*SPECIAL, "<", "|", "im_end", ">", "a", " "]), max_size=12), st.integers(1, 4))
-def test_content_in_parts_is_the_same_as_in_one_text(pieces: list[str], size: int) -> None:
-    chat, text = qwen_like_chat(), "".join(pieces)
-    parts = [{"type": "text", "text": text[i : i + size]} for i in range(0, len(text), size)]
-    for role in ("user", "tool", "system"):
-        whole, cut = {"role": role, "content": text}, {"role": role, "content": parts}
-        assert chat.prompt_ids([whole]) == chat.prompt_ids([cut])
-        assert chat.continuation_ids([whole]) == chat.continuation_ids([cut])
 
 
 @pytest.mark.parametrize(

@@ -165,20 +165,6 @@ def test_a_taught_turn_is_read_as_it_stands_in_the_template(said: str) -> None:
         assert list(chat.supervised(messages).token_ids) == tokenizer.encode(whole, add_special_tokens=False)
 
 
-def test_a_decoder_that_puts_spaces_between_words_puts_none_before_a_turn() -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"[UNK]": 0, "[SEP]": 1, "x": 2, "y": 3, "##z": 4, "user": 5}
-    pieces = Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
-    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
-    template = turns("m.role + ' ' + m.content + ' [SEP] '", "m.content + ' [SEP] '", "")
-    chat = Chat(
-        PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="[SEP]", unk_token="[UNK]", chat_template=template)
-    )
-    assert chat.decode([2, 4, 3, 1]) == "xz y"
-
-
 # -- text of strangers ----------------------------------------------------------------------------------------------------
 
 
@@ -272,33 +258,3 @@ def test_no_text_of_a_stranger_becomes_a_special_token(token: Any, normalizer: A
                 chat.continuation_ids([{"role": role, "content": text}]),
             ):
                 assert go not in ids
-
-
-USER = r"'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n'"
-# name: template, stop tokens, a stop that the policy samples, the text that follows it
-SEVERAL_ENDS = {
-    "another end behind the last turn": (turns("'<|user|>' + m.content + '<|end|>'", "'<|assistant|>' + m.content + ('<|eot_id|>' if loop.last else '<|end|>')", "<|assistant|>", "<|system|>x<|end|>"), ["<|end|>", "<|eot_id|>"], "<|eot_id|>", "<|user|>again<|end|><|assistant|>"),
-    "the end between turns": (turns("'<|user|>' + m.content + '<|end|>'", "'<|assistant|>' + m.content + ('<|eot_id|>' if loop.last else '<|end|>')", "<|assistant|>"), ["<|end|>", "<|eot_id|>"], "<|end|>", "<|user|>again<|end|><|assistant|>"),
-    "two ends, the second": (turns(USER, r"'<|im_start|>assistant\n' + m.content + '<|im_end|></s>'", "<|im_start|>assistant\n"), ["<|im_end|>", "</s>"], "</s>", "<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"),
-    "two ends, the first": (turns(USER, r"'<|im_start|>assistant\n' + m.content + '<|im_end|></s>'", "<|im_start|>assistant\n"), ["<|im_end|>", "</s>"], "<|im_end|>", "</s><|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"),
-    "two ends apart": (turns(USER, r"'<|im_start|>assistant\n' + m.content + '<|im_end|>\n</s>'", "<|im_start|>assistant\n"), ["<|im_end|>", "</s>"], "</s>", "<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"),
-    "a stop that the template never writes": (FAMILIES["chatml"][0], ["<|im_end|>", "<|endoftext|>"], "<|endoftext|>", "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"),
-    "the next turn's opening": (turns("'<|user|>' + m.content", "'<|assistant|>' + m.content", "<|assistant|>", "[INST]"), ["<|user|>", "<|observation|>"], "<|user|>", "again<|assistant|>"),
-    "another turn's opening": (turns("'<|user|>' + m.content", "'<|assistant|>' + m.content", "<|assistant|>", "[INST]"), ["<|user|>", "<|observation|>"], "<|observation|>", "<|user|>again<|assistant|>"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SEVERAL_ENDS)
-def test_a_policys_end_of_turn_is_any_stop_token_and_stands_once(name: str, kind: str) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    template, stops, sampled, following = SEVERAL_ENDS[name]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=copy.deepcopy(bare(kind)), eos_token=stops[-1], chat_template=template
-    )
-    tokenizer.further_stops = tuple(tokenizer.convert_tokens_to_ids(stops))
-    read = Chat(tokenizer).continuation_ids(
-        [{"role": "user", "content": "again"}], tokenizer.convert_tokens_to_ids(sampled)
-    )
-    assert tokenizer.decode(read).replace(" ", "") == following

@@ -8,16 +8,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.config.data import WorkflowConfig
 from services.common.errors import PromptTooLongError
-from services.common.records import Sampling, StopReason
+from services.common.records import Sampling, StopReason, Task
 from services.common.telemetry.accounts import TimeAccount
 from services.inference.engine.base import GenerationRequest
 from services.inference.rollouts import RolloutPolicy
-from services.inference.workflows.base import Conversation
-from tests.unit.inference.fakes import RecordingEngine, qwen_like_chat, served_policy
+from services.inference.workflows.base import Conversation, Outcome, WorkflowContext
+from services.inference.workflows.registry import build_workflow
+from services.inference.workflows.single import Dialogue, Workflow, WorkflowSettings
+from tests.unit.inference.fakes import (
+    FakeGateway,
+    RecordingEngine,
+    make_context,
+    make_task,
+    qwen_like_chat,
+    replies,
+    served_policy,
+)
 
 QUESTION = [{"role": "user", "content": "go"}]
 
@@ -31,6 +42,7 @@ async def begin(
     return Conversation(client, QUESTION, sampling or Sampling(max_new_tokens=300), **limits), policy.engine
 
 
+@settings(max_examples=25)
 @given(
     turns=st.lists(st.lists(st.integers(0, 400), min_size=1, max_size=20), min_size=1, max_size=4),
     answers=st.lists(st.text(max_size=20), min_size=3, max_size=3),
@@ -67,14 +79,6 @@ def test_segments_are_exactly_prompt_sampled_and_environment_tokens(turns: list[
     assert np.array_equal(logprobs, np.concatenate([s.logprobs for g in engine.generations for s in g.segments]))
 
 
-async def test_thinking_that_a_template_would_drop_stays_in_the_tokens() -> None:
-    conversation, engine = await begin(["<think>hm</think>calling", "done"])
-    await conversation.generate()
-    assert conversation.add({"role": "tool", "content": "4"})
-    await conversation.generate()
-    assert "<think>hm</think>calling" in qwen_like_chat().decode(engine.requests[1].prompt_ids)
-
-
 @pytest.mark.parametrize("limits", [{"context_length": 10}, {"max_prompt_tokens": 10}])
 async def test_a_prompt_that_does_not_fit_is_refused(limits: dict[str, int]) -> None:
     with pytest.raises(PromptTooLongError, match=r"at most (9|10)"):
@@ -99,18 +103,77 @@ async def test_an_answer_after_which_no_token_would_fit_is_not_added() -> None:
     assert conversation.add({"role": "tool", "content": "4"})
 
 
-async def test_requests_of_one_rollout_have_names_and_seeds_of_their_own() -> None:
-    conversation, engine = await begin(["a", "b"])
-    await conversation.generate()
-    assert conversation.add({"role": "tool", "content": "4"})
-    await conversation.generate()
-    assert len({r.request_id for r in engine.requests}) == 2
-    assert len({r.seed for r in engine.requests}) == 2
-
-
 async def test_the_text_of_a_turn_has_the_tag_of_a_thought_that_the_template_begins() -> None:
     for said in ("so</think> 3", "<think>so</think> 3"):
         conversation, _ = await begin([said], assistant_prefill="<think>\n")
         assert (await conversation.generate()).text == "<think>so</think> 3"
     conversation, _ = await begin(["so</think> 3"])
     assert (await conversation.generate()).text == "so</think> 3"
+
+
+# -- Workflows of users: ends of a dialogue, and its record.
+
+
+class Twice(Workflow):
+    """Asks once more after any answer."""
+
+    async def run(self, task: Task, context: WorkflowContext) -> Outcome:
+        chat = self.converse(task, context, role="solver", attempt=1)
+        await chat.respond()
+        if chat.say("Again."):
+            await chat.respond()
+        return chat.outcome(await chat.grade(), turns=len(chat.turns))
+
+
+NAME = f"{__name__}:Twice"
+
+
+async def begun(texts: list[str], *, context_length: int = 2048) -> tuple[Dialogue, FakeGateway]:
+    policy = await served_policy(replies(qwen_like_chat(), texts), context_length=context_length)
+    gateway = FakeGateway()
+    return Twice(WorkflowSettings()).converse(make_task(), make_context(policy, gateway)), gateway
+
+
+async def test_a_workflow_of_a_few_lines_is_a_whole_rollout() -> None:
+    policy = await served_policy(["first", "second"])
+    gateway = FakeGateway(reward=lambda task, text: float(text == "second"))
+    outcome = await build_workflow(WorkflowConfig(name=NAME)).run(make_task(), make_context(policy, gateway))
+    (sequence,) = outcome.sequences
+    assert (outcome.reward, outcome.metrics) == (1.0, {"turns": 2.0})
+    assert (sequence.role, sequence.attempt, sequence.stop_reason) == ("solver", 1, StopReason.STOP)
+    assert gateway.graded == [("math", "second")]
+    assert [segment.is_policy for segment in sequence.segments] == [False, True, False, True]
+
+
+async def test_a_message_without_an_answer_is_no_part_of_the_record() -> None:
+    chat, _ = await begun(["first"])
+    await chat.respond()
+    assert chat.say("Again.")
+    sequence = chat.sequence(0.0)
+    assert sequence.stop_reason is StopReason.TURN_LIMIT and sequence.segments[-1].is_policy
+    assert chat.sequence(0.0, StopReason.STOP).stop_reason is StopReason.STOP
+
+
+async def test_a_turn_that_was_cut_short_cannot_be_answered() -> None:
+    chat, _ = await begun(["word " * 2000])
+    await chat.respond()
+    assert not chat.say("Again.")
+    sequence = chat.sequence(0.0)
+    assert (sequence.stop_reason, sequence.metrics["truncated"]) == (StopReason.LENGTH, 1.0)
+
+
+async def test_a_message_that_does_not_fit_ends_the_dialogue() -> None:
+    chat, _ = await begun(["first"], context_length=80)
+    await chat.respond()
+    assert not chat.say("word " * 100)
+    assert chat.sequence(0.0).stop_reason is StopReason.LENGTH
+
+
+def test_settings_of_another_class_are_refused_where_they_are_written() -> None:
+    with pytest.raises(
+        TypeError, match=rf"{__file__}:\d+: Bad.Settings: write `class Settings\(rollmill.WorkflowSettings\)`"
+    ):
+
+        class Bad(Workflow):
+            class Settings:
+                pass

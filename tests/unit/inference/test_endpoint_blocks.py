@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.kept_tokens import left_out_row, pack, unpack
+from services.common.records import Origin, Segment
+from services.common.text.chat import Message
 from services.inference.endpoint.dialects import split_growing
 from services.inference.endpoint.forms import (
     read_chat,
     read_input,
     read_messages,
+    tool_result,
 )
+from services.inference.engine.base import FinishReason, Generation
 from services.inference.workflows.agents import (
+    Answer,
     Call,
+    StopWatch,
+    TurnMark,
     apart_message,
+    lineage_of,
     plain_arguments,
     read_answer,
     same_message,
+    settled,
     split_thought,
 )
+from tests.unit.inference.fakes import qwen_like_chat
 
 pieces = st.lists(st.sampled_from(["<think>", "</think>", "<", "thi", "a", " ", "\n", "b c"]), max_size=8).map("".join)
 
@@ -128,3 +140,125 @@ def test_a_call_keeps_integers_of_any_size() -> None:
     said = f'<tool_call>{{"id": "x", "name": "f", "arguments": {{"a": {number}}}}}</tool_call>'
     answer = read_answer(said, with_calls=True, thinks=False)
     assert [call.arguments for call in answer.calls] == [f'{{"a":{number}}}'] == [plain_arguments(f'{{"a": {number}}}')]
+
+
+# -- Stop texts, and text that grows by tokens.
+
+
+def said(ids: list[int], cut: int) -> Generation:
+    """Ids of two versions, cut anywhere."""
+    parts = [(ids[:cut], 3), (ids[cut:], 4)]
+    return Generation(
+        segments=tuple(
+            Segment.policy(
+                part,
+                [-0.1 * (i + 1) for i in range(len(part))],
+                version,
+                kept=pack([left_out_row([token + 1]) for token in part], len(part)),
+            )
+            for part, version in parts
+            if part
+        ),
+        finish_reason=FinishReason.LENGTH,
+    )
+
+
+@given(
+    text=st.text(max_size=40), stop=st.text(min_size=1, max_size=3), told=st.integers(0, 200), cut=st.integers(0, 40)
+)
+def test_a_generation_ends_with_the_token_that_completes_a_stop(text: str, stop: str, told: int, cut: int) -> None:
+    """For any number of tokens that the engine reported before its end."""
+    chat = qwen_like_chat()
+    ids = list(chat.encode(text))
+    watch = StopWatch(chat, [stop])
+    for token in ids[:told]:
+        if watch.on_sampled(token):
+            break
+    whole = said(ids, min(cut, len(ids)))
+    kept = watch.finish(whole)
+    tokens = kept.token_ids
+    assert tokens == ids[: len(tokens)]
+    if stop in chat.decode(ids):
+        assert kept.finish_reason is FinishReason.STOP
+        assert stop in chat.decode(tokens) and stop not in chat.decode(tokens[:-1])
+        assert watch.stop_in(chat.decode(tokens)) == stop
+    else:
+        assert kept is whole
+    wanted, got = ([(s.weight_version, float(p)) for s in g.segments for p in s.logprobs] for g in (whole, kept))
+    assert got == wanted[: len(got)] and len(got) == len(tokens)
+    sets = [unpack(s.kept, s.token_ids) for s in kept.segments]
+    assert [int(i) for s in sets for i in s.ids] == [token + 1 for token in tokens]
+
+
+@given(text=st.text("ab<", max_size=20), ending=st.text("ab<", min_size=1, max_size=4), more=st.text("ab<", max_size=9))
+def test_settled_text_stays_whatever_comes(text: str, ending: str, more: str) -> None:
+    now = settled(text, [ending])
+    assert ending not in now
+    assert (text + more).partition(ending)[0].startswith(now)
+
+
+# -- Where a conversation of an agent comes from, by its messages alone.
+
+
+SYSTEM: Message = {"role": "system", "content": "You lead."}
+GO: Message = {"role": "user", "content": "Write the report."}
+SUMMARY = "The report has two of its three parts."
+BRIEF = "Find the boiling point of ethanol."
+
+
+def says(text: str, **arguments: str) -> Message:
+    calls = tuple(Call(id=f"id-{name}", name=name, arguments=f'{{"x":"{value}"}}') for name, value in arguments.items())
+    return Answer(content=text, said=text, calls=calls).message()
+
+
+@dataclass
+class Played:
+    """A conversation; every assistant message is a turn of the policy."""
+
+    messages: list[Message]
+    tools_key: bytes = b""
+    parent: Any = None
+    marks: list[TurnMark] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        turns = [i + 1 for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        self.marks = [TurnMark(num_messages=end, num_segments=2 * n + 2) for n, end in enumerate(turns)]
+
+
+LEAD = Played([SYSTEM, GO, says("I begin."), GO, says("I ask for help.", ask=BRIEF)])
+DONE = Played([SYSTEM, GO, says(SUMMARY)])
+ALONE = [{"role": "user", "content": "Something else."}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "threads", "origin", "parent"),
+    [
+        (ALONE, [], Origin.ROOT, None),
+        (ALONE, [DONE], Origin.ROOT, None),
+        ([SYSTEM, GO], [DONE], Origin.ROOT, None),  # the same prompt again: neither comes from the other
+        ([*DONE.messages, GO], [DONE], Origin.BRANCH, DONE),
+        ([*LEAD.messages[:3], *ALONE], [DONE, LEAD], Origin.BRANCH, LEAD),
+        ([SYSTEM, {"role": "user", "content": f"So far: {SUMMARY} Go on."}], [DONE], Origin.COMPACTION, DONE),
+        (
+            [SYSTEM, GO, says("I ask for help.", ask=BRIEF), tool_result("id-ask", "78")],
+            [LEAD],
+            Origin.COMPACTION,
+            LEAD,
+        ),
+        ([SYSTEM, GO, tool_result("id-ask", "78")], [LEAD], Origin.COMPACTION, LEAD),
+        ([{"role": "user", "content": f"Judge this: {SUMMARY}"}], [DONE], Origin.SUBAGENT, DONE),
+        ([{"role": "user", "content": BRIEF}], [DONE, LEAD], Origin.SUBAGENT, LEAD),
+        (ALONE, [LEAD], Origin.SUBAGENT, LEAD),
+    ],
+)
+def test_a_conversation_has_the_parent_that_its_messages_show(
+    messages: list[Message], threads: list[Played], origin: Origin, parent: Played | None
+) -> None:
+    found = lineage_of(messages, b"", threads)
+    assert (found.origin, found.parent) == (origin, parent)
+
+
+def test_other_tools_under_the_same_history_are_a_branch_and_short_answers_are_no_quotes() -> None:
+    assert lineage_of([*DONE.messages, GO], b"tools", [DONE]).origin is Origin.BRANCH
+    short = Played([SYSTEM, GO, says("Yes.")])
+    assert lineage_of([SYSTEM, {"role": "user", "content": "Yes. Go on."}], b"", [short]).origin is Origin.ROOT

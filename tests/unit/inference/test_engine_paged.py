@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -15,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.config.processes import BLOCK_TOKENS, blocks_of, least_blocks
+from services.common.errors import ConfigError, InfrastructureError
 from services.common.text.chat import named_weights
 from services.inference.engine.base import FinishReason, Generation, KvPolicy, WeightUpdate
 from services.inference.engine.torch.decoder import Decoder
 from services.inference.engine.torch.engine import Core, Entry
 from services.inference.engine.torch.slots import SlotTable
-from services.inference.replica import METRICS, gauges
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
 from tests.unit.inference.conftest import Launch, StepGate
 
@@ -143,14 +141,9 @@ def test_a_version_under_which_nothing_is_sampled_leaves_no_segment() -> None:
     assert [(s.weight_version, s.num_tokens) for s in played.outcomes[name].segments] == [(0, 5), (2, 15)]
 
 
-def test_caches_of_ended_requests_give_way_to_a_running_row() -> None:
-    played = Played(kv_bytes=pool_bytes(least_blocks(CONTEXT) + 1))
-    for seed in range(3):
-        played.submit(make_prompt(40, seed), seed, 4)
-        played.end()
-    played.submit(make_prompt(100, 9), 9, 59)
-    played.end()
-    assert played.core.counters.evicted > 0
+def test_a_limit_that_holds_no_sequence_is_refused_with_one_that_does() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_gib is .*one sequence of 160 tokens needs .*raise kv_cache_gib"):
+        Played(kv_bytes=pool_bytes(least_blocks(CONTEXT)) - 1)
 
 
 async def test_health_counts_requests_without_memory_as_waiting_and_tells_the_pool(launch: Launch) -> None:
@@ -170,8 +163,6 @@ async def test_health_counts_requests_without_memory_as_waiting_and_tells_the_po
 
 
 async def test_a_broken_version_leaves_no_trace_in_blocks(launch: Launch) -> None:
-    from services.common.errors import InfrastructureError
-
     limit = pool_bytes(least_blocks(CONTEXT))
     engine = await launch(MODELS[0], num_slots=4, context_length=CONTEXT, kv_bytes=limit)
     weights = named_weights(MODELS[0])
@@ -252,15 +243,3 @@ def test_little_memory_and_sharing_change_no_sample(story: list[tuple[str, int, 
     alone = Played(num_slots=1)
     for one, other in zip(play(paged, story, swaps=False), play(alone, story, swaps=False), strict=True):
         assert paged.outcomes[one].token_ids == alone.outcomes[other].token_ids
-
-
-async def test_the_state_of_the_pool_is_exported(launch: Launch) -> None:
-    limit = pool_bytes(least_blocks(CONTEXT))
-    engine = await launch(MODELS[0], num_slots=4, context_length=CONTEXT, kv_bytes=limit)
-    await engine.generate(make_request(make_prompt(70), max_new_tokens=3))
-    loaded = SimpleNamespace(served=SimpleNamespace(engine=engine), weights=MagicMock(gauges=dict))
-    found = gauges(MagicMock(num_slots=1), MagicMock(outcomes={}, refused={}), {"model0": loaded})  # type: ignore[dict-item]
-    names = {name.removesuffix("/model0") for name in found if name.startswith("kv_")}
-    exported = {metric.source.partition("/")[0] for metric in METRICS if metric.source.startswith("kv_")}
-    assert names == exported == {"kv_blocks", "kv_used", "kv_shared", "kv_evicted"}
-    assert (found["kv_blocks/model0"], found["kv_used/model0"]) == (least_blocks(CONTEXT) - 2, 3)

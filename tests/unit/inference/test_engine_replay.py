@@ -72,15 +72,6 @@ async def test_a_token_outside_the_kept_set_is_kept_beside_it(launch: Launch, to
     assert 0 < outside < len(said), "tokens of both kinds are compared"
 
 
-async def test_greedy_requests_report_the_logprob_at_temperature_one(launch: Launch) -> None:
-    model = build_model("qwen3")
-    engine = await launch(model, ReplayEngine)
-    prompt, said = make_prompt(12), words(20)
-    generation = await engine.generate(make_request(prompt, stop=(STOP,), forced=said, temperature=0.0, top_k=3))
-    assert generation.token_ids == said
-    assert max_gap(model, prompt, generation, generation.segments[0]) <= TOLERANCE
-
-
 @pytest.mark.parametrize(
     ("said", "sampling", "expected", "reason"),
     [

@@ -11,7 +11,7 @@ import pytest
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError, PromptTooLongError
 from services.common.records import Sampling
 from services.inference.engine.base import FinishReason, GenerationRequest, WeightUpdate
-from services.inference.engine.streaming import ENGINE_METHODS, EngineSetup, StreamingEngine
+from services.inference.engine.streaming import EngineSetup, StreamingEngine
 from tests.waiting import until
 
 STOP = 9
@@ -47,10 +47,6 @@ def request(name: str = "a", *, prompt: int = 3, watch: Any = None, **sampling: 
     return GenerationRequest(
         request_id=name, prompt_ids=(1,) * prompt, sampling=Sampling(**sampling), stop_token_ids=(STOP,), watch=watch
     )
-
-
-def test_it_has_every_method_that_a_recipe_asks_for() -> None:
-    assert all(callable(getattr(StreamingEngine, name)) for name in ENGINE_METHODS)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 
-from services.inference.engine.base import WeightUpdate
-from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
+from services.inference.engine.base import Generation
+from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap
 from tests.unit.inference.conftest import Launch, StepGate
 
 pytestmark = pytest.mark.usefixtures("each_decoder")
@@ -32,47 +31,6 @@ async def test_a_groups_prompt_is_prefilled_once(launch: Launch) -> None:
         assert max_gap(model, prompt, generation, generation.segments[0]) <= TOLERANCE
 
 
-async def test_a_prompt_that_differs_in_one_early_token_reuses_only_up_to_there(launch: Launch) -> None:
-    model = build_model("qwen3")
-    engine = await launch(model)
-    prompt = make_prompt(60)
-    await engine.generate(make_request(prompt, max_new_tokens=5))
-    other = [*prompt[:30], (prompt[30] + 1) % 300, *prompt[31:]]
-    generation = await engine.generate(make_request(other, max_new_tokens=20))
-    assert engine.counters.reused == 30
-    assert max_gap(model, other, generation, generation.segments[0]) <= TOLERANCE
-
-
-async def test_many_requests_of_all_lengths_through_few_slots_stay_exact(launch: Launch) -> None:
-    """Joins, leaves, compaction, ordering by length, eviction and shared prefixes all at once, with updates between."""
-    models = [build_model("qwen3")]
-    models += [perturbed(models[0], seed) for seed in (1, 2, 3)]
-    engine = await launch(models[0], num_slots=12, context_length=512)
-    random = np.random.default_rng(0)
-    shared = make_prompt(70, 5)
-
-    async def conversation(index: int) -> None:
-        prompt = shared[: int(random.integers(1, 70))] + make_prompt(int(random.integers(1, 60)), index % 5)
-        for turn in range(2):
-            length = int(min(150, np.exp(3 + random.standard_normal())))
-            generation = await engine.generate(make_request(prompt, seed=index, max_new_tokens=length))
-            assert len(generation.token_ids) == length
-            for segment in generation.segments:
-                assert max_gap(models[segment.weight_version], prompt, generation, segment) <= TOLERANCE
-            prompt = prompt + generation.token_ids + make_prompt(1 + turn + index % 7, index)
-
-    from services.common.text.chat import named_weights
-
-    async def updates() -> None:
-        for version in (1, 2, 3):
-            await asyncio.sleep(0.15)
-            await engine.update(WeightUpdate.full(named_weights(models[version]), version))
-
-    await asyncio.gather(updates(), *(conversation(i) for i in range(60)))
-    assert engine.health().running == 0
-    assert engine.counters.reused > 0
-
-
 async def test_a_seed_gives_the_same_sample_whatever_runs_beside_it(launch: Launch) -> None:
     engine = await launch(build_model("qwen3"))
     prompt = make_prompt(25)
@@ -82,3 +40,25 @@ async def test_a_seed_gives_the_same_sample_whatever_runs_beside_it(launch: Laun
     assert crowded.token_ids == alone.token_ids
     other = await engine.generate(make_request(prompt, seed=43, max_new_tokens=40))
     assert other.token_ids != alone.token_ids
+
+
+# -- An engine that computes one request at a time gives a request the same bits, independent of other requests.
+
+
+def bits(generation: Generation) -> list[tuple[bytes, bytes]]:
+    return [(segment.token_ids.tobytes(), segment.logprobs.tobytes()) for segment in generation.segments]
+
+
+async def test_a_request_gets_the_same_bits_alone_in_company_and_after_its_own_prefix(launch: Launch) -> None:
+    model = build_model("qwen3")
+    prompt = make_prompt(40)
+    fresh = await launch(model, num_slots=1, alone=True)
+    expected = bits(await fresh.generate(make_request(prompt, max_new_tokens=20, seed=7)))
+    used = await launch(model, num_slots=1, alone=True)
+    company = [used.generate(make_request(make_prompt(n), max_new_tokens=9, seed=n)) for n in (3, 17, 64)]
+    found, *_ = await asyncio.gather(used.generate(make_request(prompt, max_new_tokens=20, seed=7)), *company)
+    assert bits(found) == expected
+    # Its own prompt, and a longer one with this prefix, have been computed before.
+    await used.generate(make_request(make_prompt(60), max_new_tokens=20, seed=8))
+    assert bits(await used.generate(make_request(prompt, max_new_tokens=20, seed=7))) == expected
+    assert used.counters.reused == 0

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from services.inference.workflows.base import CaseOutcome, JudgeCase, ProgramStatus
 from services.inference.workflows.codegen import (
-    VerifierReward,
     entry_point_of,
     read_cases,
     report,
-    verifier_reward,
+    without_examples,
 )
 
 ONE = '{"input": "1", "output": "2"}'
@@ -80,21 +79,6 @@ def test_cases_of_a_function_are_read(text: str, cases: list[tuple[Any, Any]], l
     assert read.num_left_out == left_out
 
 
-@pytest.mark.parametrize(
-    ("text", "num_cases", "problem"),
-    [
-        (fenced(ONE), 2, "1 of 1 test cases can be used, and 2 were asked for"),
-        (fenced(f"[{ONE}, {ONE}]"), 2, "1 of 2 test cases can be used, and 2 were asked for"),
-        (fenced('[{"input": "1", "output": "2"}, {"input": "3"}]'), 2, "1 of 2 test cases can be used, and 2 were asked for"),
-        (fenced('[{"input": 1}]'), 1, "0 of 1 test cases can be used, and 1 were asked for"),
-        ("none", 1, "there is no JSON list of test cases in the tester's answer"),
-    ],
-)  # fmt: skip
-def test_too_few_cases_are_none_and_it_is_said_why(text: str, num_cases: int, problem: str) -> None:
-    read = read_cases(text, is_function=False, num_cases=num_cases)
-    assert (read.cases, read.problem) == ((), problem)
-
-
 @given(
     text=st.text(alphabet=st.sampled_from('```json\n[{"input": 1}]<think></'), max_size=200),
     num_cases=st.integers(1, 3),
@@ -122,38 +106,6 @@ def test_how_programs_are_called(tests: dict[str, Any], entry_point: str | None)
 OK, WRONG = CaseOutcome(verdict=ProgramStatus.OK), CaseOutcome(verdict=ProgramStatus.WRONG_ANSWER)
 
 
-@pytest.mark.parametrize(
-    ("kind", "final_correct", "first_correct", "rejected", "valid", "reward"),
-    [
-        ("coupled", True, True, False, True, 2.0),
-        ("coupled", True, False, True, True, 2.0),
-        ("coupled", True, True, True, False, 1.0),
-        ("coupled", False, False, True, True, 1.0),
-        ("coupled", False, True, True, True, 1.0),
-        ("coupled", False, False, True, False, 0.0),
-        ("coupled", True, False, True, None, 1.0),
-        ("coupled", False, False, False, None, 0.0),
-        ("own", True, True, False, True, 1.0),
-        ("own", False, False, True, True, 1.0),
-        ("own", True, False, True, True, 1.0),
-        ("own", False, False, False, True, 0.5),
-        ("own", False, True, True, True, 0.5),
-        ("own", False, False, True, False, 0.0),
-        ("own", True, True, False, False, 0.0),
-        ("own", False, False, True, None, 0.5),
-        ("own", True, True, False, None, 0.5),
-        ("own", False, False, False, None, 0.0),
-        ("own", True, True, True, None, 0.0),
-    ],
-)
-def test_what_the_verifier_earns(
-    kind: VerifierReward, final_correct: bool, first_correct: bool, rejected: bool, valid: bool | None, reward: float
-) -> None:
-    assert reward == verifier_reward(
-        kind, final_correct=final_correct, first_correct=first_correct, rejected=rejected, valid=valid
-    )
-
-
 def test_what_a_program_did_is_told_case_by_case() -> None:
     cases = [JudgeCase(given=f"{n}\n", expected=str(n)) for n in range(5)]
     outcomes = [
@@ -178,3 +130,48 @@ def test_a_call_is_told_with_arguments_and_value_and_long_texts_are_cut() -> Non
     told = report([case], [wrong], max_chars=60)
     assert "arguments:\n[[0, 1," in told and "(cut)" in told and len(told) < 250
     assert told.endswith("your program gave another answer:\nexpected 1, got 2")
+
+
+# -- Only the examples are removed from a problem's text.
+
+
+@pytest.mark.parametrize(
+    ("problem", "left"),
+    [
+        ("Add.\n\nInput\n\nTwo numbers.\n\nOutput\n\nTheir sum.\n\nExample\n\nInput\n\n1 2\n\nOutput\n\n3\n\nNote\n\n1 + 2 is 3.",
+         "Add.\n\nInput\n\nTwo numbers.\n\nOutput\n\nTheir sum.\n"),
+        ("Add.\n\nExamples\n\nInput\n1 2\nOutput\n3\n\nTime Limit: 2 s\nMemory Limit: 1 MB",
+         "Add.\n\nTime Limit: 2 s\nMemory Limit: 1 MB"),
+        ("Add.\n\n-----Constraints-----\n - small\n\n-----Sample Input-----\n1 2\n\n-----Sample Output-----\n3\n\nAs you see.",
+         "Add.\n\n-----Constraints-----\n - small\n"),
+        ("Add.\n\n**Example 1:**\n\nInput: a = 1\nOutput: 1\n\n**Example 2:**\n\nInput: a = 2\n\n**Constraints:**\n\n* small",
+         "Add.\n\n**Constraints:**\n\n* small"),
+        ("Add.\n### Sample Input 2\n1\n### Sample Output 2\n1\n### Constraints\nsmall", "Add.\n### Constraints\nsmall"),
+        ("Add.\nExample: add(1, 2) gives 3.\nMore of it.", "Add."),
+        ("Add.\n\nExample\n1 2\n3\n\nStarter code:\n\n```python\ndef add(a, b):\n```",
+         "Add.\n\nStarter code:\n\n```python\ndef add(a, b):\n```"),
+        ("Add.\n\nExample\n\n```\n1 2\n```\n\nComplete:\n```python\ndef add(a, b):\n```", "Add.\n\n```python\ndef add(a, b):\n```"),
+        ('def add(a, b):\n    """Add.\n    >>> add(1, 2)\n    3\n    >>> add(2, 2)\n    4\n    """\n',
+         'def add(a, b):\n    """Add.\n    """'),
+        ('def add(a, b):\n    """Add.\n\n    Examples:\n    add(1, 2) ➞ 3\n    """\n    pass', 'def add(a, b):\n    """Add.\n\n    """\n    pass'),
+        ('def add(a, b):\n    """\n    >>> add(1, 2)\n    3\n\n    Numbers are whole.\n    """', 'def add(a, b):\n    """\n\n    Numbers are whole.\n    """'),
+    ],
+    ids=["codeforces", "limits", "atcoder", "leetcode", "markdown", "inline", "starter code", "code", "doctest", "docstring", "after a doctest"],
+)  # fmt: skip
+def test_examples_leave(problem: str, left: str) -> None:
+    assert without_examples(problem) == left.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        "Add two numbers.\n\n\n\nInput Format:\nTwo numbers.",
+        "For example, 1 and 2 make 3. Examples of numbers are 1 and 2.",
+        "Example\n\n1 2\n\n3",
+        "A sample is a number. Output the sample mean.",
+        "Print the example that was chosen.\nInput\nA sample input of a filter",
+        "",
+    ],
+)
+def test_a_problem_without_headed_examples_stays_as_it_is(problem: str) -> None:
+    assert without_examples(problem) == problem

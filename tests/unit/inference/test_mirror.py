@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import gc
 import tracemalloc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from services.common.errors import CorruptDataError, ModelMismatchError, VersionUnavailableError
 from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, encode_tensor
 from services.common.weights.snapshot import (
+    ALIGNMENT,
     AdapterIdentity,
     BaseVersion,
     Bits,
@@ -23,7 +25,7 @@ from services.common.weights.snapshot import (
     lay_out,
     tensor_digest,
 )
-from services.inference.weights.fetch import receive_buffer
+from services.inference.weights.fetch import ByteRange, Incoming, receive_buffer
 from services.inference.weights.mirror import Mirror
 
 Version = dict[str, Bits]
@@ -210,41 +212,6 @@ def test_a_delta_takes_no_more_memory_than_its_changes_and_two_tensors() -> None
     assert peak <= decoded + 2 * first["0"].nbytes
 
 
-def test_who_reads_along_sees_one_version_whatever_is_written_meanwhile() -> None:
-    versions = [make_version(0)]
-    for number in range(1, 30):
-        versions.append(changed(versions[-1], number))
-    deltas = [delta(versions[number - 1], versions[number], number) for number in range(1, 30)]
-    mirror = Mirror("p")
-    take(mirror, *full(versions[0], 0))
-    ended, seen, torn = threading.Event(), set[int](), list[int]()
-
-    def read() -> None:
-        last = False
-        while not last:
-            last = ended.is_set()
-            try:
-                leased = mirror.lease()
-            except VersionUnavailableError:
-                continue
-            number = leased.manifest.version
-            seen.add(number)
-            if not all(equal(dict(leased.bits), versions[number]) for _ in range(3)):
-                torn.append(number)
-            mirror.release()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        for payload, data in deltas:
-            take(mirror, payload, data)
-    finally:
-        ended.set()
-        reader.join()
-    assert not torn and 29 in seen
-    assert equal(held(mirror), versions[-1])
-
-
 def test_a_write_that_is_interrupted_leaves_it_dirty_and_only_a_snapshot_helps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -324,3 +291,38 @@ def test_a_mirror_refuses_the_version_of_another_adapter(other: AdapterIdentity 
     own = Manifest.of(run_id="r", policy="p", version=2, tensors=held.tensors, adapter=ADAPTER)
     mirror.write(mirror.verify(replace(sent, target=own), data))
     assert mirror.manifest.version == 2
+
+
+# -- A range accepts exactly its missing bytes, from any transport.
+
+
+@pytest.mark.parametrize(("offset", "size"), [(9, 1), (11, 1), (10, 6), (0, 0)])
+def test_other_bytes_than_those_due_are_refused_and_change_nothing(offset: int, size: int) -> None:
+    room = bytearray(5)
+    wanted = ByteRange(10, 15, memoryview(room))
+    with pytest.raises(CorruptDataError):
+        wanted.put(offset, b"x" * size)
+    assert wanted.offset == 10 and room == bytes(5)
+
+
+def test_a_complete_payload_is_freed_without_a_garbage_collection() -> None:
+    manifest = Manifest.of(run_id="r", policy="p", version=1, tensors=[])
+    payload = Payload(payload_id="p:1", encoding=Encoding.FULL, size_bytes=10, target=manifest)
+    incoming = Incoming(payload, memoryview(bytearray(10)))
+    for start, end in ((0, 4), (4, 10)):
+        incoming.shard(start, end).put(start, bytes(end - start))
+    freed = weakref.ref(incoming)
+    gc.disable()
+    try:
+        del incoming
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 5_000_000])
+def test_a_receive_buffer_is_aligned_and_writable(size: int) -> None:
+    buffer = receive_buffer(size)
+    array = np.frombuffer(buffer, dtype=np.uint8)
+    assert len(buffer) == size and (not size or array.ctypes.data % ALIGNMENT == 0)
+    assert array.flags.writeable

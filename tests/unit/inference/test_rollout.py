@@ -24,8 +24,7 @@ from services.inference.engine.base import WeightUpdate
 from services.inference.rollouts import RolloutPlayer, ServedPolicy
 from services.inference.workflows.base import Outcome, Reward, Workflow, WorkflowContext
 from services.inference.workflows.single import SingleTurn, SingleTurnSettings
-from tests.unit.inference.fakes import FakeGateway, RecordingEngine, Records, make_order, served_policy
-from tests.waiting import until
+from tests.unit.inference.fakes import FakeGateway, RecordingEngine, Records, make_order, played, served_policy
 
 Behaviour = Callable[[WorkflowContext], Any]
 
@@ -51,8 +50,8 @@ async def make_player(
     before: Behaviour | None = None,
     *,
     num_slots: int = 8,
-    infra_retries: int = 2,
     kind: type[Told] = Told,
+    gateway: FakeGateway | None = None,
     **engine: Any,
 ) -> tuple[RolloutPlayer, Records, Told, ServedPolicy]:
     policy = await served_policy(["hello"], **engine)
@@ -61,11 +60,11 @@ async def make_player(
     player = RolloutPlayer(
         workflows=dict.fromkeys(Purpose, as_workflow),
         policies={"model0": policy},
-        gateway=FakeGateway(),
+        gateway=gateway or FakeGateway(),
         sink=records,
         replica_id="a",
         num_slots=num_slots,
-        infra_retries=infra_retries,
+        infra_retries=2,
     )
     return player, records, workflow, policy
 
@@ -105,8 +104,7 @@ async def test_every_slot_of_an_order_becomes_a_trajectory() -> None:
 @pytest.mark.parametrize("purpose", Purpose)
 async def test_only_what_is_trained_records_which_tokens_could_be_drawn(purpose: Purpose) -> None:
     player, _, _, policy = await make_player()
-    player.play(make_order(purpose=purpose))
-    await player.wait_until_idle()
+    await played(player, make_order(purpose=purpose))
     engine = policy.engine
     assert isinstance(engine, RecordingEngine)
     assert {request.record_kept for request in engine.requests} == {purpose is Purpose.TRAIN}
@@ -122,34 +120,24 @@ async def test_a_repeated_order_plays_no_slot_twice() -> None:
     assert player.counters.repeated == 5
 
 
-async def test_no_more_rollouts_run_at_once_than_there_are_slots() -> None:
-    running, most = 0, 0
-
-    async def count(context: WorkflowContext) -> None:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.001)
-        running -= 1
-
-    player, records, _, _ = await make_player(count, num_slots=3)
-    player.play(make_order(indices=range(10)))  # type: ignore[arg-type]
-    assert player.num_free_slots == 0
-    await player.wait_until_idle()
-    assert most == 3
-    assert len(records.trajectories) == 10
-
-
 @pytest.mark.parametrize(
     "error", [InfrastructureError("down"), EpisodeNotFoundError("gone"), CapacityError("full")], ids=lambda e: e.reason
 )
 async def test_an_infrastructure_failure_is_played_again(error: Exception) -> None:
     player, records, workflow, _ = await make_player(raises(error, times=2))
-    player.play(make_order(indices=(0,)))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0,)))
     assert len(records.trajectories) == 1
     assert workflow.num_runs == 3
     assert player.counters.retries == 2
+
+
+class MuteError(Exception):
+    """Its own code raises."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    __repr__ = __str__
 
 
 @pytest.mark.parametrize(
@@ -158,32 +146,18 @@ async def test_an_infrastructure_failure_is_played_again(error: Exception) -> No
         (InfrastructureError("down"), "INFRASTRUCTURE", 3),
         (PromptTooLongError("long"), "PROMPT_TOO_LONG", 1),
         (KeyError("answer"), "KeyError", 1),
+        (MuteError(), "MuteError", 1),
     ],
+    ids=["infrastructure", "prompt", "key", "mute"],
 )
 async def test_what_stays_wrong_fails_its_slot_and_no_other_and_is_never_a_reward(
     error: Exception, reason: str, attempts: int
 ) -> None:
     player, records, workflow, _ = await make_player(raises(error, times=attempts), num_slots=1)
-    player.play(make_order(indices=(0, 1, 2)))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0, 1, 2)))
     assert [(failure.index, failure.reason) for failure in records.failures] == [(0, reason)]
     assert [trajectory.index for trajectory in records.trajectories] == [1, 2]
     assert workflow.num_runs == attempts + 2
-
-
-class MuteError(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-    __repr__ = __str__
-
-
-async def test_an_error_whose_own_code_raises_fails_its_slot() -> None:
-    player, records, _, _ = await make_player(raises(MuteError(), times=1))
-    player.play(make_order(indices=(0, 1)))
-    await player.wait_until_idle()
-    assert [failure.reason for failure in records.failures] == ["MuteError"]
-    assert len(records.trajectories) == 1
 
 
 async def cancels_itself(context: WorkflowContext) -> None:
@@ -203,12 +177,10 @@ async def cancels_itself(context: WorkflowContext) -> None:
 )
 async def test_a_workflow_that_leaves_or_cancels_fails_its_slots_by_name(before: Behaviour, reason: str) -> None:
     player, records, workflow, _ = await make_player(before)
-    player.play(make_order(indices=range(2)))  # type: ignore[arg-type]
-    await player.wait_until_idle()
+    await played(player, make_order(indices=range(2)))  # type: ignore[arg-type]
     assert [failure.reason for failure in records.failures] == [reason] * 2
     workflow._before = None
-    player.play(make_order(task_group_id="g1", indices=range(2)))  # type: ignore[arg-type]
-    await player.wait_until_idle()
+    await played(player, make_order(task_group_id="g1", indices=range(2)))  # type: ignore[arg-type]
     assert len(records.trajectories) == 2
 
 
@@ -225,16 +197,14 @@ async def test_every_rollout_has_a_row_of_its_own() -> None:
     player, records, _, _ = await make_player(kind=Counting)
     order = make_order()
     order.task.data["places"] = []  # type: ignore[index]
-    player.play(order)
-    await player.wait_until_idle()
+    await played(player, order)
     assert len(records.trajectories) == 4
     assert seen == [(0, [])] * 4
 
 
 async def test_a_rollout_beyond_its_time_is_a_failure_that_names_the_wait() -> None:
     player, records, _, _ = await make_player(forever)
-    player.play(make_order(indices=(0,), timeout_s=0.05))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0,), timeout_s=0.05))
     (failure,) = records.failures
     assert failure.reason == "DEADLINE_EXCEEDED", "its own code may have waited for anything"
     assert "g0/0" in failure.detail
@@ -249,27 +219,25 @@ class SlowGateway(FakeGateway):
         raise AssertionError("unreachable")
 
 
-async def slow_player(gateway: FakeGateway, before: Behaviour | None = None, **engine: Any) -> tuple[Any, Records, Any]:
-    policy = await served_policy(["hello"], **engine)
-    records = Records()
-    player = RolloutPlayer(
-        workflows=dict.fromkeys(Purpose, Told(SingleTurnSettings(), before)), policies={"model0": policy},
-        gateway=gateway, sink=records, replica_id="a", num_slots=1, infra_retries=2,
-    )  # fmt: skip
-    return player, records, policy
-
-
-async def played_late(gateway: FakeGateway, before: Behaviour | None = None, **engine: Any) -> str:
+async def played_late(before: Behaviour | None = None, **settings: Any) -> str:
     """Why a rollout that runs out of time has failed. The time is enough to reach the wait on a busy machine."""
-    player, records, _ = await slow_player(gateway, before, **engine)
-    player.play(make_order(indices=(0,), timeout_s=0.4))
-    await player.wait_until_idle()
+    player, records, _, _ = await make_player(before, **settings)
+    await played(player, make_order(indices=(0,), timeout_s=0.4))
     (failure,) = records.failures
     return failure.reason
 
 
-async def test_a_policy_that_is_slow_has_timed_out() -> None:
-    assert await played_late(FakeGateway(), latency_s=3600.0) == RolloutTimeoutError.reason
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"latency_s": 3600.0}, RolloutTimeoutError.reason),
+        ({"gateway": SlowGateway()}, "DEADLINE_EXCEEDED"),
+        ({"latency_s": 3600.0, "before": raises(InfrastructureError("down"), times=1)}, "DEADLINE_EXCEEDED"),
+    ],
+    ids=["the policy", "the gateway", "an infrastructure failure"],
+)
+async def test_a_rollout_has_timed_out_only_where_the_policy_was_slow(settings: dict[str, Any], reason: str) -> None:
+    assert await played_late(**settings) == reason
 
 
 async def test_an_agent_outside_whose_generation_is_running_when_its_time_is_over_has_timed_out() -> None:
@@ -280,19 +248,10 @@ async def test_an_agent_outside_whose_generation_is_running_when_its_time_is_ove
         asked.add(asyncio.create_task(context.policy().generate([1], context.sampling)))
         await asyncio.sleep(3600)
 
-    assert await played_late(FakeGateway(), asks_from_another_task, latency_s=3600.0) == RolloutTimeoutError.reason
+    assert await played_late(asks_from_another_task, latency_s=3600.0) == RolloutTimeoutError.reason
     for task in asked:
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
-
-
-async def test_a_rollout_that_waits_for_the_gateway_when_its_time_is_over_is_no_time_out_of_the_policy() -> None:
-    assert await played_late(SlowGateway()) == "DEADLINE_EXCEEDED"
-
-
-async def test_a_rollout_whose_time_an_infrastructure_failure_took_is_no_time_out_of_the_policy() -> None:
-    before = raises(InfrastructureError("down"), times=1)
-    assert await played_late(FakeGateway(), before, latency_s=3600.0) == "DEADLINE_EXCEEDED"
 
 
 async def test_what_fails_while_a_late_rollout_cleans_up_is_infrastructure_and_not_played_again() -> None:
@@ -305,12 +264,12 @@ async def test_what_fails_while_a_late_rollout_cleans_up_is_infrastructure_and_n
         finally:
             raise InfrastructureError("the gateway is gone")
 
-    assert await played_late(FakeGateway(), breaks_at_the_end) == "INFRASTRUCTURE"
+    assert await played_late(breaks_at_the_end) == "INFRASTRUCTURE"
     assert len(runs) == 1
 
 
 async def test_a_late_rollout_of_an_ill_engine_is_left_to_another_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    player, records, policy = await slow_player(FakeGateway(), latency_s=3600.0)
+    player, records, _, policy = await make_player(latency_s=3600.0)
     player.play(make_order(indices=(0,), timeout_s=0.05))
     ill = dataclasses.replace(policy.engine.health(), ok=False, detail="a CUDA error")
     monkeypatch.setattr(policy.engine, "health", lambda: ill)
@@ -332,28 +291,10 @@ async def test_a_cancelled_group_leaves_nothing_and_can_be_ordered_again() -> No
     assert player.num_free_slots == 2
 
 
-async def test_a_group_cancelled_before_its_first_step_frees_its_slots() -> None:
-    player, records, _, _ = await make_player()
-    player.play(make_order())
-    player.cancel("g0")
-    await player.wait_until_idle()
-    assert records.all == []
-    assert player.num_free_slots == 8
-
-
-async def test_a_cancelled_rollout_stops_generating() -> None:
-    player, _, _, policy = await make_player(tokens_per_second=1.0)
-    player.play(make_order())
-    await until(lambda: policy.engine.health().running == 4, "four generate")
-    await player.close()
-    assert policy.engine.health().running == 0
-
-
 async def test_an_evaluation_on_another_version_is_refused_as_stale_and_may_come_again() -> None:
     player, records, _, policy = await make_player()
     order = make_order(indices=(0,), required_versions={"model0": 3})
-    player.play(order)
-    await player.wait_until_idle()
+    await played(player, order)
     assert [f.reason for f in records.failures] == [WeightsStaleError.reason]
     await policy.engine.update(WeightUpdate.full({}, 3))
     assert player.play(order) == 1
@@ -366,16 +307,14 @@ async def test_an_evaluation_that_saw_a_swap_is_stale() -> None:
         await policy.engine.update(WeightUpdate.full({}, 4))
 
     player, records, _, policy = await make_player(swap)
-    player.play(make_order(indices=(0,), required_versions={"model0": 0}))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0,), required_versions={"model0": 0}))
     assert [f.reason for f in records.failures] == [WeightsStaleError.reason]
 
 
 async def test_slots_of_a_group_draw_different_numbers_and_repeating_one_draws_the_same() -> None:
     async def seeds_of_a_run() -> dict[int, int | None]:
         player, _, _, policy = await make_player()
-        player.play(make_order(seed=5))
-        await player.wait_until_idle()
+        await played(player, make_order(seed=5))
         requests = policy.engine.requests  # type: ignore[attr-defined]
         return {int(r.request_id.split("/")[1]): r.seed for r in requests}
 
@@ -387,8 +326,7 @@ async def test_slots_of_a_group_draw_different_numbers_and_repeating_one_draws_t
 async def test_a_dead_engine_leaves_slots_open_for_another_replica() -> None:
     player, records, _, policy = await make_player()
     await policy.engine.stop()
-    player.play(make_order())
-    await player.wait_until_idle()
+    await played(player, make_order())
     assert records.all == []
 
 
@@ -399,8 +337,7 @@ async def test_an_outcome_without_a_number_is_a_failure() -> None:
             return Outcome(sequences=outcome.sequences, reward=float("nan"))
 
     player, records, _, _ = await make_player(kind=Broken)
-    player.play(make_order(indices=(0,)))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0,)))
     assert [f.reason for f in records.failures] == ["ValueError"]
 
 
@@ -419,8 +356,7 @@ async def test_what_a_users_workflow_does_wrong_is_told_with_its_line() -> None:
         (Told, raises(KeyError("answer")), "'answer'"),
     ):
         player, records, _, _ = await make_player(before, kind=kind)
-        player.play(make_order(indices=(0,)))
-        await player.wait_until_idle()
+        await played(player, make_order(indices=(0,)))
         (failure,) = records.failures
         assert re.fullmatch(rf"{re.escape(__file__)}:\d+: {re.escape(told)}", failure.detail)
 
@@ -440,6 +376,5 @@ async def test_a_source_with_a_workflow_of_its_own_is_played_by_that_one() -> No
         order = dataclasses.replace(
             make_order(indices=(0,)), task_group_id=f"g{number}", source=source, purpose=purpose
         )
-        player.play(order)
-    await player.wait_until_idle()
+        await played(player, order)
     assert (own.num_runs, usual.num_runs) == (1, 3)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from services.common.errors import ConfigError, DeadlineError, InfrastructureError
+from services.common.errors import ConfigError, InfrastructureError
 from services.common.records import Logprobs, Purpose, Sampling, Segment, StopReason, TokenSequence
 from services.inference.engine.base import ScoreRequest
 from services.inference.engine.scripted import ScriptedEngine
 from services.inference.rollouts import RolloutPlayer, ServedPolicy, score_request
 from services.inference.workflows.base import Outcome
 from services.inference.workflows.single import SingleTurn, SingleTurnSettings
-from tests.unit.inference.fakes import FakeGateway, Records, make_order, qwen_like_chat, served_policy
+from tests.unit.inference.fakes import FakeGateway, Records, make_order, played, qwen_like_chat, served_policy
 
 
 class Teacher(ScriptedEngine):
@@ -75,8 +74,7 @@ async def test_each_sampled_token_carries_what_the_teacher_says_of_it() -> None:
     """The workflow names no policy: the default is never the teacher."""
     teacher = Teacher()
     player, records = await make_player(teacher)
-    player.play(make_order(sampling=Sampling(max_new_tokens=200, temperature=0.7)))
-    await player.wait_until_idle()
+    await played(player, make_order(sampling=Sampling(max_new_tokens=200, temperature=0.7)))
     assert len(records.trajectories) == 4 and not records.failures
     for trajectory in records.trajectories:
         (sequence,) = trajectory.sequences
@@ -92,46 +90,29 @@ async def test_each_sampled_token_carries_what_the_teacher_says_of_it() -> None:
 async def test_an_evaluation_asks_no_teacher() -> None:
     teacher = Teacher()
     player, records = await make_player(teacher)
-    player.play(make_order(purpose=Purpose.EVALUATION))
-    await player.wait_until_idle()
+    await played(player, make_order(purpose=Purpose.EVALUATION))
     assert len(records.trajectories) == 4 and not teacher.scored
     assert all(not len(s.teacher_logprobs) for t in records.trajectories for q in t.sequences for s in q.segments)
 
 
 async def test_a_teacher_plays_where_an_order_names_it() -> None:
     player, records = await make_player(Teacher())
-    player.play(make_order(purpose=Purpose.EVALUATION, policies=("teacher",)))
-    await player.wait_until_idle()
+    await played(player, make_order(purpose=Purpose.EVALUATION, policies=("teacher",)))
     assert {sequence.policy for t in records.trajectories for sequence in t.sequences} == {"teacher"}
 
 
 async def test_what_could_not_be_scored_is_played_again_and_never_a_trajectory_without_scores() -> None:
     teacher = Teacher(failures=2)
     player, records = await make_player(teacher)
-    player.play(make_order(indices=(0,)))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0,)))
     (trajectory,) = records.trajectories
     assert player.counters.retries == 2 and trajectory.timing.num_retries == 2
     assert [r.request_id for r in teacher.scored] == ["g0/0/2/score/0"]
     away = Teacher(failures=99)
     player, records = await make_player(away, infra_retries=1)
-    player.play(make_order(indices=(0,)))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0,)))
     (failure,) = records.failures
     assert failure.reason == InfrastructureError.reason and not records.trajectories
-
-
-async def test_time_that_runs_out_while_a_teacher_scores_is_no_doing_of_the_policy() -> None:
-    class Slow(Teacher):
-        async def score(self, request: ScoreRequest) -> Logprobs:
-            await asyncio.sleep(3600)
-            return await super().score(request)
-
-    player, records = await make_player(Slow())
-    player.play(make_order(indices=(0,), timeout_s=2.0))  # enough to reach the teacher
-    await player.wait_until_idle()
-    (failure,) = records.failures
-    assert failure.reason == DeadlineError.reason and "score" in failure.detail
 
 
 def conversation(**changes: object) -> TokenSequence:
@@ -150,8 +131,7 @@ async def test_scores_come_back_to_the_segments_that_they_are_of() -> None:
     others = replace(conversation(), policy="partner")
     teacher = Teacher()
     player, records = await make_player(teacher, workflow=Plays(conversation(), others))
-    player.play(make_order(indices=(0,), sampling=Sampling(temperature=0.8)))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0,), sampling=Sampling(temperature=0.8)))
     found, untouched = records.trajectories[0].sequences
     scores = await ScriptedEngine.score(teacher, asked)
     assert found.segments[1].teacher_logprobs.tolist() == scores[:2].tolist()

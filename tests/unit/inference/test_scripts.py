@@ -6,9 +6,8 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -36,31 +35,19 @@ from services.inference.workflows.base import (
     boxed_integer,
     read_verdict,
 )
-from services.inference.workflows.registry import WORKFLOWS, build_workflow
+from services.inference.workflows.registry import build_workflow
 from services.inference.workflows.scripts import (
-    SCRIPTS,
     Cue,
     EarlierTurn,
     Scene,
-    act,
-    broken_program,
-    cases_of,
-    falsified,
     load_scripts,
-    right_program,
     solve_and_verify,
     speak,
-    write_and_test,
 )
 from tests.unit.inference.fakes import FakeGateway, qwen_like_chat
 
 MATH = {"problem": "What is 6 times 7?", "answer": "42"}
 STDIN = {"problem": "Add.", "tests": {"kind": "stdin", "cases": [{"stdin": "1 2\n", "expected": "3\n"}]}}
-ASSERTED = {
-    "problem": "Add.",
-    "tests": {"kind": "assert", "tests": "assert candidate(a = [1], b = 2) == 3\ncheck(Solution().add)"},
-    "solution": "class Solution: ...",
-}
 EXPERT = ["go to shelf 1", "take mug 1 from shelf 1", "win"]
 
 
@@ -172,10 +159,6 @@ def about_half(values: list[bool]) -> bool:
     return abs(sum(values) / len(values) - 0.5) < 5 * 0.5 / len(values) ** 0.5
 
 
-def test_every_built_in_workflow_has_a_script() -> None:
-    assert set(SCRIPTS) >= set(WORKFLOWS)
-
-
 async def test_half_of_the_single_turns_are_right_and_the_others_differ() -> None:
     played = await play("single_turn", MATH, policy="model0", reward="math")
     assert set(played.rewards) == {0.0, 1.0}
@@ -268,59 +251,6 @@ async def test_an_episode_follows_the_expert_to_the_end_or_idles() -> None:
         actions = [text.rpartition("ACTION: ")[2] for text in texts]
         assert actions == EXPERT if reward else set(actions) == {"look"}
         assert reward or len(set(texts)) == 1, "equal replies: task servers end that early"
-
-
-@pytest.mark.parametrize(
-    ("page", "action"),
-    [
-        ("WebShop [SEP] Instruction: [SEP] i want a mug [SEP] Search", "search[i want a mug]"),
-        ("Instruction: [SEP] i want a mug [SEP] Back to Search [SEP] B9K3K8CE89 [SEP] Mug [SEP] $1", "click[B9K3K8CE89]"),
-        ("Instruction: [SEP] i want a mug [SEP] Back to Search [SEP] Mug [SEP] Buy Now", "click[Buy Now]"),
-    ],
-)  # fmt: skip
-def test_a_shop_is_shopped_in_by_its_pages(page: str, action: str) -> None:
-    said = {act(_with_prompt(cue({"index": 1}, seed, workflow="agent_env"), page)) for seed in range(20)}
-    assert action in said
-    assert len(said) == (1 if action.startswith("search") else 2)
-
-
-def _with_prompt(made: Cue, prompt: str) -> Cue:
-    return replace(made, prompt=prompt)
-
-
-def test_a_program_without_reference_knows_its_cases_by_heart() -> None:
-    program = right_program(STDIN)
-    assert program is not None
-    scope: dict[str, Any] = {}
-    called = {"tests": {"kind": "call", "entry_point": "add", "cases": [{"args": [1, [2]], "expected": 3}]}}
-    exec(str(right_program(called)), scope)
-    assert scope["add"](1, [2]) == 3
-    assert "print" in broken_program(cue(STDIN).random())
-
-
-def test_test_cases_come_from_the_tests_of_the_row() -> None:
-    assert cases_of(STDIN, 2) == [{"input": "1 2\n", "output": "3\n"}]
-    assert cases_of(ASSERTED, 2) == [{"args": [[1], 2], "expected": 3}]
-
-
-@pytest.mark.parametrize("truth", [True, 3, 2.5, "yes", None, [1]])
-def test_a_falsified_case_expects_something_else(truth: Any) -> None:
-    assert falsified({"args": [], "expected": truth})["expected"] != truth
-
-
-def test_written_test_cases_are_fenced_json_after_a_thought() -> None:
-    said = (EarlierTurn(policy="model0", text="```python\npass\n```"),)
-    settings = {"num_cases": 1, "verifier_thinking": True, "reward": "code"}
-    for seed in range(8):
-        asked = _with_settings(cue(STDIN, seed, said), settings)
-        text = write_and_test(asked)
-        assert text.startswith("<think>\n")
-        block = text.partition("```json\n")[2].partition("```")[0]
-        assert json.loads(block)[0]["input"] == "1 2\n"
-
-
-def _with_settings(made: Cue, settings: dict[str, Any]) -> Cue:
-    return replace(made, settings=SimpleNamespace(**settings))
 
 
 @pytest.mark.parametrize("config", [{"script": "nothing"}, {"script": "services.inference.workflows.scripts:SCRIPT"}])

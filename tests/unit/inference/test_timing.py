@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
 
 from services.common.errors import InfrastructureError
-from services.common.records import Segment, Task
+from services.common.records import Task
 from services.inference.rollouts import MAX_PHASES, RolloutClock, TimedGateway
 from services.inference.workflows.base import JudgeCase
-from tests.unit.inference.fakes import FakeGateway, make_order
+from tests.unit.inference.fakes import FakeGateway, make_order, played
 from tests.unit.inference.test_rollout import make_player, raises
 
 TASK = Task(task_id="t", data={})
@@ -20,8 +19,7 @@ TASK = Task(task_id="t", data={})
 
 async def test_a_trajectory_says_what_its_rollout_did_and_when() -> None:
     player, records, _, _ = await make_player()
-    player.play(make_order(indices=(0,)))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0,)))
     (trajectory,) = records.trajectories
     timing = trajectory.timing
     assert 0 < timing.accepted_at <= trajectory.started_at
@@ -33,9 +31,8 @@ async def test_a_trajectory_says_what_its_rollout_did_and_when() -> None:
 
 async def test_a_failure_says_it_too_with_every_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.inference.rollouts._RETRY_BASE_S", 0.001)
-    player, records, _, _ = await make_player(raises(InfrastructureError("down")), infra_retries=2)
-    player.play(make_order(indices=(0,)))
-    await player.wait_until_idle()
+    player, records, _, _ = await make_player(raises(InfrastructureError("down")))
+    await played(player, make_order(indices=(0,)))
     (failure,) = records.failures
     assert failure.timing.num_retries == 2
     assert [(phase.what, phase.detail) for phase in failure.timing.phases] == [("retry", "INFRASTRUCTURE")] * 2
@@ -47,8 +44,7 @@ async def test_a_rollout_that_waits_for_a_slot_shows_how_long() -> None:
         await asyncio.sleep(0.05)
 
     player, records, _, _ = await make_player(slowly, num_slots=1)
-    player.play(make_order(indices=(0, 1)))
-    await player.wait_until_idle()
+    await played(player, make_order(indices=(0, 1)))
     first, second = sorted(records.trajectories, key=lambda trajectory: trajectory.started_at)
     assert second.started_at - second.timing.accepted_at >= first.finished_at - first.started_at > 0.04
 
@@ -78,23 +74,3 @@ def test_a_long_rollout_is_bounded_and_says_how_much_is_left_out() -> None:
     assert len(phases) == MAX_PHASES + 1
     assert (phases[-1].what, phases[-1].detail) == ("not_recorded", "7 more phases")
     assert max(len(phase.detail) for phase in phases) <= 120
-
-
-def test_tokens_of_several_versions_are_one_phase_with_the_oldest_and_the_newest() -> None:
-    clock = RolloutClock()
-    with clock.phase("generate", "model0") as phase:
-        phase.segments = (Segment.policy([1, 2], [0.0, 0.0], 4), Segment.policy([3], [0.0], 5))
-    (found,) = clock.timing().phases
-    assert (found.num_tokens, found.first_version, found.last_version) == (3, 4, 5)
-
-
-def test_what_was_waited_for_is_what_was_cut_short_since_then_or_still_runs() -> None:
-    clock = RolloutClock()
-    with pytest.raises(asyncio.CancelledError), clock.phase("generate"):
-        raise asyncio.CancelledError
-    with pytest.raises(RuntimeError), clock.phase("step"):
-        raise RuntimeError("not cut short by a cancellation")
-    with clock.phase("judge"):
-        assert clock.waited_for(0.0) == {"generate", "judge"}
-        assert clock.waited_for(time.monotonic() + 1.0) == {"judge"}, "a generation that was left earlier is over"
-    assert clock.waited_for(0.0) == {"generate"}

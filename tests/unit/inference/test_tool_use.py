@@ -135,13 +135,6 @@ async def test_the_schemas_of_the_tools_stand_in_the_system_turn(lists_tools: bo
     assert "<tools>" in system
 
 
-async def test_only_the_text_of_the_last_turn_is_rewarded() -> None:
-    gateway = FakeGateway(PROGRAMS, reward=lambda task, completion: float(completion == ANSWER))
-    outcome, sequence, _, _ = await play([CODE, ANSWER], gateway)
-    assert gateway.graded == [("boxed", ANSWER)]
-    assert outcome.reward == sequence.reward == 1.0
-
-
 def test_an_unknown_tool_in_a_recipe_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"workflow\.settings\.tools.*python_code_with_standard_io"):
         ToolUse(ToolUseSettings(tools=["browser"]))

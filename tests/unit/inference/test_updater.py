@@ -155,15 +155,6 @@ async def test_a_machine_that_is_short_of_something_costs_an_attempt_not_the_rep
         assert world.updater.take_transfers()[0].error.startswith("INFRASTRUCTURE")
 
 
-async def test_bytes_that_are_wrong_are_settled_as_bad_and_the_next_as_good() -> None:
-    async with running(World()) as world:
-        world.damage = 1
-        world.updater.offer(world.version(1))
-        await world.until_held(1)
-        assert world.settlements == [False, True]
-        assert world.asked[1][1] is None, "a damaged delta asks for a snapshot"
-
-
 async def test_an_engine_that_failed_to_follow_gets_the_whole_mirror_and_nothing_is_fetched_again() -> None:
     async with running(World()) as world:
         world.engine_errors = [ModelMismatchError("not now")]

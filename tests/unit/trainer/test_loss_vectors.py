@@ -13,11 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks._oracle_vectors import (  # type: ignore[import-not-found]
+from benchmarks._oracle_vectors import (  # type: ignore[import-not-found]  # type: ignore[import-not-found]
     Case,  # type: ignore[import-not-found]
     Tokens,
+    algorithms,
+    cases,
+    folder,
+    judge,
     run_loss,
 )
+from benchmarks.oracle_vectors import ADAPTERS, summary  # type: ignore[import-not-found]
 from services.trainer.losses import kl_per_token
 from tests.unit.trainer import reference_losses as reference
 from tests.unit.trainer.building import algorithm
@@ -214,3 +219,30 @@ def test_the_temperature_of_sapo_is_exact() -> None:
     ratio = np.exp(batch.new - batch.behaviour)
     expected = float((-4 / tau / (1 + np.exp(-tau * (ratio - 1))) * batch.advantages).mean())
     assert run_loss(case, algorithm("sapo")).loss == pytest.approx(expected, rel=1e-14)
+
+
+# -- Losses and advantages answer as published RL code does, on data/oracle_vectors, or differ for a stated reason.
+
+
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[3] / "benchmarks")
+)  # its modules import each other by bare names
+
+
+@pytest.mark.needs("oracle vectors")
+@pytest.mark.parametrize("algorithm", sorted(ADAPTERS))
+def test_every_case_agrees_or_differs_by_design(algorithm: str, record_property: Callable[[str, object], None]) -> None:
+    root = folder()
+    assert root is not None
+    verdicts = [judge(case, ADAPTERS[algorithm](case)) for case in cases(root, algorithm)]
+    facts = summary(verdicts)
+    record_property("oracle_vectors", facts)
+    without_reason = [v for v in verdicts if not v.agrees and v.by_design is None]
+    assert verdicts and [(v.case.title, v.output, v.difference) for v in without_reason] == []
+    assert [v.case.title for v in verdicts if v.agrees and v.by_design] == [], "they are said to differ"
+
+
+@pytest.mark.needs("oracle vectors")
+def test_every_file_has_an_adapter() -> None:
+    root = folder()
+    assert root is not None and set(algorithms(root)) == set(ADAPTERS)

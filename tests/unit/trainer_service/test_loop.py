@@ -197,15 +197,6 @@ def test_a_checkpoint_from_another_history_is_refused(tmp_path: Path) -> None:
         Trainer(tmp_path, FakeLink()).live()
 
 
-def test_a_version_that_was_left_unpublished_is_published_first(tmp_path: Path) -> None:
-    link = FakeLink()
-    Trainer(tmp_path, link).live()
-    del link.ledger[5]
-    again = FakeLink(ledger=link.ledger)
-    assert Trainer(tmp_path, again).live() == STEPS
-    assert again.published == [5]
-
-
 def test_a_recorded_batch_that_is_lost_is_passed_over_while_replaying(tmp_path: Path) -> None:
     class Losing(FakeLink):
         def pull(self, training_step: int) -> RankBatch | None:

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from services.common.config.training import WeightsConfig
 from services.common.errors import (
     DeadlineError,
-    InfrastructureError,
     NotFoundError,
     VersionConflictError,
     VersionUnavailableError,
@@ -41,7 +40,7 @@ from services.common.weights.snapshot import (
 )
 from services.trainer import publisher
 from services.trainer.publisher import Delta, PublisherStore
-from tests.waiting import WAIT_S, until
+from tests.waiting import WAIT_S
 
 RUN, POLICY = "run-1", "model0"
 SIZES = {"embed": 64_000, "norm": 32, "proj": 20_000}  # without padding between them
@@ -179,35 +178,6 @@ def test_every_payload_gives_the_version_for_any_change_and_any_base(seed: int, 
         history.store.close()
 
 
-async def test_concurrent_requests_share_one_delta_and_others_do_not_wait(
-    histories: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    history = histories(keep_versions=3)
-    for number in (1, 2, 3):
-        history.publish(number)
-    encode, begun, go, pairs = publisher.encode_delta, threading.Event(), threading.Event(), []
-
-    def slowly(*arguments: Any) -> Delta | None:
-        pairs.append(arguments)
-        begun.set()
-        assert go.wait(WAIT_S)
-        return encode(*arguments)
-
-    monkeypatch.setattr(publisher, "encode_delta", slowly)
-    with ThreadPoolExecutor(8) as threads:
-        asking = [threads.submit(history.payload, 3, 1, wait_s=WAIT_S) for _ in range(6)]
-        assert begun.wait(WAIT_S)
-        other = threads.submit(history.payload, 3).result(WAIT_S)
-        assert not any(one.done() for one in asking)
-        go.set()
-        payloads = [one.result(WAIT_S) for one in asking]
-    assert other.encoding is Encoding.FULL
-    assert len({payload.payload_id for payload in payloads}) == 1
-    history.assert_holds(await history.applied(payloads[0]), 3)
-    assert history.payload(3, 1) == payloads[0], "kept"
-    assert len(pairs) == 1
-
-
 async def test_another_digest_is_never_a_base_and_other_runs_policies_and_versions_are_refused(histories: Any) -> None:
     history = histories(keep_versions=2)
     for number in (1, 2, 3, 4):
@@ -264,13 +234,6 @@ async def test_a_version_with_only_changed_elements_is_sent_whole_and_an_unchang
     history.assert_holds(await history.applied(payload), 3)
 
 
-async def test_tensors_of_another_shape_are_sent_whole(histories: Any) -> None:
-    history = histories()
-    history.publish(1)
-    history.publish(2, sizes=SIZES | {"norm": 9})
-    assert history.payload(2, 1).encoding is Encoding.FULL
-
-
 async def test_settings_for_full_snapshots_are_heeded(histories: Any) -> None:
     every_second, always = histories(full_every=2), histories(transfer="full")
     for history in (every_second, always):
@@ -298,33 +261,6 @@ async def test_names_of_payloads_are_their_content_also_after_a_restart(historie
     assert bytes(await reader.read(0, reader.size_bytes)) == await history.bytes_of(before)
     reader.close()
     again.close()
-
-
-async def test_closing_a_store_cancels_coding_and_removes_its_files(
-    histories: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    history = histories()
-    begun, go = threading.Event(), threading.Event()
-
-    def slowly(*arguments: Any) -> bytes:
-        begun.set()
-        assert go.wait(WAIT_S)
-        return b""
-
-    monkeypatch.setattr("services.trainer.publisher.encode_tensor", slowly)
-    for number in (1, 2):
-        history.publish(number)
-    with ThreadPoolExecutor(2) as threads:
-        asking = threads.submit(history.payload, 2, 1, wait_s=WAIT_S)
-        assert begun.wait(WAIT_S)
-        closing = threads.submit(history.store.close)
-        # else the delta may be done before the store is told to close
-        await until(lambda: history.store._threads._shutdown, every_s=0.001)
-        go.set()
-        closing.result(WAIT_S)
-        with pytest.raises(InfrastructureError, match="stopping"):
-            asking.result(WAIT_S)
-    assert not list(history.directory.iterdir())
 
 
 # -- coding that is slower than publishing: requests are answered "not ready", and versions are skipped ---------------------

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from services.common.config.training import WeightsConfig
 from services.common.weights import snapshot
@@ -15,12 +18,10 @@ from services.common.weights.snapshot import (
     DEFAULT_DIRECTORIES,
     Snapshot,
     SnapshotSpaceError,
-    SnapshotWriter,
-    TensorSpec,
 )
 from services.trainer import publish
 from services.trainer.model.policy_model import build_policy_model
-from services.trainer.publish import SnapshotPublisher, Snapshots, snapshot_directories, sweep
+from services.trainer.publish import HostCopier, SnapshotPublisher, Snapshots, snapshot_directories
 from services.trainer.ranks import Ranks
 from tests.unit.trainer.building import tiny_causal_lm
 
@@ -29,22 +30,6 @@ def test_snapshots_spill_into_the_run_directory_unless_the_recipe_names_another(
     assert snapshot_directories(WeightsConfig(), Path("runs/r")) == (*DEFAULT_DIRECTORIES, Path("runs/r/snapshots"))
     named = WeightsConfig(spill_directory="/mnt/spill")
     assert snapshot_directories(named, Path("runs/r")) == (*DEFAULT_DIRECTORIES, Path("/mnt/spill"))
-
-
-def test_sweeping_creates_the_directories_and_removes_files_of_dead_writers(tmp_path: Path) -> None:
-    spill = tmp_path / "not" / "there" / "yet"
-    sweep([spill])
-    with SnapshotWriter.create(
-        run_id="r", policy="p", version=1, specs=[TensorSpec(name="w", dtype="uint8", shape=(3,))], directories=[spill]
-    ) as writer:
-        draft = next(spill.iterdir())
-        dead = draft.with_name(draft.name.replace(f".{os.getpid()}.", ".4194304."))  # beyond the largest pid
-        draft.rename(dead)
-        sweep([spill])
-        assert dead.exists(), "still being written, by whatever process"
-        writer.close()
-    sweep([spill])
-    assert not list(spill.iterdir())
 
 
 class TakingProcess:
@@ -82,7 +67,7 @@ def test_without_room_anywhere_a_version_waits_for_it(tmp_path: Path, monkeypatc
     assert publisher.publish(4) is not None and len(process.announced) == 1 and not refusals
 
     refusals += [errno.ENOSPC] * 1000
-    with pytest.raises(SnapshotSpaceError, match="no room for version 5"):
+    with pytest.raises(SnapshotSpaceError, match=r"no room for version 5.*Free memory there"):
         publisher.publish(5)
     assert len(process.announced) == 1
 
@@ -113,3 +98,39 @@ def test_a_version_spills_when_shared_memory_is_full_and_its_cost_is_reported(
     assert published.version.sources == ("127.0.0.1:1",)
     assert published.metrics.keys() == {"snapshot_s", "snapshot_digest_s", "snapshot_bytes"}
     assert published.metrics["snapshot_bytes"] == manifest.size_bytes
+
+
+# -- Copies into host memory are exact for all sizes of tensors and buffers.
+
+
+SIZES = (1, 5000, 2048, 0, 20_003)  # more pieces than buffers
+
+
+class LateThreads(ThreadPoolExecutor):
+    """Empty a buffer when other pieces are on their way: one that is filled again before would show."""
+
+    def submit(self, task: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        def late() -> Any:
+            time.sleep(0.002)
+            return task(*arguments, **keywords)
+
+        return super().submit(late)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_element_arrives_cast(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For "cuda" the staging is real and only the device is not."""
+    empty = torch.empty
+
+    def unpinned(*arguments: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
+        return empty(*arguments, **settings)
+
+    monkeypatch.setattr(publish, "_STAGED_BYTES", 1 << 12)
+    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(publish, "ThreadPoolExecutor", LateThreads)
+    sources = [torch.randn(size) for size in SIZES]
+    for dtype in (torch.bfloat16, torch.float32):
+        targets = [torch.zeros(len(source), dtype=dtype) for source in sources]
+        HostCopier(torch.device(device)).copy(zip(sources, targets, strict=True))
+        for source, target in zip(sources, targets, strict=True):
+            assert torch.equal(source.to(dtype), target)

@@ -75,25 +75,19 @@ def test_loss_is_on_the_assistants_tokens_and_nothing_else(tmp_path: Path) -> No
     assert context.split() == ["<|im_start|>", "user", "What", "is", "one", "plus", "two", "<|im_end|>", "<|im_start|>", "assistant", "<|im_start|>", "tool", "three", "<|im_end|>", "<|im_start|>", "assistant"]  # fmt: skip
 
 
-def test_it_is_made_once_and_left_alone(tmp_path: Path) -> None:
+def test_it_is_made_once_and_again_where_it_was_half_made_and_never_by_other_settings(tmp_path: Path) -> None:
     made = make_starting_checkpoint(warm_recipe(), POLICY, tmp_path)
-    changed = (made / "model.safetensors").stat().st_mtime_ns
+    file = made / "model.safetensors"
+    expected, changed = file.read_bytes(), file.stat().st_mtime_ns
     assert make_starting_checkpoint(warm_recipe(), POLICY, tmp_path) == made
-    assert (made / "model.safetensors").stat().st_mtime_ns == changed
-
-
-def test_one_made_by_other_settings_is_refused(tmp_path: Path) -> None:
-    make_starting_checkpoint(warm_recipe(), POLICY, tmp_path)
+    assert file.stat().st_mtime_ns == changed
     with pytest.raises(ConfigError, match="made by other warm_start settings"):
         make_starting_checkpoint(warm_recipe(steps=13), POLICY, tmp_path)
-
-
-def test_a_half_made_one_is_made_again(tmp_path: Path) -> None:
-    made = make_starting_checkpoint(warm_recipe(), POLICY, tmp_path)
-    expected = (made / "model.safetensors").read_bytes()
-    shutil.move(made, made.with_name(f"{made.name}.partial"))
-    (made.with_name(f"{made.name}.partial") / "model.safetensors").write_bytes(b"torn")
-    assert (make_starting_checkpoint(warm_recipe(), POLICY, tmp_path) / "model.safetensors").read_bytes() == expected
+    half = made.with_name(f"{made.name}.partial")
+    shutil.move(made, half)
+    (half / "model.safetensors").write_bytes(b"torn")
+    make_starting_checkpoint(warm_recipe(), POLICY, tmp_path)
+    assert file.read_bytes() == expected
 
 
 def test_dialogues_may_be_a_file_that_is_read_again_and_again(tmp_path: Path) -> None:

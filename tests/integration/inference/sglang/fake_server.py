@@ -124,7 +124,7 @@ class Fake:
                 "weight_version": self.version,
                 "output_token_logprobs": [[None if number == fault.get("nan_at") else LOGPROB, token, None]],
             }
-            if body.get("return_sampling_mask") and not fault.get("no_mask"):
+            if body.get("return_sampling_mask"):
                 meta["output_token_sampling_logprobs"] = [LOGPROB]
                 meta["output_token_sampling_mask"] = [[(token + 5) % VOCABULARY, token]]
             if finish is not None and not fault.get("no_spans"):

@@ -7,21 +7,18 @@ import asyncio
 import os
 import signal
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import structlog.testing
 
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
 from services.common.kept_tokens import unpack
 from services.common.records import Sampling
 from services.common.security.keys import VARIABLE
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest, KvPolicy, WeightUpdate
-from services.inference.engine.served import fleet
 from services.inference.engine.served.engine import ServedEngine
 from services.inference.engine.served.process import ServerCommand, ServerProcess
 from services.inference.engine.sglang import sglang_program
@@ -100,13 +97,6 @@ async def test_forbidden_stop_tokens_are_told_as_left_out(launch: Launch) -> Non
     assert [segment.kept for segment in untold.segments] == [b""]
 
 
-async def test_a_server_that_lists_no_mask_is_not_believed(launch: Launch) -> None:
-    engine = await launch()
-    await misbehave(engine, "/generate", no_mask=True, times=9)
-    with pytest.raises(InfrastructureError, match=r"1 and 0 log-probabilities"):
-        await engine.generate(replace(request(), sampling=Sampling(max_new_tokens=6, top_p=0.9)))
-
-
 # -- a server that dies ------------------------------------------------------------------------------------------
 
 
@@ -169,20 +159,6 @@ async def break_the_stage(engine: ServedEngine) -> None:
 async def until_waiting_for_weights(engine: ServedEngine) -> None:
     """The new process answers, but does not serve yet."""
     await until(lambda: engine._fleet._written._waiters)
-
-
-async def test_an_incomplete_stage_is_waited_for_no_longer_than_its_deadline(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet, "WHOLE_STAGE_S", 0.1)
-    engine = await launch(restarts=1)
-    await break_the_stage(engine)
-    engine.servers[0].process.kill()
-    with pytest.raises(
-        InfrastructureError, match=r"an update that completes the weights of SGLang server .* took longer"
-    ):
-        async with asyncio.timeout(WAIT_S):
-            await engine.generate(request())
 
 
 async def test_a_server_that_comes_back_to_an_incomplete_stage_serves_after_the_next_whole_update(
@@ -303,22 +279,6 @@ async def test_a_server_is_not_told_where_keys_are(tmp_path: Path, monkeypatch: 
         await ServerProcess(command, tmp_path / "log", 20.0).start(0)
 
 
-async def test_the_key_of_a_server_that_cannot_be_started_does_not_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    process = ServerProcess(
-        ServerCommand(name="x", argv=(sys.executable,), program=sglang_program(["cpu"])),
-        tmp_path / "file" / "log",
-        20.0,
-    )
-    with pytest.raises(OSError, match="file"):
-        await process.start(0)
-    assert list((tmp_path / "temporary").iterdir()) == []
-
-
 async def test_a_server_that_does_not_answer_is_named_after_its_deadline(tmp_path: Path) -> None:
     engine = build(tmp_path, "--never-ready", ready_timeout_s=0.7)
     with pytest.raises(DeadlineError, match=r"sglang-fake-0 did not answer within 0\.7 s"):
@@ -346,18 +306,6 @@ async def test_a_server_that_is_frozen_before_it_takes_a_request_is_started_anew
 def updates(asked: list[tuple[str, Any]], number: int) -> int:
     """Times that a server was told to load a version."""
     return sum(route == "/update_weights_from_disk" and body["weight_version"] == str(number) for route, body in asked)
-
-
-async def test_a_refused_update_that_changed_nothing_is_repeated(launch: Launch) -> None:
-    engine = await launch()
-    await misbehave(engine, "/update_weights_from_disk", status=400, message="Failed to get weights iterator")
-    pending = start(engine)
-    await until_tokens(engine, 10)
-    assert await engine.update(version(1)) > 0
-    assert updates(await seen(engine), 1) == 2
-    generation = await pending[0]
-    check_whole(generation)
-    assert [segment.weight_version for segment in generation.segments] == [0, 1]
 
 
 async def test_a_server_that_refuses_twice_is_started_anew_with_the_version(launch: Launch) -> None:
@@ -497,13 +445,3 @@ async def test_requests_that_begin_alike_go_to_one_server_and_others_are_spread(
     await asyncio.gather(*start(engine, *(request(number, 60) for number in range(12))))
     both = [sum(route == "/generate" for route, _ in await seen(engine, server)) for server in (0, 1)]
     assert min(both) >= 4
-
-
-@pytest.mark.parametrize("kv_policy", list(KvPolicy))
-async def test_a_switch_tells_the_way_of_the_weights_and_its_cost(launch: Launch, kv_policy: KvPolicy) -> None:
-    engine = await launch(kv_policy=kv_policy)
-    with structlog.testing.capture_logs() as logs:
-        await engine.update(version(1))
-    (told,) = [row for row in logs if row["event"] == "engine_server.switched"]
-    assert (told["way"], told["kv_policy"], told["size_bytes"], told["in_flight"]) == ("disk", kv_policy, 32, 0)
-    assert told["pause_s"] >= 0 and told["load_s"] >= 0
