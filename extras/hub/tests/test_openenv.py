@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from extras.hub.openenv import OpenEnvWorld
 from services.common.config.envgateway import PORT_MARK, EnvGatewayConfig, OpenEnvConfig
 from services.common.errors import (
     CapacityError,
-    ConfigError,
     EpisodeNotFoundError,
     InfrastructureError,
     InvalidRequestError,
@@ -32,7 +31,6 @@ from tests.waiting import WAIT_S
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "openenv_server.py"
 SCHEMA = {"action": {"properties": {"text": {"type": "string"}}, "required": ["text"]}}
 Socket = web.WebSocketResponse
-Behaviour = Callable[[Socket, dict[str, Any]], Awaitable[None]]
 
 
 def observation(text: str, reward: float | None = None, done: bool = False, **more: Any) -> dict[str, Any]:
@@ -222,17 +220,6 @@ async def test_an_episode_that_cannot_begin_leaves_no_place_taken(
             await asyncio.sleep(0)
 
 
-async def test_a_server_of_another_kind_is_named_as_one() -> None:
-    app = web.Application()
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    async with world_at(f"http://127.0.0.1:{runner.addresses[0][1]}") as world:
-        with pytest.raises(InfrastructureError, match=r"no socket of an OpenEnv server \(HTTP 404\)"):
-            await world.build().reset({}, seed=1)
-    await runner.cleanup()
-
-
 async def test_a_server_that_starts_anew_is_waited_for_and_the_old_episode_is_lost() -> None:
     (port,) = free_ports(1)
     server = FakeServer()
@@ -270,12 +257,6 @@ async def test_no_server_within_the_time_limit_is_an_infrastructure_failure() ->
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         OpenEnvConfig.model_validate(settings)
-
-
-def test_a_name_that_the_gateway_has_is_refused() -> None:
-    config = EnvGatewayConfig.model_validate({"openenv": {"webshop": {"url": "http://a"}}})
-    with pytest.raises(ConfigError, match=r"envgateway\.openenv\.webshop"):
-        make_worlds(config)
 
 
 def test_a_program_that_is_not_there_is_named_before_the_run() -> None:

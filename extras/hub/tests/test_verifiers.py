@@ -100,19 +100,6 @@ async def test_an_environment_that_fails_is_a_failure_without_a_retry(
         await play(environment)
 
 
-async def test_the_process_is_started_again_after_its_end(
-    script: Any, environment: VerifiersEnvironment, tmp_path: Path
-) -> None:
-    mark = tmp_path / "died"
-    first = (
-        f"if not os.path.exists({str(mark)!r}):\n            open({str(mark)!r}, 'w').close(); os._exit(9)\n        "
-    )
-    script(READ + OPEN + PLAY + first + "print(json.dumps({'id': asked['id'], 'played': {'reward': 1.0}}), flush=True)")
-    with pytest.raises(InfrastructureError, match="exited with 9"):
-        await play(environment)
-    assert (await play(environment)).reward == 1.0 and environment.num_starts == 2
-
-
 async def test_a_process_that_dies_is_seen_while_a_server_that_it_started_holds_its_pipes(
     script: Any, environment: VerifiersEnvironment, tmp_path: Path
 ) -> None:

@@ -62,36 +62,6 @@ def test_an_invalid_action_has_no_effect(shop: Shop) -> None:
     assert _visit(shop, "click[search]").page.kind is PageKind.START
 
 
-def test_results_are_ten_a_page_and_pages_go_on_for_ever(shop: Shop) -> None:
-    visit = _visit(shop, "search[cup]")
-    assert "Page 1 (Total results: 12)" in visit.page.text() and len(visit.page.clickables) == 12
-    visit.act("click[next >]")
-    assert visit.page.clickables == ["back to search", "< prev", "next >", "c000000010", "c000000011"]
-    visit.act("click[next >]")
-    assert visit.page.clickables == ["back to search", "< prev", "next >"]
-    visit.act("click[< prev]")
-    assert "Page 2" in visit.page.text()
-
-
-def test_ways_back_forget_the_same_state_as_webshop(shop: Shop) -> None:
-    visit = _visit(shop, "search[mug]", "click[b00000000a]", "click[large]", "click[features]")
-    assert visit.page.kind is PageKind.SUB_PAGE and "dishwasher safe" in visit.page.text()
-    visit.act("click[< prev]")
-    assert "[clicked button] large [clicked button_]" in visit.page.text_rich(visit.visited)
-    visit.act("click[< prev]")
-    assert "[clicked button] B00000000A [clicked button_]" in visit.page.text_rich(visit.visited)
-    visit.act("click[b00000000a]")
-    assert "[clicked button] large" not in visit.page.text_rich(visit.visited)
-    visit.act("click[back to search]")
-    visit.act("search[mug]")
-    assert "[clicked button]" not in visit.page.text_rich(visit.visited)
-
-
-def test_an_option_named_like_a_button_is_the_button(shop: Shop) -> None:
-    visit = _visit(shop, "search[mug]", "click[b00000000a]", "click[description]")
-    assert visit.page.kind is PageKind.SUB_PAGE and "For tea." in visit.page.text()
-
-
 def test_empty_pieces_behave_as_in_html() -> None:
     kinds = PieceKind.TEXT
     page = Page(PageKind.START, "u", ((kinds, "a"), (kinds, ""), (kinds, " "), (kinds, " \n "), (kinds, " b ")))
@@ -115,37 +85,6 @@ def test_parts_of_the_reward(shop: Shop) -> None:
     assert _purchase(shop, "B00000000A", price=20.0).r_price
     none = _purchase(shop, "B00000000A", goal_options=[])
     assert none.reward == 1.0 and not hasattr(none, "r_option") and not hasattr(none, "w_option")
-
-
-def test_attributes_are_found_in_likeness_and_in_texts(shop: Shop) -> None:
-    for attribute in ("lead free", "free of lead", "stone", "dishwasher", "for tea"):
-        assert _purchase(shop, "B00000000A", attributes=[attribute]).r_att == 1.0
-    assert _purchase(shop, "B00000000A", attributes=["waterproof", "hand made"]).r_att == 0.5
-
-
-@pytest.mark.parametrize(
-    ("wanted", "chosen", "is_met"),
-    [
-        ("navy blue", "blue", True),
-        ("dark navy blue", "blue", True),
-        ("navy", "blue", False),
-        ("large", "x-large", True),
-        (["large"], "small", False),
-    ],
-)
-def test_options_are_compared_by_color_or_likeness(shop: Shop, wanted: Any, chosen: str, is_met: bool) -> None:
-    options = wanted if isinstance(wanted, list) else [wanted]
-    assert (_purchase(shop, "B00000000A", {"o": chosen}, goal_options=options).r_option == 1.0) is is_met
-
-
-def test_another_kind_of_product_is_worth_little(shop: Shop) -> None:
-    unlike = _purchase(shop, "B00000000C", attributes=["warm light"], goal_options=[])
-    assert (unlike.r_type, unlike.title_score, unlike.reward, unlike.r_att) == (0.0, 0.0, 0.0, 1.0)
-    some = _purchase(shop, "B00000000C", name="a b c d Halden", goal_options=[], attributes=["warm light"])
-    assert (some.r_type, some.title_score) == (0.5, 0.2)
-    faint = _purchase(shop, "B00000000C", name="a b c d e f g h i j Halden", goal_options=[])
-    assert faint.r_type == 0.1
-    assert _purchase(shop, "B00000000C", name="123").r_type == 0.5  # no noun at all
 
 
 def test_a_shop_without_goals_or_prices_is_refused(tmp_path: Path, shop: Shop) -> None:

@@ -21,7 +21,7 @@ from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 from tests.integration.envgateway.conftest import CONFIG
 from tests.integration.envgateway.sandbox_state import assert_clean, kill_supervisor, programs, supervisor_of
-from tests.waiting import accepted, until
+from tests.waiting import until
 
 
 class Capital:
@@ -150,17 +150,6 @@ async def test_a_cell_that_fails_says_how_and_keeps_or_loses_the_state(played: P
     await played.all_ended()
 
 
-async def test_a_process_killed_in_mid_cell_is_reported_and_replaced(played: Played) -> None:
-    episode = await played.episode("tools", ["jupyter_code"])
-    await episode.cell("x = 1")
-    died = await episode.cell("import os, signal\nprint('before', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)")
-    assert _status(died) == "program_error"
-    assert died.observation.startswith("before\nError: the process died of signal 9")
-    assert "fresh process" in (await episode.cell("1")).observation
-    await episode.close()
-    await played.all_ended()
-
-
 async def test_a_process_that_ends_between_two_cells_is_reported_and_replaced(played: Played) -> None:
     episode = await played.episode("tools", ["jupyter_code"])
     await episode.cell("import os, threading\nx = 1\nthreading.Timer(1.0, os._exit, (3,)).start()")  # after the cell
@@ -188,22 +177,6 @@ async def test_a_supervisor_killed_in_mid_cell_is_an_error_and_never_a_tool_resu
     assert (await another.cell("'x' in globals()")).observation == "False"
     for one in (episode, another):
         await one.close()
-    await played.all_ended()
-
-
-async def test_a_full_house_is_a_capacity_error_and_the_turn_may_be_repeated(played: Played) -> None:
-    holders = [await played.episode("tools", ["jupyter_code"]) for _ in range(CONFIG.num_live)]
-    for holder in holders:
-        await holder.cell("1")
-    late = await played.episode("tools", ["jupyter_code"])
-    with pytest.raises(errors.CapacityError, match="live processes") as full:
-        await late.cell("'in at last'")
-    assert full.value.retry_after_s
-    await holders[0].close()
-    answer = await accepted(lambda: late.cell("'in at last'"), errors.CapacityError)
-    assert (answer.observation, answer.metrics["tool_calls"]) == ("'in at last'", 1)
-    for episode in (*holders[1:], late):
-        await episode.close()
     await played.all_ended()
 
 
