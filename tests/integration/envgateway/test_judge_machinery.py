@@ -238,21 +238,6 @@ for path in {[str(s / "work") for s in slots]}:
     assert result.stdout == b"closed\n" * 3 * expected, result
 
 
-async def test_the_supervisors_death_is_an_infrastructure_error_and_mends_itself(
-    execute: Execute, pool: SandboxPool
-) -> None:
-    # what the program leaves behind must not survive either: a grandchild has no parent-death signal
-    code = "import os, time\nif os.fork() == 0: time.sleep(20)\ntime.sleep(20)"
-    running = asyncio.create_task(execute(code, wall_s=10.0))
-    await until_programs_run(pool, at_least=2)
-    kill_supervisor(pool)
-    result = await running
-    assert result.status is V.INFRA_ERROR
-    assert (await execute("print(1)")).stdout == b"1\n"
-    assert pool.counts["restarts"] == 1
-    await assert_clean(pool)
-
-
 async def test_the_fork_servers_death_is_an_infrastructure_error_and_mends_itself(
     execute: Execute, pool: SandboxPool
 ) -> None:

@@ -58,17 +58,6 @@ async def orchestrator(pool: Pool, port: int = 0) -> AsyncIterator[str]:
         await server.stop(grace_s=1.0)
 
 
-async def test_it_leaves_when_the_run_has_ended() -> None:
-    pool = Pool()
-    async with asyncio.timeout(WAIT_S), orchestrator(pool) as place:
-        staying = asyncio.create_task(stay(place, ADDRESS, "mine"))
-        await pool.joined.wait()
-        assert not staying.done() and pool.addresses == [ADDRESS]
-        pool.over = True
-        pool.end.set()
-        await staying
-
-
 async def test_it_stays_while_the_orchestrator_is_started_again() -> None:
     port, first, second = free_port(), Pool(), Pool()
     async with asyncio.timeout(WAIT_S):

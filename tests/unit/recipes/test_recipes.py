@@ -6,6 +6,7 @@ test_reference.py compares them with their references.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 from tests.unit.recipes.golden import (
     DEFAULTS,
+    FAMILIES,
     GOLDEN,
     REPOSITORY,
     defaults_of,
@@ -116,3 +118,19 @@ def test_without_its_world_nothing_starts_unless_a_server_plays_it(
         REPOSITORY / "recipes" / name, [f"envgateway.agentbench.{world}.url=http://127.0.0.1:1/api"], {}
     )
     check_launch(external.model_copy(update={"inference": {}}))
+
+
+PAGES = sorted([*(REPOSITORY / "recipes").rglob("README.md"), REPOSITORY / "deploy" / "README.md"])
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_each_recipe_is_in_the_readme_of_its_family(name: str) -> None:
+    family, _, recipe = name.partition("/")
+    assert f"`{recipe}`" in (REPOSITORY / "recipes" / family / "README.md").read_text()
+
+
+def test_commands_in_the_documents_name_recipes_that_exist() -> None:
+    families = "|".join(FAMILIES)
+    for page in PAGES:
+        for path in re.findall(rf"recipes/(?:{families})/[\w.-]+", page.read_text()):
+            assert (REPOSITORY / path).exists(), f"{page}: {path}"
