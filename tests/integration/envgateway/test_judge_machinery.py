@@ -25,6 +25,7 @@ from tests.integration.envgateway.sandbox_state import (
     children_of,
     kill_fork_server_at_its_next_fork,
     kill_supervisor,
+    processes_of,
     processes_of_slots,
     slot_dirs,
     supervisor_of,
@@ -143,9 +144,10 @@ def test_processes_of_a_killed_gateway_are_swept_by_the_next(tier: str, reposito
     try:
         assert gateway.stdout is not None
         line = next(line for line in gateway.stdout if line.startswith("RUNNING"))
-        _, supervisor, base_dir, *uids = line.split()
-        wait_until(lambda: len(_alive_of(uids)) >= 3, "the program has forked")
-        left = _alive_of(uids)
+        _, supervisor, base_dir, *words = line.split()
+        users = {int(word) for word in words}
+        wait_until(lambda: len(processes_of(users)) >= 3, "the program has forked")
+        left = processes_of(users)
         for pid in (int(supervisor), gateway.pid):  # at once, so that neither cleans up after the other
             os.kill(pid, signal.SIGKILL)
     finally:
@@ -161,19 +163,6 @@ def test_processes_of_a_killed_gateway_are_swept_by_the_next(tier: str, reposito
         assert processes_of_slots(started) == []
     finally:
         asyncio.run(started.close())
-
-
-def _alive_of(uids: list[str]) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                status = (entry / "status").read_text()
-            except OSError:
-                continue
-            if "State:\tZ" not in status and status.split("Uid:")[1].split()[0] in uids:
-                found.append(int(entry.name))
-    return found
 
 
 @pytest.mark.needs("sandbox tier 2")  # no other has such processes
