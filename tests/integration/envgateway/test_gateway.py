@@ -23,26 +23,19 @@ from services.common.rpc.client import channel, translated_errors
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 from tests.integration.envgateway.conftest import CONFIG
+from tests.integration.envgateway.environments.serving import Client
 from tests.waiting import WAIT_S
 
 
-class Clients:
+class Clients(Client):
+    """Of every service; errors of episodes arrive as the project's own."""
+
     def __init__(self, connection: grpc.aio.Channel) -> None:
-        self.environments = pb_grpc.EnvironmentServiceStub(connection)
+        super().__init__(pb_grpc.EnvironmentServiceStub(connection))
         self.code = pb_grpc.CodeExecutionServiceStub(connection)
         self.rewards = pb_grpc.RewardServiceStub(connection)
         self.judge = judge_pb2_grpc.JudgeServiceStub(connection)
         self.status = status_pb2_grpc.StatusServiceStub(connection)
-
-    async def episode(self, environment: str, task: dict[str, Any], request_id: str = "") -> pb.CreateEpisodeResponse:
-        request = pb.CreateEpisodeRequest(
-            environment=environment, task_json=json.dumps(task).encode(), request_id=request_id
-        )
-        return await self.environments.CreateEpisode(request, timeout=WAIT_S)
-
-    async def step(self, episode: pb.CreateEpisodeResponse, turn: int, action: str) -> pb.StepEpisodeResponse:
-        request = pb.StepEpisodeRequest(episode_id=episode.episode_id, turn=turn, action=action)
-        return await self.environments.StepEpisode(request, timeout=WAIT_S)
 
 
 @pytest.fixture
@@ -149,14 +142,14 @@ async def test_rewards_are_computed(gateway: Clients) -> None:
 
 async def test_a_single_step_episode(gateway: Clients) -> None:
     task = {"question": "What is 2 + 2?", "answer": "4", "environment": {"reward": "boxed"}}
-    episode = await gateway.episode("single_step", task)
+    episode = await gateway.create("single_step", task)
     assert episode.observation == "What is 2 + 2?" and episode.lease.seconds == 300
-    end = await gateway.step(episode, 1, r"\boxed{4}")
+    end = await gateway.step(episode.episode_id, 1, r"\boxed{4}")
     assert (end.reward, end.done) == (1.0, True)
-    assert await gateway.step(episode, 1, "again") == end
-    await gateway.environments.CloseEpisode(pb.CloseEpisodeRequest(episode_id=episode.episode_id), timeout=WAIT_S)
-    with pytest.raises(errors.EpisodeNotFoundError), translated_errors("gateway"):
-        await gateway.step(episode, 1, "again")
+    assert await gateway.step(episode.episode_id, 1, "again") == end
+    await gateway.close(episode.episode_id)
+    with pytest.raises(errors.EpisodeNotFoundError):
+        await gateway.step(episode.episode_id, 1, "again")
 
 
 def _call(code: str) -> str:
@@ -165,16 +158,16 @@ def _call(code: str) -> str:
 
 async def test_the_last_turns_call_is_not_run(gateway: Clients) -> None:
     task = {"question": "?", "answer": 1, "environment": {"reward": "boxed", "max_turns": 1}}
-    episode = await gateway.episode("tool", task)
-    end = await gateway.step(episode, 1, _call("print(1)"))
+    episode = await gateway.create("tool", task)
+    end = await gateway.step(episode.episode_id, 1, _call("print(1)"))
     assert (end.done, end.reward, end.metrics["tool_calls"], end.metrics["reward_unparsed"]) == (True, 0.0, 0, 1)
 
 
 async def test_a_failed_grader_is_an_error_and_never_a_reward(gateway: Clients) -> None:
     task = {"question": "?", "answer": 1, "environment": {"reward": f"{__name__}:failing"}}
-    episode = await gateway.episode("single_step", task)
-    with pytest.raises(errors.InfrastructureError, match="the grader"), translated_errors("gateway"):
-        await gateway.step(episode, 1, "x")  # the client asks again by itself
+    episode = await gateway.create("single_step", task)
+    with pytest.raises(errors.InfrastructureError, match="the grader"):
+        await gateway.step(episode.episode_id, 1, "x")  # the client asks again by itself
 
 
 def failing(task: dict[str, Any], completion: str) -> float:
@@ -204,17 +197,17 @@ async def test_a_program_that_raises_an_odd_text_is_wrong(gateway: Clients) -> N
 
 
 async def test_episode_errors_are_structured(gateway: Clients) -> None:
-    with pytest.raises(errors.UnknownEnvironmentError), translated_errors("gateway"):
-        await gateway.episode("nowhere", {})
-    with pytest.raises(errors.InvalidRequestError, match=r"environment\.max_turn"), translated_errors("gateway"):
-        await gateway.episode("tool", {"question": "?", "environment": {"max_turn": 3}})
-    same = [await gateway.episode("parity", {"number": 1}, request_id="once") for _ in range(2)]
+    with pytest.raises(errors.UnknownEnvironmentError):
+        await gateway.create("nowhere", {})
+    with pytest.raises(errors.InvalidRequestError, match=r"environment\.max_turn"):
+        await gateway.create("tool", {"question": "?", "environment": {"max_turn": 3}})
+    same = [await gateway.create("parity", {"number": 1}, request_id="once") for _ in range(2)]
     assert same[0].episode_id == same[1].episode_id and list(same[0].admissible_actions) == ["yes", "no"]
-    assert (await gateway.step(same[0], 1, "no")).reward == 1.0
+    assert (await gateway.step(same[0].episode_id, 1, "no")).reward == 1.0
     for _ in range(2):
-        await gateway.episode("parity", {"number": 1})
-    with pytest.raises(errors.CapacityError) as full, translated_errors("gateway"):
-        await gateway.episode("parity", {"number": 1})
+        await gateway.create("parity", {"number": 1})
+    with pytest.raises(errors.CapacityError) as full:
+        await gateway.create("parity", {"number": 1})
     assert full.value.retry_after_s
 
 
