@@ -14,8 +14,8 @@ import pytest
 from extras.worlds import alfworld
 from extras.worlds.alfworld import AlfworldWorld
 from extras.worlds.engines import pool as engine_pool
+from extras.worlds.made import write_games
 from extras.worlds.messages import offer
-from extras.worlds.tests.kept_games import unpack
 from services.common.config.envgateway import AlfworldConfig, EnginePoolConfig
 from services.common.errors import (
     EpisodeNotFoundError,
@@ -138,3 +138,10 @@ async def test_games_that_do_not_exist_are_refused_and_those_that_do_are_counted
             await client.create("alfworld", {"index": 18})
         with pytest.raises(InvalidRequestError, match="there is no game"):
             await client.create("alfworld", {"game": "json_2.1.1/none/game.tw-pddl"})
+
+
+def unpack(rows: Path, folder: Path) -> list[str]:
+    """The games written below ``folder``, in the order of the rows."""
+    domain = json.loads((rows / "domain.json").read_text(encoding="utf-8"))["pddl_domain"]
+    lines = (rows / "games.jsonl").read_text(encoding="utf-8").splitlines()
+    return write_games(map(json.loads, lines), domain, folder)
