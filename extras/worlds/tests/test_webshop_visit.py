@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +12,10 @@ from hypothesis import strategies as st
 from extras.worlds.tests.webshop_made import GOAL, write_catalogue
 from extras.worlds.webshop import find_files, goal_of, read_catalogue
 from extras.worlds.webshop_pages import (
-    Page,
     PageKind,
-    PieceKind,
     Shop,
     Visit,
     every_word,
-    judge_purchase,
     open_shop,
 )
 from services.common.errors import DatasetError
@@ -60,31 +56,6 @@ def test_an_invalid_action_has_no_effect(shop: Shop) -> None:
         visit.act(nothing)
         assert visit.page is page
     assert _visit(shop, "click[search]").page.kind is PageKind.START
-
-
-def test_empty_pieces_behave_as_in_html() -> None:
-    kinds = PieceKind.TEXT
-    page = Page(PageKind.START, "u", ((kinds, "a"), (kinds, ""), (kinds, " "), (kinds, " \n "), (kinds, " b ")))
-    assert page.text() == "a [SEP]  [SEP] b" and page.text_rich(()) == "a\n \n b \n"
-
-
-def _purchase(
-    shop: Shop, product_id: str, options: dict[str, str] | None = None, price: float = 10.0, **goal: Any
-) -> Any:
-    reward, parts = judge_purchase(
-        shop.product(product_id), goal_of({**GOAL, **goal}), price, options or {}, every_word
-    )
-    return SimpleNamespace(reward=reward, **parts)
-
-
-def test_parts_of_the_reward(shop: Shop) -> None:
-    whole = _purchase(shop, "B00000000A", {"color": "navy blue"})
-    assert (whole.reward, whole.r_type, whole.r_att, whole.r_option, whole.r_price) == (1.0, 1.0, 1.0, 1.0, True)
-    assert _purchase(shop, "B00000000A").reward == pytest.approx(2 / 3)
-    assert _purchase(shop, "B00000000A", price=20.01).reward == pytest.approx(1 / 3)
-    assert _purchase(shop, "B00000000A", price=20.0).r_price
-    none = _purchase(shop, "B00000000A", goal_options=[])
-    assert none.reward == 1.0 and not hasattr(none, "r_option") and not hasattr(none, "w_option")
 
 
 def test_a_shop_without_goals_or_prices_is_refused(tmp_path: Path, shop: Shop) -> None:
