@@ -233,8 +233,6 @@ NEEDS = {
         Need("settings of the references", _made_rows("reference_recipes"), "set ROLLMILL_DATA_ROOT", on_ci=False),
         Need("Compose schema", _variable("COMPOSE_SPEC_SCHEMA", "compose-spec.json"),
              "set COMPOSE_SPEC_SCHEMA to the Compose Specification's schema/compose-spec.json", on_ci=False),
-        Need("AgentBench", _variable("ROLLMILL_AGENTBENCH_ROOT", "checkout of AgentBench"),
-             "set ROLLMILL_AGENTBENCH_ROOT and ROLLMILL_AGENTBENCH_PYTHON", on_ci=False),
     )
 }  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Environments from hubs with their true packages: three training steps each, and the exact tokens of a tool's rollout."""
+"""Environments, tools and tasks of others with their true packages: three training steps each, and the exact tokens of a
+tool's rollout."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from services.inference.workflows.registry import build_workflow
 from services.orchestrator.tasks.datasets import open_source
 from tests.integration.inference.endpoint_peers import context_of, serving
 from tests.recipe_runs import ROOT, left_running, rows, run_recipe
+from tests.recipes.test_every_recipe import TIMEOUT_S
 from tests.unit.inference.fakes import served_policy
 
-TIMEOUT_S = 300.0  # of a run that takes some 25 s on two idle cores
 SMALL = ("run.steps=3", "policies.model0.batch.size=16", "warm_start.model0.steps=20", "evaluation.at_start=false",
          "evaluation.every=0", "data.evaluation.numbers.samples_per_task=1")  # fmt: skip
 
@@ -74,3 +75,25 @@ async def test_a_tool_of_a_taskset_is_called_and_its_result_is_read(workflow: Ve
     (sequence,) = outcome.sequences
     told = [policy.chat.decode(segment.token_ids) for segment in sequence.segments if not segment.is_policy]
     assert outcome.reward == 1.0 and "look_up" in told[0] and "12" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("example", "script"),
+    [
+        pytest.param("mcp", "call_add", marks=pytest.mark.needs("mcp")),
+        pytest.param("reasoning_gym", "answer", marks=pytest.mark.needs("reasoning-gym")),
+        pytest.param("gymnasium", "cross", marks=pytest.mark.needs("gymnasium")),
+        pytest.param("harbor", "add_lines", marks=pytest.mark.needs("sandbox tier 2")),
+    ],
+)
+def test_an_example_trains_three_steps(example: str, script: str, tmp_path: Path) -> None:
+    script_of_policy = f"inference.a.forced.script=tests.recipes.scripts:{script}"
+    settings = (f"run.dir={tmp_path}", "run.id=tiny", script_of_policy)
+    run_recipe(f"examples/{example}.yaml", settings, "--profile", "tiny", timeout_s=TIMEOUT_S)
+    run_dir = tmp_path / "tiny"
+    steps = rows(run_dir, "training_step")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        assert step["failures"] == 0
+        assert 0.1 < step["batch_reward_mean"] < 0.9, "half of the answers are right"
+    assert not left_running(run_dir)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import pytest
+from tests.integration.envgateway.judge_clients import GradingClient, RolloutClient, Status, Submission
 
 from extras.code_judge import server as gateway_http
 from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, ScorerConfig
@@ -29,6 +31,8 @@ class Client:
     def __init__(self, session: aiohttp.ClientSession, gateway: Gateway) -> None:
         self._session = session
         self.gateway = gateway
+        assert gateway.http is not None
+        self.port = gateway.http.port
 
     async def get(self, path: str) -> Any:
         async with self._session.get(path) as response:
@@ -104,19 +108,18 @@ async def test_cpp(client: Client) -> None:
     assert (result["success"], result["run_success"], result["reason"]) == (False, False, "") and result["stderr"]
 
 
-@pytest.mark.parametrize("kind", ["run", "judge"])
-@pytest.mark.parametrize("size", ["batch", "long-batch"])
-async def test_a_batch_comes_back_in_its_order(client: Client, kind: str, size: str) -> None:
+async def test_a_batch_comes_back_in_its_order(client: Client) -> None:
     submissions = [
         {"type": "python", "solution": f"import time; time.sleep({0.2 if n == 0 else 0}); print({n})",
          "expected_output": str(n % 3), "sub_id": f"s{n}"}
         for n in range(9)
     ]  # fmt: skip
-    answer = await client.post(f"/{kind}/{size}", {"type": "batch", "sub_id": "b", "submissions": submissions})
-    assert set(answer) == {"sub_id", "results"} and answer["sub_id"] == "b"
-    assert [result["sub_id"] for result in answer["results"]] == [f"s{n}" for n in range(9)]
-    assert [result["success"] for result in answer["results"]] == [n < 3 for n in range(9)]
-    assert all(set(result) == (RUN_KEYS if kind == "run" else JUDGE_KEYS) for result in answer["results"])
+    for path in ("/run/batch", "/run/long-batch", "/judge/batch", "/judge/long-batch"):
+        answer = await client.post(path, {"type": "batch", "sub_id": "b", "submissions": submissions})
+        assert set(answer) == {"sub_id", "results"} and answer["sub_id"] == "b"
+        assert [result["sub_id"] for result in answer["results"]] == [f"s{n}" for n in range(9)]
+        assert [result["success"] for result in answer["results"]] == [n < 3 for n in range(9)]
+        assert all(set(result) == (RUN_KEYS if "run" in path else JUDGE_KEYS) for result in answer["results"])
 
 
 async def test_a_batch_larger_than_the_queue_is_not_refused(client: Client) -> None:
@@ -172,3 +175,77 @@ async def test_only_loopback_and_a_free_port_will_do() -> None:
         with pytest.raises(ConfigError, match=r"http\.port"):
             await gateway.start()
         await gateway.stop()
+
+
+# Code Judge's clients, with their oddities
+
+
+@pytest.fixture
+async def rollout(client: Client) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient(client.port) as connected:
+        yield connected
+
+
+@pytest.mark.parametrize("client", [BRIEF], indirect=True, ids=["brief"])
+async def test_a_rollouts_tool_calls_read_as_with_code_judge(rollout: RolloutClient) -> None:
+    words = await rollout.call("x = 20\nx + 1")
+    assert re.match(r"Tool call success\nstdout: 21\n\nexecution time: \d\.", words), words
+    assert "stdout: from stdin\n" in await rollout.call("print(input())", stdin="from stdin")
+    assert "stdout: é€😀\n" in await rollout.call("print('é€😀')")
+    words = await rollout.call("print('before')\n1 / 0")
+    assert words.startswith("Tool call failure\nreason: \n") and "ZeroDivisionError" in words
+    words = await rollout.call("while True: pass")
+    assert words.startswith("Tool call failure\nreason: worker_timeout\n")
+    assert float(words.rpartition("execution time: ")[2].removesuffix("s")) >= 2
+    assert "Tool call success\nexecution time" in await rollout.call("if __name__ == '__main__':\n    y = 1")
+
+
+async def test_cells_that_are_replayed_are_silent_and_leave_their_names(rollout: RolloutClient) -> None:
+    words = await rollout.call("print('noise')\na = 5", "raise ValueError('of then')", "a * 2")
+    assert words.startswith("Tool call success\nstdout: 10\n\nexecution")
+
+
+async def test_the_judges_own_client_reads_every_field(client: Client) -> None:
+    grading = GradingClient(client.port)
+    assert await asyncio.to_thread(grading.ping) == "pong"
+    assert await asyncio.to_thread(grading.status) == Status(queue=0, num_workers=2)
+    submissions = [
+        Submission("same id", "python", "print(input())", "1", " 1 \n"),
+        Submission("same id", "python", "print(input())", "1", "2"),
+        Submission(None, "python", "print('anything')"),
+        Submission("fails", "python", "import sys; print(1); sys.exit(3)", None, "1"),
+        Submission("math", "math", "\\boxed{\\frac{1}{2}}", None, "0.5"),
+    ]
+    judged = await asyncio.to_thread(grading.judge, submissions)
+    assert [(result.success, result.run_success, result.reason) for result in judged] == [
+        (True, True, ""),
+        (False, True, ""),
+        (True, True, ""),
+        (False, False, ""),
+        (True, True, ""),
+    ]
+    assert [result.sub_id for result in judged if result.sub_id != judged[2].sub_id] == ["same id"] * 2 + [
+        "fails",
+        "math",
+    ]
+    assert judged[2].sub_id and all(result.stdout is None and result.stderr is None for result in judged)
+    run = await asyncio.to_thread(grading.judge, submissions[2:4], "/run/long-batch")
+    assert [(result.stdout, result.stderr) for result in run] == [("anything\n", ""), ("1\n", "")]
+
+
+async def test_fields_that_only_some_clients_send_are_taken_or_passed_over(rollout: RolloutClient) -> None:
+    one = {"type": "python", "solution": "print(1)", "options": {"timeout": "3"}, "language": "py", "sub_id": "x"}
+    [result, _] = await rollout.send([one, {"type": "python", "solution": "print(2)", "sub_id": ""}])
+    assert result["success"] and result["sub_id"] == "x"
+
+
+async def test_a_long_batch_that_takes_its_time_is_not_silent_and_still_json(
+    client: Client, rollout: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_http, "_KEEP_ALIVE_S", 0.05)
+    slow = Submission("s", "python", "import time; time.sleep(0.4); print('é')", None, "é")
+    judged, words = await asyncio.gather(
+        asyncio.to_thread(GradingClient(client.port).judge, [slow, slow]),
+        rollout.call("import time; time.sleep(0.3)\n'done'"),
+    )
+    assert [result.success for result in judged] == [True, True] and "stdout: 'done'" in words

@@ -6,13 +6,17 @@ The interpreter is a script of the test; the true package is played by ``tests/r
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import re
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+import extras.hub.verifiers.child
 from extras.hub.verifiers import environment as environment_module
 from extras.hub.verifiers.child.messages import Played
 from extras.hub.verifiers.environment import EnvironmentFailedError, Verifiers, VerifiersEnvironment
@@ -98,19 +102,6 @@ async def test_an_environment_that_fails_is_a_failure_without_a_retry(
     script(READ + (absent if body is None else OPEN + body))
     with pytest.raises(error, match=message):
         await play(environment)
-
-
-async def test_the_process_is_started_again_after_its_end(
-    script: Any, environment: VerifiersEnvironment, tmp_path: Path
-) -> None:
-    mark = tmp_path / "died"
-    first = (
-        f"if not os.path.exists({str(mark)!r}):\n            open({str(mark)!r}, 'w').close(); os._exit(9)\n        "
-    )
-    script(READ + OPEN + PLAY + first + "print(json.dumps({'id': asked['id'], 'played': {'reward': 1.0}}), flush=True)")
-    with pytest.raises(InfrastructureError, match="exited with 9"):
-        await play(environment)
-    assert (await play(environment)).reward == 1.0 and environment.num_starts == 2
 
 
 async def test_a_process_that_dies_is_seen_while_a_server_that_it_started_holds_its_pipes(
@@ -206,3 +197,70 @@ def test_another_workflow_than_the_environments_own_is_refused(place: str) -> No
     ):
         load_recipe(ROOT / "recipes" / "guess", settings)
     assert load_recipe(ROOT / "recipes" / "guess", ["workflow.name=mine.own:Workflow"]).data.sections()
+
+
+URL = "http://127.0.0.1:1/v1"
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The program as its interpreter loads it: with its folder as the place of modules."""
+    folder = Path(extras.hub.verifiers.child.__file__ or "").parent
+    monkeypatch.syspath_prepend(str(folder))
+    spec = importlib.util.spec_from_file_location("verifiers_program", folder / "main.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["messages"]
+
+
+def trace(name: str = "agent", rewards: Any = None, **changes: Any) -> SimpleNamespace:
+    agent = SimpleNamespace(
+        name=name,
+        trainable=changes.pop("trainable", True),
+        config=SimpleNamespace(client=SimpleNamespace(base_url=changes.pop("url", URL))),
+    )
+    scores = {"right": 1.0} if rewards is None else rewards
+    values = {key: None if score is None else SimpleNamespace(value=score) for key, score in scores.items()}
+    total = sum(value.value for value in values.values() if value is not None)
+    facts = {"ok": True, "errors": [], "is_timeout": False, "num_turns": 2, "metrics": {"length": 3, "odd": None}}
+    return SimpleNamespace(**{"agent": agent, "rewards": values, "reward": total, **facts, **changes})
+
+
+def episode(*traces: SimpleNamespace, errors: tuple[SimpleNamespace, ...] = ()) -> SimpleNamespace:
+    return SimpleNamespace(traces=list(traces), errors=list(errors))
+
+
+def error(kind: str) -> SimpleNamespace:
+    return SimpleNamespace(type=kind, message="why")
+
+
+def test_the_reward_is_the_mean_of_the_trained_agents(program: ModuleType) -> None:
+    one = program._outcome(episode(trace()), URL)
+    assert (one.reward, one.metrics) == (1.0, {"turns": 2.0, "length": 3.0, "reward_right": 1.0})
+    two = program._outcome(episode(trace("a", {"x": 1.0, "y": 0.5}), trace("b", {"x": 0.0})), URL)
+    assert two.reward == 0.75 and two.metrics["a_reward_y"] == 0.5 and two.metrics["b_turns"] == 2.0
+    other = trace("user", {}, trainable=False, url="http://elsewhere/v1")
+    assert program._outcome(episode(trace(), other), URL).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("played", "kind", "message"),
+    [
+        (episode(trace(), errors=(error("EnvError"),)), "environment", "EnvError: why"),
+        (episode(trace(ok=False, errors=[error("TaskError")])), "environment", "TaskError: why"),
+        (episode(trace(ok=False, errors=[error("SandboxError")])), "infrastructure", "SandboxError: why"),
+        (episode(trace(ok=False, errors=[error("ProviderError")])), "infrastructure", "ProviderError: why"),
+        (episode(trace(is_timeout=True)), "environment", "time limit"),
+        (episode(trace(rewards={"right": None})), "environment", "right was not computed"),
+        (episode(trace(rewards={})), "environment", "no reward to an agent that is trained"),
+        (episode(), "environment", "no reward"),
+        (episode(trace(), trace("user", trainable=False)), "settings", r"settings\.user\.client"),
+    ],
+)
+def test_an_episode_without_a_true_reward_is_a_failure(
+    program: ModuleType, played: SimpleNamespace, kind: str, message: str
+) -> None:
+    outcome = program._outcome(played, URL)
+    assert outcome.kind == kind and re.search(message, outcome.message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +21,8 @@ from services.common.errors import CapacityError, InfrastructureError, InvalidRe
 from services.common.text.tools import ToolStatus
 from services.envgateway.tools.registry import GatewayToolSession, ToolBox
 from services.envgateway.tools.tools import StateLostError
-from tests.waiting import until
+from tests.running import is_running
+from tests.waiting import until, wait_until
 
 pytestmark = [pytest.mark.needs("mcp"), pytest.mark.slow]
 
@@ -40,14 +42,6 @@ async def serving(**configs: McpServerConfig) -> AsyncIterator[ToolBox]:
     finally:
         await box.close()
         assert all(box.gauges[f"mcp_{name}_sessions"] == 0 for name in configs)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -154,7 +148,7 @@ async def test_a_server_that_was_killed_between_calls_is_started_again_where_the
         session = await GatewayToolSession.open(box, ["mcp:a"])
         os.kill(int(log.read_text()), 9)
         assert (await session.answer(call("echo", text="here"))).text == "here"
-    assert not [pid for pid in log.read_text().split() if _lives(int(pid))]
+    assert not [pid for pid in log.read_text().split() if is_running(int(pid))]
 
 
 async def test_a_slow_tool_of_a_server_that_answers_is_told_to_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,10 +232,6 @@ async def test_the_environment_of_the_gateway_does_not_reach_the_server(
 
 
 def test_a_killed_gateway_leaves_no_server(tmp_path: Path) -> None:
-    import subprocess
-
-    from tests.waiting import wait_until
-
     log = tmp_path / "pids"
     program = (
         "import asyncio, sys\n"
@@ -261,11 +251,7 @@ def test_a_killed_gateway_leaves_no_server(tmp_path: Path) -> None:
     gateway.wait()
     gateway.stdout.close()
     pid = int(log.read_text())
-    wait_until(lambda: not _lives(pid) or _is_zombie(pid), "the server ends with its gateway")
-
-
-def _is_zombie(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    wait_until(lambda: not is_running(pid), "the server ends with its gateway")
 
 
 def test_settings_that_cannot_be_meant_are_refused() -> None:

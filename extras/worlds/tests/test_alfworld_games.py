@@ -14,8 +14,8 @@ import pytest
 from extras.worlds import alfworld
 from extras.worlds.alfworld import AlfworldWorld
 from extras.worlds.engines import pool as engine_pool
+from extras.worlds.made import write_games
 from extras.worlds.messages import offer
-from extras.worlds.tests.kept_games import unpack
 from services.common.config.envgateway import AlfworldConfig, EnginePoolConfig
 from services.common.errors import (
     EpisodeNotFoundError,
@@ -131,19 +131,6 @@ async def test_an_engine_killed_in_mid_episode_loses_its_episodes_and_no_others(
         assert victim not in pool.pids and len(pool.pids) == 2
 
 
-async def test_a_stalled_engine_is_killed_within_its_deadline(rows: Path, data: Path) -> None:
-    trace = traces(rows, "expert")[4]
-    world = world_of(data, num_workers=1, step_timeout_s=4.0)
-    async with served_world("alfworld", world) as client:
-        episode = await client.create("alfworld", {"game": trace["game"]})
-        (stalled,) = world.pool.pids
-        os.kill(stalled, signal.SIGSTOP)
-        with pytest.raises(LOST, match=r"longer than 4 s"):
-            await client.step(episode.episode_id, 1, "ACTION: look")
-        assert not Path(f"/proc/{stalled}").exists()
-        await replay(client, trace)
-
-
 async def test_games_that_do_not_exist_are_refused_and_those_that_do_are_counted(data: Path) -> None:
     world = world_of(data)
     async with served_world("alfworld", world) as client:
@@ -151,3 +138,10 @@ async def test_games_that_do_not_exist_are_refused_and_those_that_do_are_counted
             await client.create("alfworld", {"index": 18})
         with pytest.raises(InvalidRequestError, match="there is no game"):
             await client.create("alfworld", {"game": "json_2.1.1/none/game.tw-pddl"})
+
+
+def unpack(rows: Path, folder: Path) -> list[str]:
+    """The games written below ``folder``, in the order of the rows."""
+    domain = json.loads((rows / "domain.json").read_text(encoding="utf-8"))["pddl_domain"]
+    lines = (rows / "games.jsonl").read_text(encoding="utf-8").splitlines()
+    return write_games(map(json.loads, lines), domain, folder)

@@ -49,13 +49,6 @@ async def test_no_process_runs_before_the_first_game_and_games_spread_over_proce
     assert sorted(start["pid"] for start in starts) == sorted(pool.pids * 2)
 
 
-async def test_games_of_one_process_are_apart(make_pool: MakePool) -> None:
-    pool = make_pool(num_workers=1)
-    games = [(await pool.open({}))[0] for _ in range(3)]
-    await asyncio.gather(*(game.step(f"add {i}") for i, game in enumerate(games) for _ in range(5)))
-    assert [(await game.step("add 0"))["total"] for game in games] == [0, 5, 10]
-
-
 async def test_a_killed_process_loses_its_games_and_no_others(make_pool: MakePool) -> None:
     pool = make_pool()
     games = {}
@@ -83,17 +76,6 @@ async def test_a_game_opens_although_its_process_died_while_it_was_idle(make_poo
     assert (await game.step("add 3"))["total"] == 3
 
 
-async def test_a_process_killed_in_mid_step_fails_that_step_and_its_waiters(make_pool: MakePool) -> None:
-    pool = make_pool(num_workers=1)
-    first, start = await pool.open({})
-    second, _ = await pool.open({})
-    steps = [asyncio.create_task(first.step("sleep 30")), asyncio.create_task(second.step("add 1"))]
-    await asyncio.sleep(0.1)
-    os.kill(start["pid"], signal.SIGKILL)
-    results = await asyncio.gather(*steps, return_exceptions=True)
-    assert [type(result) for result in results] == [EpisodeLostError, EpisodeLostError]
-
-
 async def test_a_stalled_game_ends_its_process_group_and_the_place_is_used_again(
     make_pool: MakePool,
 ) -> None:
@@ -114,17 +96,6 @@ async def test_waiting_behind_a_slow_game_is_no_stall(make_pool: MakePool) -> No
     games = [(await pool.open({}))[0] for _ in range(3)]
     answers = await asyncio.gather(*(game.step("sleep 1.2") for game in games))  # the last waits longer than a step may
     assert [answer["total"] for answer in answers] == [0, 0, 0]
-
-
-async def test_a_caller_that_leaves_in_mid_step_leaves_the_channel_in_step(make_pool: MakePool) -> None:
-    pool = make_pool(num_workers=1)
-    first, _ = await pool.open({})
-    second, _ = await pool.open({})
-    step = asyncio.create_task(first.step("sleep 0.3"))
-    await asyncio.sleep(0.1)
-    step.cancel()
-    assert (await second.step("add 5"))["total"] == 5
-    assert (await first.step("add 1"))["total"] == 1
 
 
 async def test_a_full_pool_says_when_to_come_back_and_a_closed_game_makes_room(make_pool: MakePool) -> None:
@@ -156,13 +127,6 @@ async def test_an_engine_that_raises_loses_one_game(make_pool: MakePool, command
         await first.step(command)
     assert (await second.step("add 1"))["total"] == 1
     assert pool.pids == [start["pid"]]
-
-
-async def test_an_engine_that_cannot_start_raises_an_error_about_the_start() -> None:
-    pool = EnginePool("toy", "tests.no_such_module", EnginePoolConfig(), {})
-    with pytest.raises(Exception, match="does not start"):
-        await pool.open({})
-    await pool.close()
 
 
 _OWNER = f"""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from extras.worlds.textworld import TextworldEpisode, game_of, index_of, list_games, opening, tidy
+from extras.worlds.textworld import TextworldEpisode, TextworldSettings, game_of, index_of, list_games, opening, tidy
 from services.common.config.envgateway import GamesConfig
 from services.common.errors import ConfigError, InvalidRequestError
+from services.envgateway.envs.base import settings_of
+from tests.documented import blocks
 
 
 class ScriptedGame:
@@ -75,3 +78,11 @@ def test_games_of_a_folder_count_in_their_sorted_names(tmp_path: Path) -> None:
     for task in ({}, {"index": -1}, {"index": "1"}, {"index": True}):
         with pytest.raises(InvalidRequestError, match="needs `index`"):
             index_of(task)
+
+
+PAGE = "environments.md"
+
+
+def test_the_documented_rows_are_valid() -> None:
+    rows = [json.loads(line) for block in blocks(PAGE, "json") for line in block.splitlines()]
+    assert [settings_of(row, TextworldSettings).make.kind for row in rows] == ["cooking", "custom"]

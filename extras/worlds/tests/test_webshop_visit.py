@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from extras.worlds.tests.webshop_made import GOAL, write_catalogue
 from extras.worlds.webshop import find_files, goal_of, read_catalogue
 from extras.worlds.webshop_pages import (
-    Page,
     PageKind,
-    PieceKind,
     Shop,
     Visit,
     every_word,
@@ -60,42 +58,6 @@ def test_an_invalid_action_has_no_effect(shop: Shop) -> None:
         visit.act(nothing)
         assert visit.page is page
     assert _visit(shop, "click[search]").page.kind is PageKind.START
-
-
-def test_results_are_ten_a_page_and_pages_go_on_for_ever(shop: Shop) -> None:
-    visit = _visit(shop, "search[cup]")
-    assert "Page 1 (Total results: 12)" in visit.page.text() and len(visit.page.clickables) == 12
-    visit.act("click[next >]")
-    assert visit.page.clickables == ["back to search", "< prev", "next >", "c000000010", "c000000011"]
-    visit.act("click[next >]")
-    assert visit.page.clickables == ["back to search", "< prev", "next >"]
-    visit.act("click[< prev]")
-    assert "Page 2" in visit.page.text()
-
-
-def test_ways_back_forget_the_same_state_as_webshop(shop: Shop) -> None:
-    visit = _visit(shop, "search[mug]", "click[b00000000a]", "click[large]", "click[features]")
-    assert visit.page.kind is PageKind.SUB_PAGE and "dishwasher safe" in visit.page.text()
-    visit.act("click[< prev]")
-    assert "[clicked button] large [clicked button_]" in visit.page.text_rich(visit.visited)
-    visit.act("click[< prev]")
-    assert "[clicked button] B00000000A [clicked button_]" in visit.page.text_rich(visit.visited)
-    visit.act("click[b00000000a]")
-    assert "[clicked button] large" not in visit.page.text_rich(visit.visited)
-    visit.act("click[back to search]")
-    visit.act("search[mug]")
-    assert "[clicked button]" not in visit.page.text_rich(visit.visited)
-
-
-def test_an_option_named_like_a_button_is_the_button(shop: Shop) -> None:
-    visit = _visit(shop, "search[mug]", "click[b00000000a]", "click[description]")
-    assert visit.page.kind is PageKind.SUB_PAGE and "For tea." in visit.page.text()
-
-
-def test_empty_pieces_behave_as_in_html() -> None:
-    kinds = PieceKind.TEXT
-    page = Page(PageKind.START, "u", ((kinds, "a"), (kinds, ""), (kinds, " "), (kinds, " \n "), (kinds, " b ")))
-    assert page.text() == "a [SEP]  [SEP] b" and page.text_rich(()) == "a\n \n b \n"
 
 
 def _purchase(

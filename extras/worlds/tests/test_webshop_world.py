@@ -95,15 +95,12 @@ async def test_the_status_of_an_end_is_in_agentbenchs_words(folder: Path) -> Non
     await world.close()
 
 
-@pytest.mark.parametrize("task", [{}, {"index": 2}, {"index": -1}, {"index": "0"}, {"index": True}, {"goal": {}}])
-async def test_a_row_without_a_goal_is_refused(client: Client, task: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError):
-        await client.create("webshop", task)
-
-
-async def test_an_index_that_the_shop_does_not_have_is_refused_with_both_numbers(client: Client) -> None:
+async def test_a_row_without_a_goal_is_refused(client: Client) -> None:
     with pytest.raises(InvalidRequestError, match=r"holds 2 goals, .* asks for index 12086"):
         await client.create("webshop", {"index": 12_086})
+    for task in ({}, {"index": 2}, {"index": -1}, {"index": "0"}, {"index": True}, {"goal": {}}):
+        with pytest.raises(InvalidRequestError):
+            await client.create("webshop", task)
 
 
 async def test_an_unreadable_catalogue_is_an_error_for_each_caller_and_can_be_repaired(folder: Path) -> None:

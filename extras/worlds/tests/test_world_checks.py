@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from io import StringIO
 from pathlib import Path
@@ -12,9 +13,12 @@ from rich.console import Console
 from services.cli.check.recipe import check_launch, check_recipe
 from services.cli.check.worlds import index_problems, world_problems
 from services.cli.run.launch import start
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.common.installing import install
+from services.envgateway.envs.episodes import make_worlds
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 HERE = ["inference.a.engine=torch", "inference.a.gpus=[]", "policies.model0.trainer.gpus=[]", "inference.a.device=cpu"]
@@ -127,3 +131,23 @@ def test_what_a_server_or_the_recipes_own_class_plays_is_not_looked_for_here(fam
     ):
         recipe = recipe_of(family, f"envgateway.{family}.{key}={short}", other)
         assert index_problems(recipe) == world_problems(recipe) == []
+
+
+@pytest.mark.needs("alfworld", "textworld")
+def test_a_world_that_cannot_be_offered_is_a_reason_that_names_the_setting(tmp_path: Path) -> None:
+    assert "envgateway.alfworld.data" in str(make_worlds(EnvGatewayConfig())["alfworld"])
+    missing = str(tmp_path / "none")
+    listed = EnvGatewayConfig.model_validate({"alfworld": {"data": missing, "games": missing}})
+    for setting in ("envgateway.alfworld.data: there is no folder", "envgateway.alfworld.games: there is no file"):
+        assert f"{setting} {missing}" in str(make_worlds(listed)["alfworld"])
+    config = EnvGatewayConfig.model_validate({"alfworld": {"data": missing}, "textworld": {"games": missing}})
+    worlds = make_worlds(config)
+    for name, setting in (("alfworld", "envgateway.alfworld.data"), ("textworld", "envgateway.textworld.games")):
+        assert worlds[name] == f"{setting}: there is no folder {missing}"
+
+
+def test_an_engine_that_is_not_installed_is_a_reason_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    worlds = make_worlds(EnvGatewayConfig())
+    assert install("alfworld") in str(worlds["alfworld"])
+    assert install("textworld") in str(worlds["textworld"])

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from services.envgateway.sandbox.pool import SandboxPool
@@ -63,8 +64,8 @@ def kill_fork_server_at_its_next_fork(pool: SandboxPool) -> None:
     raise AssertionError(f"no fork server has forked within {WAIT_S:g} s")
 
 
-def processes_of_slots(pool: SandboxPool) -> list[str]:
-    users = pool.user_ids
+def processes_of(users: Collection[int]) -> list[int]:
+    """The living processes of users."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -72,21 +73,25 @@ def processes_of_slots(pool: SandboxPool) -> list[str]:
                 status = (entry / "status").read_text()
             except OSError:
                 continue
-            if "State:\tZ" in status:
-                continue  # dead; where the machine's first process reaps nobody, it stays listed
-            if int(status.split("Uid:")[1].split()[0]) in users:
-                found.append(_described(entry, status))
+            # where the machine's first process reaps nobody, a dead one stays listed
+            if "State:\tZ" not in status and int(status.split("Uid:")[1].split()[0]) in users:
+                found.append(int(entry.name))
     return found
 
 
-def _described(entry: Path, status: str) -> str:
+def processes_of_slots(pool: SandboxPool) -> list[str]:
+    return [_described(Path(f"/proc/{pid}")) for pid in processes_of(pool.user_ids)]
+
+
+def _described(entry: Path) -> str:
     """Enough to find where a process comes from: its state, parent and command."""
-    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     try:
+        lines = (entry / "status").read_text().splitlines()
+        fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
         command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:80]
         stack = (entry / "wchan").read_text()
     except OSError:
-        command = stack = "gone"
+        return f"{entry.name}, gone"
     return f"{entry.name} {[fields[name] for name in ('Name', 'State', 'PPid', 'Uid', 'Threads')]} {command!r} {stack}"
 
 

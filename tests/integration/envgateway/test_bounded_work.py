@@ -158,14 +158,3 @@ async def test_a_large_value_uses_up_its_own_comparison_only() -> None:
             assert await pool.failure(right, b'["l", 1]') == ""
     finally:
         await pool.close()
-
-
-def test_a_range_equals_the_values_that_it_stands_for() -> None:
-    for expected, actual, is_equal in (
-        (["l", 0, 1, 2], ["r", 0, 3, 1], True),
-        (["l", 0, 1, 2], ["r", 0, 4, 1], False),
-        (["r", 0, 5, 2], ["r", 0, 6, 2], True),
-        (["l", ["r", 0, 2, 1]], ["l", ["l", 0, 1]], True),
-        (["s", ["r", 0, 6, 2]], ["s", ["r", 0, 5, 2]], True),
-    ):
-        assert (failure(ValueCheck(expected, ValueRule()), json.dumps(actual).encode()) == "") is is_equal

@@ -23,26 +23,19 @@ from services.common.rpc.client import channel, translated_errors
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 from tests.integration.envgateway.conftest import CONFIG
+from tests.integration.envgateway.environments.serving import Client
 from tests.waiting import WAIT_S
 
 
-class Clients:
+class Clients(Client):
+    """Of every service; errors of episodes arrive as the project's own."""
+
     def __init__(self, connection: grpc.aio.Channel) -> None:
-        self.environments = pb_grpc.EnvironmentServiceStub(connection)
+        super().__init__(pb_grpc.EnvironmentServiceStub(connection))
         self.code = pb_grpc.CodeExecutionServiceStub(connection)
         self.rewards = pb_grpc.RewardServiceStub(connection)
         self.judge = judge_pb2_grpc.JudgeServiceStub(connection)
         self.status = status_pb2_grpc.StatusServiceStub(connection)
-
-    async def episode(self, environment: str, task: dict[str, Any], request_id: str = "") -> pb.CreateEpisodeResponse:
-        request = pb.CreateEpisodeRequest(
-            environment=environment, task_json=json.dumps(task).encode(), request_id=request_id
-        )
-        return await self.environments.CreateEpisode(request, timeout=WAIT_S)
-
-    async def step(self, episode: pb.CreateEpisodeResponse, turn: int, action: str) -> pb.StepEpisodeResponse:
-        request = pb.StepEpisodeRequest(episode_id=episode.episode_id, turn=turn, action=action)
-        return await self.environments.StepEpisode(request, timeout=WAIT_S)
 
 
 @pytest.fixture
@@ -85,6 +78,9 @@ async def test_code_is_executed(gateway: Clients) -> None:
     assert (answer.status, answer.stdout, answer.exit_code) == (pb.EXECUTION_STATUS_OK, "1786\n", 0)
     assert answer.HasField("exit_code") and not answer.HasField("signal")
     assert answer.isolation_tier in ("2", "1", "U", "0") and answer.wall_time.ToNanoseconds() > 0
+    status = await gateway.status.GetStatus(status_pb2.GetStatusRequest(), timeout=WAIT_S)
+    assert (status.service, status.state) == ("envgateway", "ready")
+    assert status.labels["isolation_tier"] == answer.isolation_tier and status.gauges["sandbox_ok"] == 1
 
 
 async def test_programs_are_judged_case_by_case(gateway: Clients) -> None:
@@ -101,27 +97,6 @@ async def test_programs_are_judged_case_by_case(gateway: Clients) -> None:
         assert [case.verdict for case in answer.cases] == verdicts
         assert (answer.verdict, answer.num_cases) == (verdicts[-1], len(verdicts)) and answer.isolation_tier
         assert answer.cases[0].exit_code == 0 and not answer.cases[0].HasField("signal")
-
-
-@pytest.mark.parametrize(
-    ("completion", "outcome"),
-    [
-        ("Here it is:\n```python\ndef add(a, b):\n    return a + b\n```", pb.REWARD_OUTCOME_CORRECT),
-        ("```python\ndef add(a, b):\n    return a - b\n```", pb.REWARD_OUTCOME_WRONG),
-        ("```python\n\n```", pb.REWARD_OUTCOME_UNPARSED),
-        ("I would rather not.", pb.REWARD_OUTCOME_WRONG),
-    ],
-)
-async def test_code_is_rewarded_by_its_tests(gateway: Clients, completion: str, outcome: int) -> None:
-    tests = {
-        "kind": "call",
-        "entry_point": "add",
-        "cases": [{"args": [1, 2], "expected": 3}, {"args": [0, 5], "expected": 5}],
-    }
-    request = pb.ComputeRewardRequest(
-        reward="code", task_json=json.dumps({"tests": tests}).encode(), completion=completion
-    )
-    assert (await gateway.rewards.ComputeReward(request, timeout=WAIT_S)).outcome == outcome
 
 
 async def test_limits_and_options_travel(gateway: Clients) -> None:
@@ -149,6 +124,14 @@ async def test_rewards_are_computed(gateway: Clients) -> None:
     assert (await outcome("boxed", r"\boxed{4}", {"answer": 4})).outcome == pb.REWARD_OUTCOME_CORRECT
     assert (await outcome("math", r"\boxed{5}", {"answer": 4})).outcome == pb.REWARD_OUTCOME_WRONG
     assert (await outcome("boxed", "4", {"answer": 4})).outcome == pb.REWARD_OUTCOME_UNPARSED
+    tests = {"kind": "call", "entry_point": "add", "cases": [{"args": [1, 2], "expected": 3}]}
+    for answer, expected in (
+        ("Here it is:\n```python\ndef add(a, b):\n    return a + b\n```", pb.REWARD_OUTCOME_CORRECT),
+        ("```python\ndef add(a, b):\n    return a - b\n```", pb.REWARD_OUTCOME_WRONG),
+        ("```python\n\n```", pb.REWARD_OUTCOME_UNPARSED),
+        ("I would rather not.", pb.REWARD_OUTCOME_WRONG),
+    ):
+        assert (await outcome("code", answer, {"tests": tests})).outcome == expected
     with pytest.raises(errors.InvalidRequestError, match="unknown reward"), translated_errors("gateway"):
         await outcome("luck", "", {"answer": 4})
     with pytest.raises(errors.InvalidRequestError, match="no reference answer"), translated_errors("gateway"):
@@ -159,48 +142,32 @@ async def test_rewards_are_computed(gateway: Clients) -> None:
 
 async def test_a_single_step_episode(gateway: Clients) -> None:
     task = {"question": "What is 2 + 2?", "answer": "4", "environment": {"reward": "boxed"}}
-    episode = await gateway.episode("single_step", task)
+    episode = await gateway.create("single_step", task)
     assert episode.observation == "What is 2 + 2?" and episode.lease.seconds == 300
-    end = await gateway.step(episode, 1, r"\boxed{4}")
+    end = await gateway.step(episode.episode_id, 1, r"\boxed{4}")
     assert (end.reward, end.done) == (1.0, True)
-    assert await gateway.step(episode, 1, "again") == end
-    await gateway.environments.CloseEpisode(pb.CloseEpisodeRequest(episode_id=episode.episode_id), timeout=WAIT_S)
-    with pytest.raises(errors.EpisodeNotFoundError), translated_errors("gateway"):
-        await gateway.step(episode, 1, "again")
+    assert await gateway.step(episode.episode_id, 1, "again") == end
+    await gateway.close(episode.episode_id)
+    with pytest.raises(errors.EpisodeNotFoundError):
+        await gateway.step(episode.episode_id, 1, "again")
 
 
 def _call(code: str) -> str:
     return "<tool_call>" + json.dumps({"name": "python", "arguments": {"code": code}}) + "</tool_call>"
 
 
-async def test_a_tool_episode_runs_real_code(gateway: Clients) -> None:
-    task = {"question": "What is 47 times 38?", "answer": 1786, "environment": {"reward": "boxed", "max_turns": 6}}
-    episode = await gateway.episode("tool", task)
-    assert json.loads(episode.tools_json)[0]["function"]["name"] == "python"
-    result = await gateway.step(episode, 1, "let me see " + _call("print('error', 47*38)"))
-    assert (result.observation, result.done, result.reward) == ("error 1786", False, 0.0)
-    assert (result.metrics["tool_calls"], result.metrics["tool_errors"]) == (1, 0)
-    assert "ZeroDivisionError" in (await gateway.step(episode, 2, _call("1/0"))).observation
-    assert "malformed" in (await gateway.step(episode, 3, "<tool_call>{</tool_call>")).observation
-    long = await gateway.step(episode, 4, _call("print('a' * 5000)"))
-    assert len(long.observation) <= 256 and "(cut)" in long.observation
-    end = await gateway.step(episode, 5, r"\boxed{1786}")
-    assert (end.reward, end.done, end.metrics["tool_calls"], end.metrics["tool_errors"]) == (1.0, True, 4, 2)
-
-
 async def test_the_last_turns_call_is_not_run(gateway: Clients) -> None:
     task = {"question": "?", "answer": 1, "environment": {"reward": "boxed", "max_turns": 1}}
-    episode = await gateway.episode("tool", task)
-    end = await gateway.step(episode, 1, _call("print(1)"))
+    episode = await gateway.create("tool", task)
+    end = await gateway.step(episode.episode_id, 1, _call("print(1)"))
     assert (end.done, end.reward, end.metrics["tool_calls"], end.metrics["reward_unparsed"]) == (True, 0.0, 0, 1)
 
 
 async def test_a_failed_grader_is_an_error_and_never_a_reward(gateway: Clients) -> None:
     task = {"question": "?", "answer": 1, "environment": {"reward": f"{__name__}:failing"}}
-    episode = await gateway.episode("single_step", task)
-    for _ in range(2):
-        with pytest.raises(errors.InfrastructureError, match="the grader"), translated_errors("gateway"):
-            await gateway.step(episode, 1, "x")
+    episode = await gateway.create("single_step", task)
+    with pytest.raises(errors.InfrastructureError, match="the grader"):
+        await gateway.step(episode.episode_id, 1, "x")  # the client asks again by itself
 
 
 def failing(task: dict[str, Any], completion: str) -> float:
@@ -229,31 +196,19 @@ async def test_a_program_that_raises_an_odd_text_is_wrong(gateway: Clients) -> N
             assert (result.outcome, result.reward) == (pb.REWARD_OUTCOME_WRONG, 0.0), (code, text)
 
 
-async def test_a_users_environment_by_import_path(gateway: Clients) -> None:
-    episode = await gateway.episode("parity", {"number": 4})
-    assert list(episode.admissible_actions) == ["yes", "no"]
-    assert (await gateway.step(episode, 1, "yes")).reward == 1.0
-
-
 async def test_episode_errors_are_structured(gateway: Clients) -> None:
-    with pytest.raises(errors.UnknownEnvironmentError), translated_errors("gateway"):
-        await gateway.episode("nowhere", {})
-    with pytest.raises(errors.InvalidRequestError, match=r"environment\.max_turn"), translated_errors("gateway"):
-        await gateway.episode("tool", {"question": "?", "environment": {"max_turn": 3}})
-    same = [await gateway.episode("parity", {"number": 1}, request_id="once") for _ in range(2)]
-    assert same[0].episode_id == same[1].episode_id
+    with pytest.raises(errors.UnknownEnvironmentError):
+        await gateway.create("nowhere", {})
+    with pytest.raises(errors.InvalidRequestError, match=r"environment\.max_turn"):
+        await gateway.create("tool", {"question": "?", "environment": {"max_turn": 3}})
+    same = [await gateway.create("parity", {"number": 1}, request_id="once") for _ in range(2)]
+    assert same[0].episode_id == same[1].episode_id and list(same[0].admissible_actions) == ["yes", "no"]
+    assert (await gateway.step(same[0].episode_id, 1, "no")).reward == 1.0
     for _ in range(2):
-        await gateway.episode("parity", {"number": 1})
-    with pytest.raises(errors.CapacityError) as full, translated_errors("gateway"):
-        await gateway.episode("parity", {"number": 1})
+        await gateway.create("parity", {"number": 1})
+    with pytest.raises(errors.CapacityError) as full:
+        await gateway.create("parity", {"number": 1})
     assert full.value.retry_after_s
-
-
-async def test_status_has_the_tier(gateway: Clients) -> None:
-    await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(1)"), timeout=WAIT_S)
-    status = await gateway.status.GetStatus(status_pb2.GetStatusRequest(), timeout=WAIT_S)
-    assert (status.service, status.state) == ("envgateway", "ready")
-    assert status.labels["isolation_tier"] in ("2", "1", "U", "0") and status.gauges["sandbox_ok"] == 1
 
 
 @pytest.mark.slow

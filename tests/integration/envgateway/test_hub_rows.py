@@ -12,7 +12,7 @@ from services.common.config.data import DatasetConfig
 from services.common.config.envgateway import ScorerConfig
 from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.judge import Judge
-from services.envgateway.judge.records import JudgeRequest, JudgeResult
+from services.envgateway.queue.local import local_queue
 from services.envgateway.rewards.pool import MathPool
 from services.envgateway.rewards.registry import CodeReward, MathReward
 from services.envgateway.sandbox.pool import SandboxPool
@@ -25,18 +25,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 pool = shared_pool
 
 
-class AtOnce:
-    """Judges without a queue."""
-
-    num_slots = 1
-
-    def __init__(self, judge: Judge) -> None:
-        self._judge = judge
-
-    async def run(self, job: JudgeRequest, **_: Any) -> JudgeResult:
-        return await self._judge.judge(job)
-
-
 def tasks(name: str, form: Any) -> TaskSource:
     return open_source(DatasetConfig(path=str(ROWS / f"{name}.jsonl"), form=form), seed=0)
 
@@ -47,7 +35,7 @@ def named(form: str) -> list[str]:
 
 @pytest.mark.parametrize("name", named("code"))
 async def test_programs_are_right_or_wrong(name: str, pool: SandboxPool) -> None:
-    reward, source = CodeReward(AtOnce(Judge(pool))), tasks(name, "code")
+    reward, source = CodeReward(local_queue(pool, Judge(pool))), tasks(name, "code")
     for place, right in enumerate(RIGHT[name]):
         data = source[place].data
         assert (await reward(data, f"```python\n{right}\n```")).outcome is RewardOutcome.CORRECT, data

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.envgateway import SandboxConfig
-from services.common.errors import SandboxRefusedError
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, JudgeRequest, StdinCase, StdinTests
 from services.envgateway.sandbox.bare import procfs
@@ -27,6 +25,7 @@ from tests.integration.envgateway.sandbox_state import (
     children_of,
     kill_fork_server_at_its_next_fork,
     kill_supervisor,
+    processes_of,
     processes_of_slots,
     slot_dirs,
     supervisor_of,
@@ -96,7 +95,7 @@ async def test_a_caller_that_leaves_at_any_moment_of_connecting_leaves_the_sandb
 
 async def test_a_dead_supervisor_does_not_change_a_verdict(judge: Judge, pool: SandboxPool) -> None:
     """The case is run once more: infrastructure is never the program's fault."""
-    code = "import time, os\nif os.fork() == 0: time.sleep(20)\ntime.sleep(2)\nprint(1)"
+    code = "import time, os\nif os.fork() == 0: time.sleep(20)\ntime.sleep(1)\nprint(1)"
     tests = StdinTests(cases=(StdinCase(expected="1"),))
     running = asyncio.create_task(judge.judge(JudgeRequest(code=code, tests=tests)))
     await until_programs_run(pool, at_least=2)
@@ -145,9 +144,10 @@ def test_processes_of_a_killed_gateway_are_swept_by_the_next(tier: str, reposito
     try:
         assert gateway.stdout is not None
         line = next(line for line in gateway.stdout if line.startswith("RUNNING"))
-        _, supervisor, base_dir, *uids = line.split()
-        wait_until(lambda: len(_alive_of(uids)) >= 3, "the program has forked")
-        left = _alive_of(uids)
+        _, supervisor, base_dir, *words = line.split()
+        users = {int(word) for word in words}
+        wait_until(lambda: len(processes_of(users)) >= 3, "the program has forked")
+        left = processes_of(users)
         for pid in (int(supervisor), gateway.pid):  # at once, so that neither cleans up after the other
             os.kill(pid, signal.SIGKILL)
     finally:
@@ -163,19 +163,6 @@ def test_processes_of_a_killed_gateway_are_swept_by_the_next(tier: str, reposito
         assert processes_of_slots(started) == []
     finally:
         asyncio.run(started.close())
-
-
-def _alive_of(uids: list[str]) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                status = (entry / "status").read_text()
-            except OSError:
-                continue
-            if "State:\tZ" not in status and status.split("Uid:")[1].split()[0] in uids:
-                found.append(int(entry.name))
-    return found
 
 
 @pytest.mark.needs("sandbox tier 2")  # no other has such processes
@@ -240,21 +227,6 @@ for path in {[str(s / "work") for s in slots]}:
     assert result.stdout == b"closed\n" * 3 * expected, result
 
 
-async def test_the_supervisors_death_is_an_infrastructure_error_and_mends_itself(
-    execute: Execute, pool: SandboxPool
-) -> None:
-    # what the program leaves behind must not survive either: a grandchild has no parent-death signal
-    code = "import os, time\nif os.fork() == 0: time.sleep(20)\ntime.sleep(20)"
-    running = asyncio.create_task(execute(code, wall_s=10.0))
-    await until_programs_run(pool, at_least=2)
-    kill_supervisor(pool)
-    result = await running
-    assert result.status is V.INFRA_ERROR
-    assert (await execute("print(1)")).stdout == b"1\n"
-    assert pool.counts["restarts"] == 1
-    await assert_clean(pool)
-
-
 async def test_the_fork_servers_death_is_an_infrastructure_error_and_mends_itself(
     execute: Execute, pool: SandboxPool
 ) -> None:
@@ -292,11 +264,6 @@ async def test_closing_the_pool_leaves_no_process_and_no_file() -> None:
     assert (await running).status in (V.INFRA_ERROR, V.CANCELLED)
     assert not os.path.exists(base)
     assert processes_of_slots(pool) == []
-
-
-def test_a_refusal_names_the_line_to_add() -> None:
-    with pytest.raises(SandboxRefusedError, match=r"envgateway\.sandbox\.allow_tier_0: true"):
-        SandboxPool.start_before_threads(SandboxConfig(num_slots=1), tiers=())
 
 
 @pytest.mark.needs("a user other than root")  # tier 0 would run code as root

@@ -58,17 +58,6 @@ async def orchestrator(pool: Pool, port: int = 0) -> AsyncIterator[str]:
         await server.stop(grace_s=1.0)
 
 
-async def test_it_leaves_when_the_run_has_ended() -> None:
-    pool = Pool()
-    async with asyncio.timeout(WAIT_S), orchestrator(pool) as place:
-        staying = asyncio.create_task(stay(place, ADDRESS, "mine"))
-        await pool.joined.wait()
-        assert not staying.done() and pool.addresses == [ADDRESS]
-        pool.over = True
-        pool.end.set()
-        await staying
-
-
 async def test_it_stays_while_the_orchestrator_is_started_again() -> None:
     port, first, second = free_port(), Pool(), Pool()
     async with asyncio.timeout(WAIT_S):
@@ -117,21 +106,3 @@ async def test_the_whole_gateway_ends_with_its_run_and_says_where_it_answers() -
         pool.over = True
         pool.end.set()
         await serving
-
-
-async def test_a_gateway_without_a_run_serves_on() -> None:
-    config = EnvGatewayConfig(port=free_port(), sandbox=CONFIG)
-    sandbox = SandboxPool.start_before_threads(config.sandbox)
-    serving = asyncio.create_task(serve(config, sandbox))
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            try:
-                (await asyncio.open_connection("127.0.0.1", config.port))[1].close()
-                break
-            except OSError:
-                await asyncio.sleep(0.05)
-        await asyncio.sleep(0.5)
-        assert not serving.done()
-        serving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await serving

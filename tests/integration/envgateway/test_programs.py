@@ -9,15 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.envgateway import SandboxConfig
-from services.common.errors import CapacityError
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
-from services.envgateway.sandbox.scheduler import Scheduler
 from tests import needs
 from tests.integration.envgateway.conftest import CONFIG, LONG_S, SLEEP_LONG, Execute, long_programs, shared_pool
-from tests.waiting import until
 
 S = RunStatus
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -185,50 +181,6 @@ async def test_a_slow_program_holds_up_no_other_slot(execute: Execute) -> None:
     assert not slow.done() and all(r.status is S.OK for r in quick)
     slow.cancel()
     await asyncio.wait([slow])
-
-
-@long_programs
-async def test_cancelling_the_caller_kills_the_program_and_frees_the_slot(execute: Execute, pool: SandboxPool) -> None:
-    running = [asyncio.create_task(execute(SLEEP_LONG, wall_s=LONG_S)) for _ in range(2)]
-    await until(lambda: pool.gauges["sandbox_busy_slots"] == 2, "both run")
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-    assert (await execute("print(1)")).status is S.OK
-    await until(lambda: not pool.gauges["sandbox_busy_slots"])
-
-
-async def test_a_full_queue_says_when_to_come_back() -> None:
-    config = SandboxConfig(allow_tier_0=True, num_slots=1, wall_time_s=2.0)
-    pool = SandboxPool.start_before_threads(config)
-    pool.scheduler = Scheduler(num_slots=1, batch_slots=1, lane_size=1)
-    try:
-
-        async def lease(timeout_s: float = 60.0) -> None:
-            async with pool.lease(wait_s=timeout_s):
-                pass
-
-        async with pool.lease():
-            assert pool.gauges["sandbox_busy_slots"] == 1
-            waiting = asyncio.create_task(lease())
-            await asyncio.sleep(0)
-            with pytest.raises(CapacityError) as full:
-                await lease()
-            assert full.value.retry_after_s is not None and full.value.retry_after_s > 0
-            assert not waiting.done()
-        await waiting
-        async with pool.lease():
-            with pytest.raises(CapacityError, match="executions are waiting"):
-                await lease(0.2)
-            cancelled = asyncio.create_task(lease())
-            await asyncio.sleep(0)
-            cancelled.cancel()
-            await asyncio.wait([cancelled])
-        await lease()
-        assert (await pool.run(ExecutionRequest(code="print(4)"))).stdout == b"4\n"
-        assert pool.gauges["sandbox_busy_slots"] == pool.gauges["sandbox_queued"] == 0
-    finally:
-        await pool.close()
 
 
 async def test_cpp_is_compiled_by_a_recent_standard(pool: SandboxPool) -> None:

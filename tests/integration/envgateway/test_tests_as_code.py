@@ -9,8 +9,10 @@ import pytest
 from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, CallCase, CallTests, JudgeRequest, JudgeResult
+from services.envgateway.queue.local import local_queue
 from services.envgateway.rewards.registry import CodeReward
 from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.pool import SandboxPool
 from tests.integration.envgateway.conftest import shared_pool
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -64,12 +66,12 @@ async def test_wrong_programs_fail_the_same_tests(judge: Judge) -> None:
 
 
 @pytest.mark.parametrize("body", ["return 7 * n", "raise KeyError", "\n    import os\n    os._exit(0)"])
-async def test_the_reward_of_an_opaque_row_is_marked(judge: Judge, body: str) -> None:
+async def test_the_reward_of_an_opaque_row_is_marked(judge: Judge, pool: SandboxPool, body: str) -> None:
     task = {"tests": {"kind": "assert", "tests": "assert candidate(3) > 20", "entry_point": "f"}}
-    result = await CodeReward(_AtOnce(judge))(task, f"def f(n): {body}")  # type: ignore[arg-type]
+    result = await CodeReward(local_queue(pool, judge))(task, f"def f(n): {body}")
     assert result.opaque and (result.outcome is RewardOutcome.CORRECT) == ("return" in body)
     read = {"tests": {"kind": "assert", "tests": "assert candidate(3) == 21", "entry_point": "f"}}
-    assert not (await CodeReward(_AtOnce(judge))(read, f"def f(n): {body}")).opaque  # type: ignore[arg-type]
+    assert not (await CodeReward(local_queue(pool, judge))(read, f"def f(n): {body}")).opaque
 
 
 async def test_tests_do_not_change_the_names_that_the_program_uses(judge: Judge) -> None:
@@ -95,22 +97,10 @@ async def test_names_that_a_row_lists_are_the_programs(judge: Judge) -> None:
     assert (await judge.judge(JudgeRequest(code=STACK, tests=stack))).verdict is RunStatus.OK
 
 
-class _AtOnce:
-    """A queue that judges at once."""
-
-    num_slots = 1
-
-    def __init__(self, judge: Judge) -> None:
-        self._judge = judge
-
-    async def run(self, job: JudgeRequest, **_: object) -> JudgeResult:
-        return await self._judge.judge(job)
-
-
 @pytest.mark.parametrize("tests", ["assert candidate(3 == 21", "assert nowhere(candidate(3))", "x = candidate(3)"])
-async def test_tests_that_cannot_judge_are_no_reward(judge: Judge, tests: str) -> None:
+async def test_tests_that_cannot_judge_are_no_reward(judge: Judge, pool: SandboxPool, tests: str) -> None:
     task = {"tests": {"kind": "assert", "tests": tests, "entry_point": "f"}}
-    result = await CodeReward(_AtOnce(judge))(task, "def f(n): return 21")  # type: ignore[arg-type]
+    result = await CodeReward(local_queue(pool, judge))(task, "def f(n): return 21")
     assert result.outcome is RewardOutcome.GRADER_FAILED
 
 

@@ -15,13 +15,14 @@ from services.common import errors
 from services.common.config.envgateway import EnvGatewayConfig, LiveConfig, ToolsConfig
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
-from services.common.rpc.client import channel, translated_errors
+from services.common.rpc.client import channel
 from services.common.tools import ToolError
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 from tests.integration.envgateway.conftest import CONFIG
+from tests.integration.envgateway.environments.serving import Client
 from tests.integration.envgateway.sandbox_state import assert_clean, kill_supervisor, programs, supervisor_of
-from tests.waiting import accepted, until
+from tests.waiting import until
 
 
 class Capital:
@@ -45,13 +46,12 @@ class Played:
     """One gateway and episodes of its tools."""
 
     def __init__(self, connection: grpc.aio.Channel, pool: SandboxPool) -> None:
-        self.environments = pb_grpc.EnvironmentServiceStub(connection)
+        self._client = Client(pb_grpc.EnvironmentServiceStub(connection))
         self.pool = pool
 
     async def episode(self, environment: str, tools: list[str], **settings: Any) -> Episode:
         task = {"question": "?", "answer": "4", "environment": {"tools": tools, **settings}}
-        request = pb.CreateEpisodeRequest(environment=environment, task_json=json.dumps(task).encode())
-        return Episode(self, await self.environments.CreateEpisode(request, timeout=60))
+        return Episode(self._client, await self._client.create(environment, task))
 
     async def all_ended(self) -> None:
         await until(lambda: not self.pool.live.gauges["live_processes"])
@@ -59,15 +59,13 @@ class Played:
 
 
 class Episode:
-    def __init__(self, played: Played, created: pb.CreateEpisodeResponse) -> None:
-        self._played = played
+    def __init__(self, client: Client, created: pb.CreateEpisodeResponse) -> None:
+        self._client = client
         self.created = created
         self._turn = 0
 
     async def act(self, action: str) -> pb.StepEpisodeResponse:
-        request = pb.StepEpisodeRequest(episode_id=self.created.episode_id, turn=self._turn + 1, action=action)
-        with translated_errors("gateway"):
-            response = await self._played.environments.StepEpisode(request, timeout=60)
+        response = await self._client.step(self.created.episode_id, self._turn + 1, action)
         self._turn += 1
         return response
 
@@ -75,9 +73,7 @@ class Episode:
         return await self.act(json.dumps({"name": "jupyter_code", "arguments": {"code": code}}))
 
     async def close(self) -> None:
-        await self._played.environments.CloseEpisode(
-            pb.CloseEpisodeRequest(episode_id=self.created.episode_id), timeout=60
-        )
+        await self._client.close(self.created.episode_id)
 
 
 def _tagged(name: str, **arguments: str) -> str:
@@ -89,20 +85,23 @@ def _status(response: pb.StepEpisodeResponse) -> str:
     return name.removeprefix("tool_status_")
 
 
+BRIEF = CONFIG.model_copy(update={"wall_time_s": 3.0})
+
+
 @pytest.fixture
 async def played(request: pytest.FixtureRequest) -> AsyncIterator[Played]:
     """``request.param``: seconds that a cell may take."""
     cell_time_s = getattr(request, "param", 2.0)
     config = EnvGatewayConfig(
         port=0,
-        sandbox=CONFIG,
+        sandbox=BRIEF,
         tools=ToolsConfig(
             paths=[f"{__name__}:Capital"],
             jupyter=LiveConfig(cell_time_s=cell_time_s, cpu_time_s=20, memory_bytes=128 << 20, output_bytes=10_000),
         ),
         episode_lease_s=60,
     )
-    pool = SandboxPool.start_before_threads(CONFIG)
+    pool = SandboxPool.start_before_threads(BRIEF)
     gateway = Gateway(config, pool)
     connection = channel(f"127.0.0.1:{await gateway.start()}")
     yield Played(connection, pool)
@@ -150,17 +149,6 @@ async def test_a_cell_that_fails_says_how_and_keeps_or_loses_the_state(played: P
     await played.all_ended()
 
 
-async def test_a_process_killed_in_mid_cell_is_reported_and_replaced(played: Played) -> None:
-    episode = await played.episode("tools", ["jupyter_code"])
-    await episode.cell("x = 1")
-    died = await episode.cell("import os, signal\nprint('before', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)")
-    assert _status(died) == "program_error"
-    assert died.observation.startswith("before\nError: the process died of signal 9")
-    assert "fresh process" in (await episode.cell("1")).observation
-    await episode.close()
-    await played.all_ended()
-
-
 async def test_a_process_that_ends_between_two_cells_is_reported_and_replaced(played: Played) -> None:
     episode = await played.episode("tools", ["jupyter_code"])
     await episode.cell("import os, threading\nx = 1\nthreading.Timer(1.0, os._exit, (3,)).start()")  # after the cell
@@ -188,22 +176,6 @@ async def test_a_supervisor_killed_in_mid_cell_is_an_error_and_never_a_tool_resu
     assert (await another.cell("'x' in globals()")).observation == "False"
     for one in (episode, another):
         await one.close()
-    await played.all_ended()
-
-
-async def test_a_full_house_is_a_capacity_error_and_the_turn_may_be_repeated(played: Played) -> None:
-    holders = [await played.episode("tools", ["jupyter_code"]) for _ in range(CONFIG.num_live)]
-    for holder in holders:
-        await holder.cell("1")
-    late = await played.episode("tools", ["jupyter_code"])
-    with pytest.raises(errors.CapacityError, match="live processes") as full:
-        await late.cell("'in at last'")
-    assert full.value.retry_after_s
-    await holders[0].close()
-    answer = await accepted(lambda: late.cell("'in at last'"), errors.CapacityError)
-    assert (answer.observation, answer.metrics["tool_calls"]) == ("'in at last'", 1)
-    for episode in (*holders[1:], late):
-        await episode.close()
     await played.all_ended()
 
 

@@ -59,8 +59,8 @@ async def test_programs_are_refused_with_the_remedy_and_all_else_is_served() -> 
             timeout=WAIT_S,
         )
         assert scored.outcome == pb.REWARD_OUTCOME_CORRECT
-        episode = await clients.episode("household_toy", {"index": 0})
-        assert (await clients.step(episode, 1, "look")).observation
+        episode = await clients.create("household_toy", {"index": 0})
+        assert (await clients.step(episode.episode_id, 1, "look")).observation
     await gateway.stop()
 
 

@@ -218,25 +218,6 @@ async def test_slow_programs_of_one_task_leave_a_slot_to_others() -> None:
     assert len(running) == 9
 
 
-async def test_equal_programs_of_a_group_are_judged_once_though_the_task_has_few_places() -> None:
-    judged: list[str] = []
-    end = asyncio.Event()
-
-    class Slow(Queue):
-        async def judge(self, request: JudgeRequest, lane: Lane = Lane.BATCH) -> JudgeResult:
-            judged.append(request.code)
-            await end.wait()
-            return await self.run(request)
-
-    reward = CodeReward(queue_over(Slow().judge, 2))
-    group = [asyncio.create_task(reward(STDIN, f"print({n % 2})")) for n in range(8)]
-    while not judged:
-        await asyncio.sleep(0)
-    end.set()
-    assert all(result.outcome is RewardOutcome.CORRECT for result in await asyncio.gather(*group))
-    assert judged == ["print(0)", "print(1)"]
-
-
 async def test_integer_keys_and_other_readings_of_a_row_reach_the_judge() -> None:
     queue = Queue()
     case = {"args": [{"1": 2}, {"a": {"-3": [{"1": 2}]}}, {}], "expected": 4, "also": [[4], "4"]}

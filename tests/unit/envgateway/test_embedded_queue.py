@@ -11,7 +11,6 @@ import pytest
 
 from services.common.errors import CapacityError, DeadlineError
 from services.common.telemetry.metrics import Lane
-from services.envgateway.calls import SharedCalls
 from services.envgateway.judge.records import (
     CallCase,
     CallTests,
@@ -209,16 +208,6 @@ async def test_another_job_under_the_same_key_gets_its_own_result() -> None:
     assert [result.stdout for result in results] == [b"a", b"b"]
 
 
-async def test_a_joined_caller_keeps_its_own_deadline() -> None:
-    world = World()
-    hasty = await world.submit("a", Lane.INTERACTIVE, key="k", deadline_s=0.02)
-    patient = await world.submit("a", Lane.INTERACTIVE, key="k")
-    with pytest.raises(DeadlineError):
-        await hasty
-    world.slots.end("a")
-    assert (await patient).stdout == b"a" and world.slots.started == ["a"]
-
-
 async def test_a_failure_of_the_machinery_is_not_stored() -> None:
     world = World()
     world.slots.end("a")
@@ -310,14 +299,3 @@ async def test_tests_that_are_no_data_reach_the_judge(value: object) -> None:
     request = replace(REQUEST, tests=CallTests(entry_point="f", cases=(CallCase(args=(value,)),)))
     await (await judge(world, request))
     assert world.slots.started == ["j"]
-
-
-async def test_stored_results_are_bounded() -> None:
-    shared: SharedCalls[int] = SharedCalls(5)
-
-    async def work() -> int:
-        return 1
-
-    for number in range(50):
-        await shared.run(str(number), work)
-    assert len(shared) <= 5

@@ -52,20 +52,6 @@ class Counter:
         self.closed += 1
 
 
-class PlainCounter(Counter):
-    """The same with plain methods, as a user may write them."""
-
-    def reset(self, task: Mapping[str, Any], seed: int) -> Observation:  # type: ignore[override]
-        return Observation(text="plain")
-
-    def step(self, action: str) -> StepResult:  # type: ignore[override]
-        self.steps += 1
-        return StepResult(observation=str(self.steps))
-
-    def close(self) -> None:  # type: ignore[override]
-        self.closed += 1
-
-
 class Leaving(Counter):
     """Ends the process, or cancels the task, where it is told to."""
 
@@ -80,9 +66,6 @@ class Leaving(Counter):
             raise asyncio.CancelledError(self._where)
         return await super().reset(task, seed)
 
-    def step(self, action: str) -> StepResult:  # type: ignore[override]
-        raise {"exit": SystemExit, "interrupt": KeyboardInterrupt, "close": GeneratorExit}[action](self._where)
-
 
 class Worlds:
     def __init__(self) -> None:
@@ -91,9 +74,9 @@ class Worlds:
     def build(self, name: str) -> EnvironmentLike:
         if name.startswith("leaves in "):
             return Leaving(name.removeprefix("leaves in "))
-        if name not in ("counter", "plain"):
+        if name != "counter":
             raise UnknownEnvironmentError(f"no environment {name!r}")
-        self.built.append(Counter() if name == "counter" else PlainCounter())
+        self.built.append(Counter())
         return self.built[-1]
 
 
@@ -116,28 +99,11 @@ async def test_an_episode_from_create_to_close() -> None:
         await manager.step(start.episode_id, 2, "end")
 
 
-async def test_plain_methods_are_fine() -> None:
-    manager, worlds, _ = _manager()
-    start = await manager.create("", "plain", {}, 0)
-    assert (await manager.step(start.episode_id, 1, "go")).observation == "1"
-    await manager.close(start.episode_id)
-    assert worlds.built[0].closed == 1
-
-
 @pytest.mark.parametrize("where", ["build", "reset"])
 async def test_an_environment_that_leaves_at_its_start_fails_its_episode_alone(where: str) -> None:
     manager, _, _ = _manager()
     with pytest.raises(InfrastructureError, match=f"(SystemExit|CancelledError): {where}"):
         await manager.create("r", f"leaves in {where}", {}, 0)
-    assert (await manager.create("s", "counter", {}, 7)).observation.text == "seed 7"
-
-
-@pytest.mark.parametrize(("action", "name"), [("exit", "SystemExit"), ("interrupt", "KeyboardInterrupt"), ("close", "GeneratorExit")])  # fmt: skip
-async def test_an_environment_that_leaves_in_a_step_loses_its_episode_alone(action: str, name: str) -> None:
-    manager, _, _ = _manager()
-    start = await manager.create("r", "leaves in step", {}, 0)
-    with pytest.raises(InfrastructureError, match=f"{name}: step"):
-        await manager.step(start.episode_id, 1, action)
     assert (await manager.create("s", "counter", {}, 7)).observation.text == "seed 7"
 
 
@@ -292,12 +258,3 @@ async def test_a_running_step_keeps_its_episode() -> None:
     await manager.expire()
     assert (await step).observation == "1"
     assert (await manager.step(episode, 2, "go")).observation == "2"
-
-
-async def test_a_thousand_abandoned_episodes_are_swept() -> None:
-    manager, worlds, clock = _manager(max_episodes=1_000)
-    for _ in range(1_000):
-        await manager.create("", "counter", {}, 0)
-    clock.now = 10.0
-    await manager.expire()
-    assert manager.num_live == 0 and all(world.closed == 1 for world in worlds.built)

@@ -119,36 +119,6 @@ async def test_a_group_of_the_documented_environment_has_one_secret_and_eight_sa
     assert not {seed for seed, _ in gateway.begun} & set(sampling_seeds(engine)), "one does not tell the other"
 
 
-async def test_rollouts_of_a_group_start_in_one_house_of_rooms() -> None:
-    async with playing("household_toy") as (player, gateway, _, _):
-        for seed in (3, 4):
-            player.play(make_order(f"g{seed}", range(4), task=Task(task_id="1", data={}), seed=seed))  # type: ignore[arg-type]
-            await player.wait_until_idle()
-    houses = [observation for _, observation in gateway.begun]
-    assert len(set(houses[:4])) == len(set(houses[4:])) == 1
-    assert houses[0] != houses[4]
-
-
-async def test_rollouts_of_a_group_hand_one_seed_to_an_environment_in_the_style_of_gymnasium(
-    secrets: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from walk import Walk  # type: ignore[import-not-found]
-
-    told: list[int | None] = []
-    reset = Walk.reset
-
-    def remembering(self: Any, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        told.append(seed)
-        return reset(self, seed=seed, options=options)
-
-    monkeypatch.setattr(Walk, "reset", remembering)
-    async with playing("walk", {"walk": "walk:Walk"}) as (player, _, _, _):
-        for seed in (3, 4):
-            player.play(make_order(f"g{seed}", range(4), task=Task(task_id="1", data={}), seed=seed))  # type: ignore[arg-type]
-            await player.wait_until_idle()
-    assert told == [3] * 4 + [4] * 4
-
-
 async def test_another_attempt_and_another_run_play_the_same_episode_with_the_same_sampling_seeds(
     secrets: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

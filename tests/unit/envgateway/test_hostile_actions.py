@@ -163,7 +163,7 @@ class _Maze:
     action_space = _Discrete()
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
-        return "start", {}
+        return f"start {seed}", {}
 
     def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
         assert 0 <= action < 4
@@ -173,7 +173,7 @@ class _Maze:
 @pytest.mark.parametrize("action", ["9" * 5000, "1" * HUGE, "4", "", "-", "1e400", "\u00b2", "9" * 19, "\0"])
 def test_a_number_outside_of_the_action_space_gets_an_error_and_no_reward(action: str) -> None:
     maze = GymnasiumEnvironment(_Maze())
-    maze.reset({}, 0)
+    assert maze.reset({}, 7).text.startswith("start 7")
     result = maze.step(action)
     assert (result.reward, result.done) == (0.0, False)
     assert "whole number from 0 to 3" in result.observation
@@ -213,7 +213,7 @@ class FailingPlain(Failing):
 def _do(action: str) -> Any:
     kinds: dict[str, type[BaseException]] = {
         "exit": SystemExit, "interrupt": KeyboardInterrupt, "cancel": asyncio.CancelledError, "value": ValueError,
-        "stop": StopIteration, "base": BaseException, "recursion": RecursionError, "group": OSError,
+        "stop": StopIteration, "close": GeneratorExit, "base": BaseException, "recursion": RecursionError, "group": OSError,
     }  # fmt: skip
     if action in kinds:
         raise kinds[action]("x\ud800" * 1_000_000)
@@ -234,8 +234,9 @@ RAISED = ["exit", "interrupt", "cancel", "value", "stop", "base", "recursion", "
 RETURNED = ["none", "tuple", "nan", "inf", "number", "words"]
 
 
-@pytest.mark.parametrize("name", FAILING)
-@pytest.mark.parametrize("action", [*RAISED, *RETURNED])
+@pytest.mark.parametrize(
+    ("name", "action"), [*((name, action) for name in FAILING for action in (*RAISED, *RETURNED)), ("plain", "close")]
+)
 async def test_a_failing_user_class_loses_only_its_episode(name: str, action: str) -> None:
     known = registry(factories=FAILING)
     episodes = EpisodeManager(known, max_episodes=4, lease_s=60.0, step_timeout_s=5.0)

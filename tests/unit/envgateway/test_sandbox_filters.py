@@ -19,8 +19,7 @@ def numbers_of_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PID, GATEWAY = 4242, 77
-ALLOWED, PRETENDED, REFUSED, UNKNOWN, NO_MEMORY = (
-    "allowed", "pretended", errno.EPERM, errno.ENOSYS, errno.ENOMEM)  # fmt: skip
+ALLOWED, PRETENDED, REFUSED, UNKNOWN = "allowed", "pretended", errno.EPERM, errno.ENOSYS
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 
 
@@ -103,31 +102,6 @@ def test_every_tier_has_the_same_list_of_refusals(tier: str, accounted: bool) ->
     assert [told(72, 3, command) for command in (6, 7, 37, 38)] == [PRETENDED] * 4
     assert [told(72, 3, command) for command in (1, 2, 3, 4, 5, 36, 1030)] == [ALLOWED] * 7
     assert told(435) == UNKNOWN and told(56, 0x11) == ALLOWED and told(56, 0x10000000) == REFUSED
-
-
-def test_without_a_cgroup_uncounted_memory_is_refused() -> None:
-    shared, private, anonymous, validated = 1, 2, 0x20, 3
-    for flags in (shared | anonymous, validated | anonymous, shared | anonymous | 0x40000):
-        assert common(9, 0, 1 << 30, 3, flags, -1, accounted=False) == NO_MEMORY
-        assert common(9, 0, 1 << 30, 3, flags, -1, accounted=True) == ALLOWED
-    for flags in (private | anonymous, private, shared):
-        assert common(9, 0, 1 << 30, 3, flags, 5, accounted=False) == ALLOWED
-    assert common(72, 3, 1031, 1 << 20, accounted=False) == REFUSED
-    assert [common(54, 3, 1, option, accounted=False) for option in (7, 8, 32, 33)] == [PRETENDED] * 4
-    assert common(54, 3, 1, 2, accounted=False) == ALLOWED
-
-
-def test_a_compiled_program_cannot_execute_another() -> None:
-    arguments, environment = 0x7F12_3456_7000, 0x7F12_3856_7008
-
-    def told(number: int, *given: int) -> object:
-        return answer(seccomp._exec_filter(arguments, environment), number, *given)
-
-    assert told(322, 6, 0, arguments, environment, 0x1000) == ALLOWED
-    others = [arguments + 8, arguments + (1 << 32), arguments & 0xFFFFFFFF, environment, 0]
-    assert [told(322, 6, 0, other, environment, 0x1000) for other in others] == [REFUSED] * 5
-    assert [told(322, 6, 0, arguments, other, 0x1000) for other in others[:3]] == [REFUSED] * 3
-    assert told(59, 0, arguments, environment) == REFUSED and told(1, 1, 0, 3) == ALLOWED
 
 
 def test_a_step_fails_by_its_status_and_by_no_other_value() -> None:

@@ -24,20 +24,6 @@ def _mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_closed_and_deep_trees_are_removed(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    deep = tree
-    for _ in range(60):
-        deep = deep / "d"
-    deep.mkdir(parents=True)
-    (deep / "file").write_text("x")
-    (tree / "closed").mkdir()
-    (tree / "closed" / "inner").write_text("x")
-    (tree / "closed").chmod(0)
-    remove_tree(str(tree))
-    assert not tree.exists()
-
-
 def test_a_tree_that_resists_opens_no_directory_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     above = tmp_path / "above"
     tree = above / "tree"

@@ -1,18 +1,24 @@
-"""Statuses and lanes on the wire: the statuses of runs and the verdicts are one enumeration, with the members that the protos have."""
+"""Responses on the wire: statuses and verdicts are those of the protos, and each text can be sent, whatever a program wrote."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from services.common.codec import write
 
 from services.common.errors import InvalidRequestError
-from services.common.pb import environment_pb2, judge_pb2
+from services.common.pb import account_pb2, environment_pb2, judge_pb2, trajectory_pb2
+from services.common.records import RolloutFailure, RolloutPhase, RolloutTiming
+from services.common.telemetry.accounts import GATEWAY, AccountState, ActivityName, ActivityTime, PeerState
 from services.common.telemetry.metrics import Lane
-from services.envgateway.judge.records import JudgeResult
-from services.envgateway.rpc import JudgeServicer
+from services.envgateway.judge.records import CaseResult, JudgeResult
+from services.envgateway.rpc import JudgeServicer, execution_to_proto
 from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.records import ExecutionResult
 
 
 def test_every_wire_value_is_a_status_and_every_status_a_wire_value() -> None:
@@ -38,3 +44,42 @@ async def test_the_lane_and_the_deadline_of_a_call_reach_the_queue() -> None:
     request.limits.memory_bytes = 0
     with pytest.raises(InvalidRequestError, match="memory_bytes"):
         await servicer.Judge(request, context)
+
+
+ODD = "a\ud800\udfff\x00b"
+PHASE = RolloutPhase(what="turn", begin_s=0.0, seconds=1.0, detail=ODD)
+ACTIVITY = ActivityTime(name=ActivityName.WAITING_FOR_CALLS, detail=ODD)
+OF_REPLICA = {"task_group_id", "replica_id"}  # made by our own processes
+
+
+def with_odd_texts(record: Any, but: set[str] = frozenset()) -> Any:  # type: ignore[assignment]
+    texts = {
+        field.name: ODD
+        for field in dataclasses.fields(record)
+        if type(getattr(record, field.name)) is str and field.name not in but
+    }
+    return dataclasses.replace(record, **texts)
+
+
+RESPONSES: list[tuple[Callable[[Any], Any], Any]] = [
+    (execution_to_proto, dataclasses.replace(ExecutionResult(status=RunStatus.OK), detail=ODD)),
+    (
+        lambda result: write(result, judge_pb2.JudgeResponse()),
+        JudgeResult(
+            verdict=RunStatus.OK, detail=ODD, cases=(with_odd_texts(CaseResult(index=0, verdict=RunStatus.OK)),)
+        ),
+    ),
+    (
+        lambda record: write(record, trajectory_pb2.RolloutFailure()),
+        with_odd_texts(
+            RolloutFailure(task_group_id="g", index=0, reason="r", timing=RolloutTiming(phases=(PHASE,))), OF_REPLICA
+        ),
+    ),
+    (lambda record: write(record, account_pb2.TimeAccount()), AccountState(component=GATEWAY, activities=(ACTIVITY,))),
+    (lambda record: write(record, account_pb2.PeerState()), PeerState(component=GATEWAY, detail=ODD)),
+]
+
+
+@pytest.mark.parametrize(("convert", "record"), RESPONSES)
+def test_each_text_of_a_response_is_encodable(convert: Callable[[Any], Any], record: Any) -> None:
+    assert b"a??" in convert(record).SerializeToString()

@@ -12,7 +12,6 @@ from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 from services.envgateway import variables
 from services.envgateway.variables import port_variables, with_variables, worker_settings
-from services.envgateway.worker.worker import WorkerBackoff
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "quickstart"
 SECTION = EnvGatewayConfig.model_validate(
@@ -91,21 +90,3 @@ def test_the_port_of_the_http_interface_comes_from_its_variable_with_and_without
     assert recipe.envgateway is not None and recipe.envgateway.http.port == 8001
     with pytest.raises(ConfigError, match="CODE_JUDGE_PORT is 'http'"):
         port_variables({"CODE_JUDGE_PORT": "http"})
-
-
-def test_a_worker_rests_after_failures_in_a_row_longer_each_time_and_not_after_one_job_that_runs() -> None:
-    rest = WorkerBackoff(longest_s=10.0)
-    rest.note(ran=False)
-    rest.note(ran=False)
-    assert rest.left_s == 0
-    rest.note(ran=False)
-    first = rest.left_s
-    rest.note(ran=False)
-    assert 0 < first <= 1 < rest.left_s <= 2
-    for _ in range(100):
-        rest.note(ran=False)
-    assert 5 < rest.left_s <= 10
-    rest.note(ran=True)
-    assert rest.left_s == 0
-    rest.note(ran=False)
-    assert rest.left_s == 0

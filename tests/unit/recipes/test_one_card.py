@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from services.cli.check.memory import CONTEXT_BYTES, GIB, KEPT_BY_OTHERS, ModelShape, alone, estimates, misfits
-from services.cli.plan import plan
+from services.cli.check.memory import GIB, alone, estimates, misfits
 from services.common.config.loading import load_recipe
 from services.common.config.processes import Placement
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.system.devices import inside
 from tests.unit.recipes.golden import REPOSITORY
 
 RECIPES = ("qwen3-0.6b-full", "qwen3-1.7b-lora")
@@ -33,20 +29,6 @@ def test_a_card_of_24_gb_has_room_for_each_turn_and_not_for_both_halves(name: st
     assert sum(estimate.total for estimate in alone(recipe)) > recipe.launch.gpu_memory_gib * GIB
 
 
-def test_each_turn_counts_what_the_other_processes_keep() -> None:
-    """The context of CUDA, and the base below an adapter."""
-    full, lora = load(RECIPES[0]), load(RECIPES[1])
-    base = ModelShape.by_name("Qwen/Qwen3-1.7B")
-    assert base is not None
-    kept = {
-        recipe.name: {estimate.process: estimate.parts[KEPT_BY_OTHERS] for estimate in estimates(recipe)}
-        for recipe in (full, lora)
-    }
-    assert kept[full.name] == {"trainer-model0": CONTEXT_BYTES, "inference-a": CONTEXT_BYTES}
-    assert kept[lora.name]["trainer-model0"] == CONTEXT_BYTES + 2 * base.num_parameters
-    assert kept[lora.name]["inference-a"] == CONTEXT_BYTES
-
-
 def test_a_card_too_small_is_told_with_the_figure_and_three_settings() -> None:
     recipe = load(RECIPES[0], "launch.gpu_memory_gib=10", "inference.a.num_slots=8")
     (line,) = misfits(recipe)
@@ -65,16 +47,6 @@ def test_settings_that_are_named_help_as_much_as_is_said() -> None:
     changed = load(RECIPES[0], "policies.model0.trainer.offload=[optimizer, reference]")
     trainer, *_ = estimates(changed)
     assert trainer.process == "trainer-model0" and trainer.total / GIB == pytest.approx(said, abs=0.05)
-
-
-def test_processes_of_one_card_see_the_gpu_of_the_scheduler() -> None:
-    """CUDA_VISIBLE_DEVICES that is set outside stays in force."""
-    recipe = load(RECIPES[0])
-    outside = {"CUDA_VISIBLE_DEVICES": "5,6"}
-    seen = {
-        spec.name: inside(outside, spec.env, spec.name)["CUDA_VISIBLE_DEVICES"] for spec in plan(recipe, Path("run"))
-    }
-    assert seen["trainer-model0"] == seen["inference-a"] == "5"
 
 
 @pytest.mark.parametrize(

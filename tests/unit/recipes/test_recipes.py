@@ -6,6 +6,7 @@ test_reference.py compares them with their references.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,10 @@ from services.cli.check import recipe as check
 from services.cli.check.memory import GIB, estimates, misfits
 from services.cli.check.recipe import check_launch
 from services.common.config.loading import load_recipe
-from services.common.config.processes import engine_numbers, gpu_claims
 from services.common.errors import ConfigError
-from services.envgateway.sandbox.records import ExecutionLimits
 from tests.unit.recipes.golden import (
     DEFAULTS,
+    FAMILIES,
     GOLDEN,
     REPOSITORY,
     defaults_of,
@@ -31,15 +31,6 @@ from tests.unit.recipes.golden import (
     same,
     schema_defaults,
 )
-
-
-@pytest.mark.parametrize("name", recipes())
-def test_evaluation_data_have_the_limit_of_training_and_small_sets_of_math_more_samples(name: str) -> None:
-    recipe = load(name)
-    many = {"aime24", "aime25", "amc24"} if name.startswith("math-multi-agent") else set()
-    for dataset in recipe.data.evaluation.values():
-        assert dataset.max_prompt_tokens == recipe.data.train.max_prompt_tokens
-        assert dataset.samples_per_task == (16 if dataset.name in many else None)
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -96,17 +87,6 @@ def test_without_livecodebench_nothing_starts(name: str, livecodebench: Path, tm
 
 
 @pytest.mark.parametrize("name", recipes())
-def test_each_policy_has_engines_a_trainer_and_a_publisher(name: str) -> None:
-    recipe = load(name)
-    for policy, section in recipe.policies.items():
-        assert section.trainer.gpus and section.trainer.port and section.weights.port
-        for service in recipe.inference.values():
-            assert engine_numbers(service, service.policies or list(recipe.policies))[policy] >= 1
-    claims = [(claim.node, gpu) for claim in gpu_claims(recipe.inference, recipe.policies) for gpu in claim.gpus]
-    assert len(claims) == len(set(claims)) == (16 if name.endswith("2node") else 8)
-
-
-@pytest.mark.parametrize("name", recipes())
 def test_it_fits_into_80_gib_with_float32_masters_and_moments_on_the_host_for_two_trainers(name: str) -> None:
     recipe = load(name)
     assert misfits(recipe) == []
@@ -114,66 +94,6 @@ def test_it_fits_into_80_gib_with_float32_masters_and_moments_on_the_host_for_tw
     for section in recipe.policies.values():
         assert section.trainer.master_dtype == "float32"
         assert section.trainer.offload == (["optimizer"] if section.trainer.num_ranks == 2 else [])
-
-
-def differences(one: str, other: str) -> set[str]:
-    first, second = resolved(load(one)), resolved(load(other))
-    different = {path for path in {*first, *second} if first.get(path, ...) != second.get(path, ...)}
-    return different - {"name", "description"}
-
-
-@pytest.mark.parametrize(
-    "family", ["code/qwen3-8b-m2po", "alfworld/qwen2.5-7b-instruct-m2po", "webshop/qwen2.5-7b-instruct-m2po"]
-)
-def test_full_and_delta_differ_in_how_weights_travel(family: str) -> None:
-    transfer = {"policies.model0.weights.transfer", "policies.model0.weights.full_every"}
-    assert differences(f"{family}-full", f"{family}-delta") == transfer
-
-
-@pytest.mark.parametrize("kind", ["actor-verifier", "single-agent"])
-@pytest.mark.parametrize("data", ["dapo", "deepscaler"])
-def test_off_means_that_dynamic_sampling_is_off(kind: str, data: str) -> None:
-    start = f"math-multi-agent/qwen3-8b-{kind}-m2po-delta"
-    policies = ("model0", "model1") if kind == "actor-verifier" else ("model0",)
-    changed = differences(f"{start}-{data}-data", f"{start}-no-ds-{data}-data")
-    sampling = {f"policies.{policy}.batch.dynamic_sampling" for policy in policies}
-    assert sampling <= changed
-    # On DAPO the reference's recipes also differ in their engines, and in how much is evaluated at once.
-    engines = {f"inference.{name}.sglang.{key}" for name in "ab" for key in ("memory_share", "max_running_requests")}
-    also = {"actor-verifier": engines, "single-agent": {"evaluation.max_in_flight"}}[kind] if data == "dapo" else set()
-    assert changed - sampling == also
-    assert not any(p.batch.dynamic_sampling for p in load(f"{start}-no-ds-{data}-data").policies.values())
-
-
-def test_the_small_model_differs_in_itself_and_its_engines() -> None:
-    assert differences("rstar2/qwen2.5-7b-instruct-grpo-roc", "rstar2/qwen2.5-1.5b-instruct-grpo-roc") == {
-        "policies.model0.model.path",
-        "inference.a.sglang.tensor_parallel",
-        "inference.a.sglang.max_running_requests",
-    }
-
-
-@pytest.mark.parametrize("name", [name for name in recipes() if name.startswith("code")])
-def test_six_seconds_of_a_case_are_six_seconds_in_the_sandbox(name: str) -> None:
-    recipe = load(name)
-    assert recipe.envgateway is not None
-    asked = [recipe.envgateway.code.case_time_s, resolved(recipe).get("workflow.settings.case_time_s", 6.0)]
-    assert asked == [6.0, 6.0]
-    for seconds in asked:
-        limits = ExecutionLimits(wall_s=seconds).within(recipe.envgateway.sandbox)
-        assert (limits["wall_s"], limits["cpu_s"]) == (6.0, 6.0)
-
-
-def test_the_coder_alone_is_evaluated_as_the_baseline_is() -> None:
-    pair = load("code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node")
-    single = load("code-multi-agent/qwen3-8b-single-agent-m2po-full")
-    assert pair.evaluation.workflow == single.workflow
-    assert pair.evaluation.policies == ["model0"]
-    assert (pair.data, pair.sampling, pair.evaluation.samplings) == (
-        single.data,
-        single.sampling,
-        single.evaluation.samplings,
-    )
 
 
 @pytest.mark.parametrize(
@@ -200,9 +120,17 @@ def test_without_its_world_nothing_starts_unless_a_server_plays_it(
     check_launch(external.model_copy(update={"inference": {}}))
 
 
-@pytest.mark.parametrize("name", [name for name in recipes() if name.startswith(("alfworld", "webshop"))])
-def test_agents_are_evaluated_with_the_truncation_they_are_trained_with(name: str) -> None:
-    recipe = load(name)
-    (sampling,) = recipe.evaluation.samplings.values()
-    assert sampling == recipe.sampling.model_copy(update={"temperature": 0.6})
-    assert (sampling.top_p, sampling.top_k) == (0.95, 50)
+PAGES = sorted([*(REPOSITORY / "recipes").rglob("README.md"), REPOSITORY / "deploy" / "README.md"])
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_each_recipe_is_in_the_readme_of_its_family(name: str) -> None:
+    family, _, recipe = name.partition("/")
+    assert f"`{recipe}`" in (REPOSITORY / "recipes" / family / "README.md").read_text()
+
+
+def test_commands_in_the_documents_name_recipes_that_exist() -> None:
+    families = "|".join(FAMILIES)
+    for page in PAGES:
+        for path in re.findall(rf"recipes/(?:{families})/[\w.-]+", page.read_text()):
+            assert (REPOSITORY / path).exists(), f"{page}: {path}"

@@ -16,6 +16,7 @@ from services.trainer.model.policy_model import load_policy_model, open_by_shard
 from services.trainer.ranks import Ranks
 from tests.unit.trainer.building import (
     tiny_causal_lm,
+    tiny_experts,
 )
 
 # -- Loading by shards, the fallback to loading whole, and refusals with the messages of loading whole.

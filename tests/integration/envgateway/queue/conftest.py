@@ -18,6 +18,7 @@ from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 from services.envgateway.worker.worker import Worker
 from tests import needs
+from tests.integration.envgateway.queue.processes import World
 from tests.integration.envgateway.queue.redis_server import RedisServer
 
 
@@ -28,6 +29,13 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     server.start()
     yield server
     server.kill()
+
+
+@pytest.fixture
+def world(redis_server: RedisServer, tmp_path: Path) -> Iterator[World]:
+    started = World(tmp_path, redis_server.uri)
+    yield started
+    started.close()
 
 
 class Programs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,6 @@ from tests.waiting import until
 pytestmark = pytest.mark.slow
 
 NUM_APIS = 2
-
-
-@pytest.fixture
-def world(redis_server: RedisServer, tmp_path: Path) -> Iterator[World]:
-    started = World(tmp_path, redis_server.uri)
-    yield started
-    started.close()
 
 
 async def test_batches_over_http_are_complete_and_right_after_any_kill(world: World, redis_server: RedisServer) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -20,13 +18,6 @@ from tests.integration.envgateway.sandbox_state import programs
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def world(redis_server: RedisServer, tmp_path: Path) -> Iterator[World]:
-    started = World(tmp_path, redis_server.uri)
-    yield started
-    started.close()
 
 
 class BatchClient:

@@ -46,15 +46,6 @@ async def test_an_interactive_job_does_not_wait_for_batch_jobs(farm: Farm) -> No
         task.cancel()
 
 
-async def test_jobs_of_a_dead_worker_are_run_by_another(farm: Farm) -> None:
-    dying = farm.add_worker()
-    job = asyncio.create_task(farm.execute("sleep 0.3 x"))
-    await until(lambda: bool(farm.programs.started), "it runs")
-    farm.kill(dying)
-    farm.add_worker()
-    assert (await job).stdout == b"sleep 0.3 x" and farm.programs.started == ["sleep 0.3 x"] * 2
-
-
 async def test_a_long_job_keeps_its_lease(farm: Farm) -> None:
     farm.add_worker()
     farm.add_worker()
