@@ -66,14 +66,6 @@ def test_a_cpu_recipe_asks_for_no_gpu_and_an_unknown_model_for_no_memory() -> No
     assert size_of_node(recipe, 0, ["orchestrator", "trainer-model0"]).memory_gib is None
 
 
-def test_a_larger_model_asks_for_more_memory() -> None:
-    sizes = [
-        size_of(load_recipe(TWO_NODES, [f"policies.model0.model.path=Qwen/Qwen3-{name}"], {}), "trainer-model0", 0)
-        for name in ("1.7B", "8B")
-    ]
-    assert (sizes[0].memory_gib or 0) < (sizes[1].memory_gib or 0)
-
-
 # --- Slurm
 
 

@@ -10,11 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from extras.trackers import sinks
 from extras.trackers.follow import Follower
 from extras.trackers.sinks import OtlpSink, RunFacts, WandbSink
 from services.cli.inspect.run_state import read_metrics
-from services.orchestrator.trackers import all_sent
 from tests.unit.orchestrator.metrics_rows import write_run
 from tests.waiting import wait_until
 
@@ -110,30 +108,6 @@ def test_a_collector_gets_one_trace_of_steps_transfers_and_stalls(tmp_path: Path
     step = next(span for span in collector.spans if span.name == "training step")
     assert step.end_time_unix_nano - step.start_time_unix_nano == pytest.approx(0.25e9, abs=1e3)
     assert all(span.end_time_unix_nano >= span.start_time_unix_nano for span in collector.spans)
-
-
-@pytest.mark.needs("opentelemetry")
-@pytest.mark.slow
-def test_a_collector_that_comes_late_gets_everything(
-    tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    monkeypatch.setattr(sinks, "SEND_TIMEOUT_S", 1)
-    collector.stop()
-    write_run(tmp_path)
-    follower = Follower(tmp_path, "otlp", lambda: OtlpSink(facts(tmp_path)))
-    assert not follower.poll() and follower.is_down
-    again = Collector(collector.port)
-    try:
-        for _ in range(5):  # the channel backs off before it connects again
-            if follower.poll():
-                break
-        assert all_sent(tmp_path, "otlp")
-        follower.close()
-        assert {"rollmill.trainer.loss"} <= {metric.name for metric in again.metrics}
-        assert "run" in {span.name for span in again.spans}
-    finally:
-        again.stop()
 
 
 # --- trackio ---------------------------------------------------------------------------------------------------------

@@ -157,9 +157,5 @@ def test_a_run_with_one_dataset_has_no_table_of_sources() -> None:
     assert source_words({"rollout_reward_mean": 0.5}) == ""
 
 
-def test_status_tells_the_sources_in_one_line() -> None:
-    assert source_words(ROW).endswith("code 66.0% of the sequences (wanted 66.7%), reward 0.125")
-
-
 def test_the_picture_draws_the_reward_of_each_source() -> None:
     assert [line.label for line in part_lines([[{"step": 1, **ROW}]])] == ["source maths", "source code"]

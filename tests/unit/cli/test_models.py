@@ -30,14 +30,6 @@ def taught(model: Path, teacher: Path | str) -> Any:
     )
 
 
-def served(model: Path, teacher: Path | str) -> Any:
-    """The same with a teacher that is a policy of the recipe."""
-    tree = recipe(model, batch={"dynamic_sampling": False}).model_dump(mode="json")
-    tree["policies"]["model0"]["algorithm"] = {"name": "reinforce", "distillation": {"teacher": "teacher"}}
-    tree["policies"]["teacher"] = {"trained": False, "model": {"path": str(teacher)}}
-    return validate(tree, source="test")
-
-
 def test_a_teacher_that_shares_the_tokenizer_is_accepted_and_a_hub_name_is_taken_as_it_is(tmp_path: Path) -> None:
     student = save_model(tmp_path / "student")
     assert model_problems(taught(student, save_model(tmp_path / "teacher", seed=1))) == []
@@ -49,19 +41,6 @@ def test_a_broken_directory_of_a_teacher_is_told_with_its_key(tmp_path: Path) ->
     (teacher / "config.json").unlink()
     assert [problem.split(": ")[0] for problem in model_problems(taught(student, teacher))] == [WHERE]
     assert "no directory" in model_problems(taught(student, tmp_path / "nowhere"))[0]
-
-
-def test_a_served_teacher_is_looked_through_as_the_policy_that_it_is(tmp_path: Path) -> None:
-    (problem,) = model_problems(served(save_model(tmp_path / "student"), tmp_path / "nowhere"))
-    assert problem.startswith("policies.teacher.model.path: ")
-
-
-def test_weights_that_are_pickled_are_told_before_a_run_begins(tmp_path: Path) -> None:
-    student, teacher = save_model(tmp_path / "student"), save_model(tmp_path / "teacher", seed=1)
-    for file in Path(teacher).glob("*.safetensors"):
-        file.rename(file.with_name("pytorch_model.bin"))
-    (problem,) = model_problems(taught(student, teacher))
-    assert "pickled weights only (pytorch_model.bin)" in problem
 
 
 @pytest.mark.parametrize("named", ["file", "folder", "relative file"])

@@ -272,15 +272,6 @@ def test_another_node_meets_the_ranks_of_node_0_where_it_finds_it(tmp_path: Path
         find(loaded, "trainer-model0-node1", None, there)
 
 
-def test_node_0_prints_the_command_of_each_share(tmp_path: Path) -> None:
-    (tmp_path / "nodes" / "2").mkdir(parents=True)  # the bundle
-    lines = commands_for_other_nodes(spread(tmp_path, "run.id=r"), tmp_path, {"NODE_HOST": "node0.example"})
-    assert any(
-        "ROLLMILL_KEYS=runs/r-node2/keys/trainer rollmill start runs/r-node2 trainer-model0-node2" in line
-        for line in lines
-    )
-
-
 @pytest.mark.parametrize(
     ("setting", "told"),
     [

@@ -334,12 +334,6 @@ def test_a_device_that_is_cuda_is_told_where_there_is_no_gpu() -> None:
     assert gpu_problems(quickstart, [80.0]) == []
 
 
-def test_less_memory_than_the_recipe_counts_with_is_told_with_the_number_to_write() -> None:
-    lines = gpu_problems(on_gpus(), [80.0, 80.0, 23.7, 80.0, *[80.0] * 4])
-    assert len(lines) == 1
-    assert "inference.a.gpus: GPU 2 has 23.7 GiB" in lines[0] and "write 23 there" in lines[0]
-
-
 def test_the_driver_is_asked_and_its_absence_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpus_here() == []

@@ -10,10 +10,9 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.inspect.plot import Points, band, curves, grouped, kind_of, plot_runs
+from services.cli.inspect.plot import Points, band, curves, grouped, plot_runs
 from services.cli.inspect.run_state import read_metrics, training_steps
 from services.cli.run.launch import headline, how_training_ended
-from services.common.telemetry.accounts import ActivityName
 
 
 def write_run(directory: Path, steps: int) -> Path:
@@ -101,20 +100,6 @@ def test_evaluations_are_points_at_their_newest_version_and_a_threshold_is_a_mar
     assert panels["throughput"]["lines"][0]["y"] == [9.0, 10.0, 11.0]
     assert not panels["loss"]["points"] and not panels["loss"]["lines"]
     assert plot_runs([run], tmp_path / "points.png") is not None
-
-
-def test_time_is_work_or_a_wait_or_idle_and_every_activity_has_a_kind() -> None:
-    kinds = {name: kind_of(name) for name in ActivityName}
-    assert kinds[ActivityName.GENERATING] == "work" and kinds[ActivityName.WAITING_FOR_BATCH] == "wait"
-    assert all(
-        kind == "wait"
-        for name, kind in kinds.items()
-        if "waiting for a" in name or name == ActivityName.WAITING_FOR_QUOTA
-    )
-
-
-def test_a_run_without_steps_has_no_picture(tmp_path: Path) -> None:
-    assert plot_runs([write_run(tmp_path / "run", 0)], tmp_path / "none.png") is None
 
 
 def test_the_headline_names_samplings_before_and_after() -> None:

@@ -17,7 +17,7 @@ from services.cli.check.worlds import index_problems, world_problems
 from services.cli.profiles import load_with_profile, rows_here, world_here
 from services.common.config.loading import load_recipe, validate
 from services.common.config.profiles.tiny import tiny
-from services.common.errors import ConfigError, DatasetError
+from services.common.errors import ConfigError
 from services.common.tiny import programs, sums
 from services.orchestrator.tasks.datasets import open_source
 from services.orchestrator.tasks.rows import KNOWN
@@ -211,14 +211,6 @@ def test_a_shop_is_made_where_there_is_none(tmp_path: Path) -> None:
         assert open_source(dataset, seed=1)[1].data == {"id": "1", "index": 1, "messages": []}
 
 
-def test_a_shop_of_the_recipe_is_kept(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    made = tiny(agents("webshop", tmp_path, webshop={"data": str(own)}), rows_here, world_here)
-    assert made["envgateway"]["webshop"]["data"] == str(own)
-    assert not (tmp_path / "worlds").exists()
-
-
 def test_games_are_played_with_the_commands_that_win_them(tmp_path: Path) -> None:
     for name, commands in (("long", ["go", "take", "go", "put"]), ("short", ["go", "put"]), ("unknown", [])):
         game = tmp_path / "own" / "json_2.1.1" / name / "game.tw-pddl"
@@ -238,11 +230,6 @@ def test_houses_are_made_where_there_are_no_games(tmp_path: Path) -> None:
     folder = Path(made["envgateway"]["alfworld"]["data"])
     assert len(list(folder.rglob("game.tw-pddl"))) == 24
     assert [path.name for path in (tmp_path / "worlds").iterdir()] == ["alfworld-houses"]
-
-
-def test_a_dataset_nobody_knows_is_told() -> None:
-    with pytest.raises(DatasetError, match="no dataset is known as 'nothing'"):
-        rows_here({"name": "nothing"})
 
 
 def written(tmp_path: Path, tree: Mapping[str, Any]) -> Path:
@@ -282,9 +269,3 @@ def test_every_recipe_can_be_made_tiny(repository: Path, tmp_path: Path) -> None
         assert {port for _, port in recipe.ports()} == {0}, path
         assert recipe.run.steps == 3
         assert index_problems(recipe) == world_problems(recipe) == [], "its world is here and has its tasks"
-
-
-def test_the_quickstart_can_be_made_tiny(repository: Path) -> None:
-    recipe = load_with_profile(repository / "recipes" / "quickstart", [], "tiny")
-    assert recipe.name == "quickstart-tiny"
-    assert recipe.data.train.generator == "recipes.quickstart.task:problems"

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from services.cli import commands as recipe_commands
+from services.cli.__main__ import app
 from services.cli.run.directory import choose, differences, prepare
-from services.cli.run.launch import Outcome
 from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -111,23 +110,7 @@ def test_a_recipe_that_names_its_run_goes_on_with_that_one_alone(tmp_path: Path)
     assert choose(quickstart(tmp_path, "run.id=mine"), asked=True)[0] == mine
 
 
-def rollmill_run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Path | None, str]:
-    """The run directory that `rollmill run` would start processes for, and the output; no process is started."""
-    started: list[Path] = []
-
-    def run(recipe: Recipe, run_dir: Path, console: object) -> Outcome:
-        started.append(run_dir)
-        return Outcome(run_dir, {}, None)
-
-    monkeypatch.setattr("services.cli.run.launch.run", run)
-    monkeypatch.setattr("services.cli.check.recipe.check_launch", lambda recipe: None)
-    result = CliRunner().invoke(recipe_commands.recipe_app, ["run", *arguments])
-    if isinstance(result.exception, ConfigError):
-        raise result.exception
-    return (started[0] if started else None), result.output
-
-
-def test_a_recipe_and_a_run_directory_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for arguments in ((str(QUICKSTART), "--resume", str(tmp_path)), ("--resume", "auto"), ()):
-        with pytest.raises(ConfigError, match="name a recipe to start a run"):
-            rollmill_run(monkeypatch, *arguments)
+@pytest.mark.parametrize("arguments", [[str(QUICKSTART), "--resume", "here"], ["--resume", "auto"], []])
+def test_a_recipe_and_a_run_directory_at_once_and_neither_are_refused(arguments: list[str]) -> None:
+    error = CliRunner().invoke(app, ["run", *arguments]).exception
+    assert isinstance(error, ConfigError) and "name a recipe to start a run" in error.message

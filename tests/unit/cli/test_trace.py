@@ -26,7 +26,7 @@ from services.cli.inspect.trace import (
     stages,
     status,
 )
-from services.common.records import GroupFate, RolloutPhase
+from services.common.records import RolloutPhase
 from services.orchestrator.journal.entries import GroupVerdict
 
 TIMES = st.floats(min_value=1.0, max_value=1e6)
@@ -255,18 +255,3 @@ def test_notes_come_from_lines_that_concern_the_group_and_torn_lines_do_no_harm(
         (30.0, "record.dropped"),
     ]
     assert pulls_of(pulls, facts.uses[0]) == ((1, 45.0),)
-
-
-def test_the_loss_of_a_replica_is_told_also_after_the_trajectories_were_collected(
-    tmp_path: Path, write_log: Callable[..., None]
-) -> None:
-    verdict = GroupVerdict(
-        policy="p", role="", attempt=0, num_sequences=4, num_kept=0, mean=1.0, std=0.0, outcome=GroupFate.EQUAL_REWARDS
-    )
-    facts = known(slots=(), verdicts=(verdict,), judged_at=40.0)
-    write_log(
-        "orchestrator",
-        {"event": "replica.lease_lost", "replica": "a", "timestamp": "1970-01-01T00:00:20Z"},
-        {"event": "replica.lease_lost", "replica": "a", "timestamp": "1970-01-01T00:00:50Z"},  # after it was judged
-    )
-    assert [note.at for note in read_notes(tmp_path, facts)[0]] == [20.0]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from services.cli.console import source_words
 from services.cli.watch import (
     RARE_AFTER,
     OrchestratorLiveness,
@@ -25,7 +24,6 @@ from services.cli.watch import (
 from services.common.errors import InfrastructureError
 from services.common.pb import account_pb2, run_pb2
 from services.common.records import RunCount
-from services.common.telemetry.metrics import StepKey, source_key
 from tests.clock import Clock
 
 # --- progress
@@ -260,33 +258,3 @@ def test_a_stall_is_told_while_the_run_still_starts() -> None:
 
 
 # --- sources of a mixture
-
-
-ROW = {
-    source_key(source, key): value
-    for source, share in {"maths": 0.34, "code": 0.66}.items()
-    for key, value in {
-        StepKey.SHARE: share, StepKey.WANTED_SHARE: 1 / 3 if source == "maths" else 2 / 3, StepKey.STALENESS_MAX: 2.0
-    }.items()
-} | {source_key("code", StepKey.ROLLOUT_REWARD_MEAN): 0.125}  # fmt: skip
-
-
-def test_watch_shows_a_line_for_each_source_with_share_reward_and_staleness() -> None:
-    text = shown(policies=[run_pb2.PolicyProgress(policy="model0", version=3, num_steps=9, metrics=ROW)])
-    (code,) = [line.split() for line in text.splitlines() if " code " in line]
-    (maths,) = [line.split() for line in text.splitlines() if " maths " in line]
-    assert code[1:7] == ["code", "66.0%", "66.7%", "0.125", "≤", "2"]
-    assert maths[1:5] == ["maths", "34.0%", "33.3%", "-"], "no rollout finished since the batch before"
-
-
-def test_the_line_of_a_run_has_the_reward_of_the_batch_where_no_rollout_ended_since_the_batch_before() -> None:
-    row = ROW | {source_key("maths", StepKey.BATCH_REWARD_MEAN): 0.25}
-    assert "(wanted 33.3%), batch reward 0.250" in source_words(row)
-    assert "(wanted 66.7%), reward 0.125" in source_words(row)
-
-
-def test_a_run_with_one_dataset_has_no_table_of_sources() -> None:
-    assert "wanted" not in shown(
-        policies=[run_pb2.PolicyProgress(policy="model0", metrics={"rollout_reward_mean": 0.5})]
-    )
-    assert source_words({"rollout_reward_mean": 0.5}) == ""
