@@ -22,7 +22,6 @@ from extras.page.reader import Pieces
 from extras.page.server import POLICY, PageServer, check_runs, keys_to_serve
 from extras.page.state import MetricsTail, as_json
 from services.cli.__main__ import app
-from services.cli.inspect.trajectories import marks_of, turns
 from services.common.errors import ConfigError
 from services.common.pb import run_pb2
 from services.common.security import identity
@@ -199,12 +198,10 @@ async def _is_there(ask: Ask, path: str, key: str) -> bool:
         ("runs/0/secrets", 404, "there is no 'secrets'"),
         ("runs/0/rollouts/999999", 404, "there is no rollout with the number 999999"),
         ("runs/0/rollouts/99999999999999999999", 400, "write a smaller number"),
-        (f"runs/0/rollouts/{'9' * 400}", 400, "write a smaller number"),
         (f"runs/0/rollouts?step={'9' * 400}", 400, "write a smaller number"),
         ("runs/0/rollouts?step=two", 400, "step is 'two': write a number"),
         ("runs/0/rollouts?min_reward=nan", 400, "write a smaller number"),
         ("runs/0/rollouts?order=;drop", 400, "order is ';drop': write one of newest"),
-        ("curves?runs=0,9", 404, "there is no run 9"),
     ],
 )
 async def test_a_question_that_makes_no_sense_is_told_why(runs: Path, path: str, status: int, told: str) -> None:
@@ -355,10 +352,3 @@ def test_the_texts_of_tokens_add_up_to_the_text() -> None:
     half = tokenizer.encode("漢", add_special_tokens=False)[:1]
     assert len(pieces.of(half * 3)) == 3, "bytes that are no character have a place each"
     assert Pieces(None).of([7, 8]) == ["[7] ", "[8] "]
-
-
-def test_a_turn_after_the_policys_own_end_has_its_role() -> None:
-    marks = marks_of(qwen_like_tokenizer())
-    text = "\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
-    found = [(turn.role, turn.text) for turn in turns([(True, "A.<|im_end|>"), (False, text)], marks)]
-    assert found == [("policy", "A."), ("user", "Go on.")]

@@ -45,17 +45,11 @@ def begin(run_dir: Path, steps: int = 10, checkpoint: int = 10) -> Recipe:
     [
         "run.steps=120",
         "policies.model0.optimizer.lr=5.0e-4",
-        "policies.model0.optimizer.schedule=constant",
-        "policies.model0.trainer.checkpoint_every=5",
         "policies.model0.trainer.max_mismatch=0.2",
-        "policies.model0.batch.max_staleness=2",
         "workflow.settings.reward=recipes.quickstart.reward:other",
-        "workflow.settings.max_turns=2",
         "sampling.max_new_tokens=20",
         "evaluation.every=7",
         "rollout.timeout_s=99",
-        "inference.a.num_slots=64",
-        "envgateway.sandbox.num_slots=1",
         "launch.restarts=1",
         "modules=[/elsewhere]",
         "data.train.max_prompt_tokens=100",
@@ -104,8 +98,6 @@ def test_what_the_records_depend_on_is_refused_with_the_reason(run_dir: Path, ov
     "override",
     [
         "policies.model0.optimizer.lr=5.0e-4",
-        "policies.model0.algorithm.kl_coefficient=0.1",
-        "policies.model0.trainer.token_budget=4096",
         "policies.model0.batch.max_staleness=2",
         "run.steps=120",  # the schedule spans the run
     ],
@@ -141,8 +133,6 @@ def test_before_a_run_has_begun_only_its_name_and_place_are_fixed(run_dir: Path)
     ("override", "told"),
     [
         ("workflow.settings.reward=recipes.quickstart.reward:nothing", "'nothing'"),
-        ("workflow.settings.max_turnz=3", "did you mean 'max_turns'"),
-        ("policies.model0.optimizer.lr=1", "lr is 1"),
         ("run.steps=many", "run.steps"),
     ],
 )

@@ -116,8 +116,6 @@ def test_commands_are_shown_whole_and_name_no_port_that_is_not_known_yet(recipe:
     [
         ("workflow.settings.max_turnz=2", "workflow.settings.max_turnz: unknown key"),
         ("data.train.path=./nowhere.jsonl", "nowhere.jsonl does not exist"),
-        ("data.train={path: a.jsonl, name: gsm8k}", "path and name are set: write null for the one that is inherited"),
-        ("run.steps=many", r"run.steps: 'many' is not valid: it should be a valid integer$"),
         ("policies.model1.batch.size=8", "'model1' is a policy of its own beside model0"),
     ],
 )
@@ -157,15 +155,9 @@ def test_every_import_path_that_leads_nowhere_is_told_with_its_key(recipe: Path)
 @pytest.mark.parametrize(
     ("row", "script", "refused", "told"),
     [
-        ({"problem": "1+1", "answer": "2"}, None, "", "answered by the script of the replay engine"),
         ({"problem": "1+1", "answer": "2"}, "tool_use", "", "answered by the script of the replay engine"),
         ({"problem": "1+1"}, None, "task 1 has no reference for a scripted policy", ""),
-        (
-            {"problem": "1+1"},
-            "saying:say",
-            "saying.py:2: the script of the replay engine raised KeyError: 'capital'",
-            "",
-        ),
+        ({"problem": "1+1"}, "saying:say", "saying.py:2: the script of the replay engine raised KeyError", ""),
         ({"problem": "1+1", "capital": "Rome"}, "saying:say", "", "'Rome'"),
     ],
 )

@@ -23,6 +23,7 @@ from services.common.errors import ConfigError
 from services.common.pb import run_pb2
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import (
+    DatasetScore,
     Estimate,
     EvaluationResult,
     from_json,
@@ -41,6 +42,18 @@ def checkpoint(path: Path) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text("{}")
     return path
+
+
+def result_of(
+    *scores: DatasetScore, name: str = "start/greedy", version: int = 0, difference: Estimate | None = None
+) -> EvaluationResult:
+    """An evaluation of policy a."""
+    return EvaluationResult(
+        name=name, versions={"a": version}, newest_versions={"a": version}, pinned=True, mean_reward=overall(scores),
+        num_trajectories=sum(one.num_items * one.samples_per_item for one in scores),
+        num_failed=sum(len(one.failed) for one in scores), datasets=scores,
+        compared_with="start/greedy" if difference else "", difference=difference,
+    )  # fmt: skip
 
 
 def two_policies() -> Recipe:
@@ -104,11 +117,7 @@ def test_table_and_picture_show_every_dataset_with_its_interval(tmp_path: Path) 
         score("easy", ["1", "2"], [[1.0, 1.0], [1.0, 0.0]], [False, True], 1.0),
         score("hard", ["1", "2"], [[0.0, 0.0], [0.0, 0.0]], [False, False], 1.0),
     )
-    result = EvaluationResult(
-        name="start/greedy", versions={"a": 0}, newest_versions={"a": 0}, pinned=True, mean_reward=0.375,
-        num_trajectories=8, num_failed=1, datasets=scores,
-    )  # fmt: skip
-    evaluations = {"start/greedy": evaluation_values(result)}
+    evaluations = {"start/greedy": evaluation_values(result_of(*scores))}
     console = Console(width=120, record=True)
     console.print(scores_table(evaluations))
     text = console.export_text()
@@ -121,11 +130,7 @@ def test_table_and_picture_show_every_dataset_with_its_interval(tmp_path: Path) 
 def test_the_table_of_a_run_tells_each_change_from_the_first_evaluation_with_its_interval() -> None:
     def result(name: str, version: int, difference: Estimate | None) -> EvaluationResult:
         found = score("held_out", ["1", "2"], [[1.0], [0.0]], [False, False], 1.0, "digest")
-        return EvaluationResult(
-            name=name, versions={"a": version}, newest_versions={"a": version}, pinned=True, mean_reward=0.5,
-            num_trajectories=2, num_failed=0, datasets=(replace(found, difference=difference),),
-            compared_with="start/greedy" if difference else "", difference=difference,
-        )  # fmt: skip
+        return result_of(replace(found, difference=difference), name=name, version=version, difference=difference)
 
     results = [result("start/greedy", 0, None), result("end/greedy", 9, Estimate(0.25, -0.125, 0.625))]
     progress = run_pb2.RunProgress(evaluations=[evaluation_to_proto(one) for one in results])
@@ -142,10 +147,7 @@ def test_the_table_of_a_run_tells_each_change_from_the_first_evaluation_with_its
 
 def test_an_evaluation_whose_rollouts_all_failed_shows_no_number_anywhere(tmp_path: Path) -> None:
     lost = score("held_out", ["1", "2"], [[0.0], [0.0]], [1, 1], 1.0, "digest")
-    result = EvaluationResult(
-        name="start/greedy", versions={"a": 0}, newest_versions={"a": 0}, pinned=True, mean_reward=None,
-        num_trajectories=2, num_failed=2, datasets=(lost,),
-    )  # fmt: skip
+    result = result_of(lost)
     assert from_json(EvaluationResult, to_json(result)) == result
     summary = evaluation_values(result)
     progress = run_pb2.RunProgress(evaluations=[evaluation_to_proto(result)])
@@ -176,13 +178,9 @@ def finished(run_dir: Path, rewards: dict[str, list[float]], items: str = "diges
     """A run directory with one evaluation in its journal."""
     run_dir.mkdir()
     (run_dir / RESOLVED).write_text("")
-    scores = tuple(
-        score(name, ["x"] * len(r), [[v] for v in r], [False] * len(r), 1.0, items) for name, r in rewards.items()
+    result = result_of(
+        *(score(name, ["x"] * len(r), [[v] for v in r], [False] * len(r), 1.0, items) for name, r in rewards.items())
     )
-    result = EvaluationResult(
-        name="start/greedy", versions={"a": 0}, newest_versions={"a": 0}, pinned=True, mean_reward=overall(scores),
-        num_trajectories=4, num_failed=0, datasets=scores,
-    )  # fmt: skip
 
     async def write() -> None:
         journal = Journal(run_dir / "journal")

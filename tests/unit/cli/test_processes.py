@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,6 @@ import pytest
 
 from services.cli.console import StopSignal
 from services.cli.plan import ProcessSpec
-from services.cli.run.launch import _write_pids
 from services.cli.run.processes import Processes
 from services.common import run_files
 from services.common.errors import DeadlineError, InfrastructureError
@@ -267,24 +265,3 @@ def test_a_replica_that_users_code_ended_with_0_has_not_left_and_ends_the_run(pr
         wait_until(lambda: "inference-a" in processes.watch(), "its leaving")
     processes.start(spec("inference-a", f"raise SystemExit({LEFT})"))
     wait_until(lambda: "inference-a" in processes.watch(), "its leaving in order")
-
-
-def test_a_full_disk_leaves_the_pids_that_were_written_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = Processes(tmp_path, max_restarts=0, stop_grace_s=1.0)
-    _write_pids(tmp_path, processes)
-    written = Path.write_text
-
-    def full(path: Path, text: str) -> int:
-        written(path, text[:1])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    monkeypatch.setattr(processes, "pids", lambda: {"one": 1})
-    with pytest.raises(OSError, match="No space"):
-        _write_pids(tmp_path, processes)
-    assert json.loads((tmp_path / "pids.json").read_text()) == {}
-    monkeypatch.undo()
-    monkeypatch.setattr(processes, "pids", lambda: {"one": 1})
-    _write_pids(tmp_path, processes)
-    assert json.loads((tmp_path / "pids.json").read_text()) == {"one": 1}
-    assert not list(tmp_path.glob(".pids*"))

@@ -77,17 +77,6 @@ def test_keys_that_cannot_be_used_leave_no_directory_behind(tmp_path: Path, monk
     assert not (tmp_path / "runs").exists()
 
 
-def test_ports_of_a_run_that_still_goes_on_are_no_reason_for_other_ports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, directory = prepare(quickstart(tmp_path))
-    monkeypatch.setattr(run_directory, "taken_ports", lambda _: [("orchestrator.port", 7)])
-    monkeypatch.setattr(run_directory, "replaceable", lambda recipe, run_dir: set())
-    with pytest.raises(ConfigError, match="port 7 is in use\\nis the run still going") as caught:
-        run_directory.reopen(directory, wait_s=0)
-    assert "--set" not in caught.value.message
-
-
 def taken(port: int) -> socket.socket:
     """A listener of another program."""
     return socket.create_server(("127.0.0.1", port))

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.console import format_bytes, format_seconds
 from services.cli.inspect.standing import read_transfers, show, summarise
 from services.common.errors import ConfigError
 from services.common.records import WeightTransfer
@@ -78,14 +77,3 @@ def test_a_filter_that_matches_nothing_says_what_there_is(tmp_path: Path) -> Non
     run = _run(tmp_path, [("a", DELTA)])
     with pytest.raises(ConfigError, match="model0 at a"):
         read_transfers(run, policy="other")
-
-
-def test_units_read_well() -> None:
-    assert [format_bytes(n) for n in (0, 1023, 1024, 5 * 2**30, -2048)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "5.0 GiB",
-        "-2.0 KiB",
-    ]
-    assert [format_seconds(s) for s in (0.0, 0.0004, 2.5)] == ["0.0 ms", "0.4 ms", "2.50 s"]

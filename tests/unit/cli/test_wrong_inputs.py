@@ -20,7 +20,7 @@ from services.cli.check.recipe import check_recipe, describe
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 from tests.unit.cli.hub_server import answering
-from tests.unit.cli.wrong_inputs import GRADED, MIXTURES, WRONG, Wrong, write_good
+from tests.unit.cli.wrong_inputs import MIXTURES, WRONG, Wrong, write_good
 
 ALL = [*WRONG, *MIXTURES]
 
@@ -144,14 +144,9 @@ TOLD = "gives the row's own answer no more than an empty one"
     [
         ("boxed", "So 8 + 9.\n#### 17", r"\boxed{17}"),
         ("boxed", 12.0, r"\boxed{12}"),
-        ("boxed", "12.00", r"\boxed{12}"),
-        ("boxed", "$12$", r"\boxed{12}"),
-        ("boxed", r"\boxed{12}", r"\boxed{12}"),
         ("boxed", "12", None),
-        ("boxed", 12, None),
         ("boxed", "Paris", None),
         ("math", "12", None),
-        ("math", 12.0, None),
         ("math", "$12$", None),
     ],
 )
@@ -183,17 +178,6 @@ def test_a_solution_that_fails_its_own_tests_is_told(solution: str | None, is_to
     assert ("is ready to run" in told, TOLD in told) == (True, is_told), told
 
 
-def test_a_workflow_with_a_reward_of_its_own_needs_no_gateway(folder: Path) -> None:
-    own = Wrong(
-        "own reward",
-        (),
-        {"workflow": {"name": "own_flow:Graded", "settings": {}}, "envgateway": None},
-        {"own_flow.py": GRADED.replace("await chat.grade()", "1.0")},
-    )
-    apply(folder, own)
-    assert "mine is ready to run" in checked(folder, own)
-
-
 def test_tools_that_run_in_the_replica_need_no_gateway(folder: Path) -> None:
     settings = {"tools": ["own_tool:Look"], "reward": "own_tool:score"}
     tool = """
@@ -212,23 +196,6 @@ def score(task, completion): return float(completion.strip() == task["answer"])
     assert "which the environment gateway computes" not in checked(folder, own)
     apply(folder, Wrong("code", (), {"workflow": {"name": "tool_use", "settings": settings | {"format": "code"}}}, {}))
     assert "workflow.name is tool_use, which the environment gateway computes" in checked(folder, own)
-
-
-@pytest.mark.needs("textworld")
-def test_rows_of_an_environment_need_no_prompt(folder: Path) -> None:
-    rows = "".join(f'{{"coin": {n}}}\n' for n in range(12))
-    environment = Wrong(
-        "environment",
-        (),
-        {
-            "data.train.path": "./coins.jsonl",
-            "workflow": {"name": "agent_env", "settings": {"environment": "textworld"}},
-        },
-        {"coins.jsonl": rows},
-    )
-    apply(folder, environment)
-    shown = checked(folder, environment)
-    assert "mine is ready to run" in shown and "as a prompt" not in shown
 
 
 @pytest.mark.parametrize("wrong", ALL, ids=lambda wrong: wrong.name)
