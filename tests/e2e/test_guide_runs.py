@@ -1,18 +1,17 @@
-"""docs/my-environment.md and the agent with a tool of docs/my-agent.md, followed to their ends: real processes on two cores."""
+"""docs/my-environment.md, followed to its end: real processes on two cores. The other guides: tests/unit/test_guides.py."""
 
 from __future__ import annotations
 
 import json
-import os
+import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.documented import blocks, files
-from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S
+from tests.e2e.conftest import REPOSITORY
+from tests.e2e.test_first_run import rollmill
 
 pytestmark = pytest.mark.slow
 GUIDE = "my-environment.md"
@@ -34,31 +33,10 @@ def test_the_environment_of_the_guide_is_trained_in(tmp_path: Path) -> None:
     assert "drawers. Open one" in follow(tmp_path, shown.replace("runs/my-environment-tiny-*", str(run_dir)))
 
 
-def test_the_agent_with_a_tool_of_the_guide_is_trained(tmp_path: Path) -> None:
-    (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
-    for name, text in files("my-agent.md").items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    follow(tmp_path, "rollmill run mine/adder.yaml --profile tiny")
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["state"] == "finished" and summary["steps"] == {"model0": 3}
-    told = follow(tmp_path, f"rollmill trajectories {run_dir} --last 1")
-    assert '"name": "add"' in " ".join(told.split()) and "tool" in told
-
-
 def follow(directory: Path, command: str) -> str:
     """Run a command of the page in a directory; return its output."""
     program, *arguments = shlex.split(command)
-    python = {"python": [], "rollmill": ["-m", "services.cli"]}[program]
-    done = subprocess.run(
-        [sys.executable, *python, *arguments],
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    if program == "python":
+        runpy.run_path(str(directory / arguments[0]))
+        return ""
+    return rollmill(directory, *arguments)

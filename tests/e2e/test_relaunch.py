@@ -8,54 +8,18 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from services.cli.run.processes import ForkServer
 from services.common.config.loading import load_resolved
-from services.common.system.child import module_command
-from tests.e2e.conftest import RECIPE, RUN_TIMEOUT_S, SMALL
+from tests.e2e.conftest import RUN_TIMEOUT_S, Run
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = [*SMALL, "run.steps=4", "evaluation.at_start=false", "data.evaluation.held_out.limit=8"]
-
-
-class Launch:
-    """``rollmill run recipes/quickstart --resume auto`` in a process of its own, without a name of the run."""
-
-    def __init__(self, forks: ForkServer, runs: Path, name: str, *settings: str) -> None:
-        sets = [part for each in [f"run.dir={runs}", *SETTINGS, *settings] for part in ("--set", each)]
-        self._output = runs / f"{name}.out"
-        command = module_command("tests.forked_launch", "run", str(RECIPE), *sets, "--resume", "auto")
-        process = forks.start(command, {**os.environ, "OMP_NUM_THREADS": "1"}, self._output)
-        assert process is not None, "the fork server has ended"
-        self.process = process
-
-    @property
-    def output(self) -> str:
-        return self._output.read_text()
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(60)
-
-
-@pytest.fixture
-def launch(forks: ForkServer, tmp_path: Path, started_from: list[str]) -> Iterator[Callable[[str], Launch]]:
-    launches: list[Launch] = []
-
-    def start(name: str) -> Launch:
-        launches.append(Launch(forks, tmp_path, name, *started_from))
-        return launches[-1]
-
-    yield start
-    for each in launches:
-        each.stop()
+SETTINGS = ["run.steps=4", "evaluation.at_start=false", "data.evaluation.held_out.limit=8"]
 
 
 def run_directories(runs: Path) -> list[Path]:
@@ -73,8 +37,8 @@ def listening_at(port: int) -> socket.socket:
             time.sleep(0.05)
 
 
-def test_the_run_of_a_launcher_that_was_killed_goes_on_once(launch: Callable[[str], Launch], tmp_path: Path) -> None:
-    first = launch("first")
+def test_the_run_of_a_launcher_that_was_killed_goes_on_once(start_run: Callable[..., Run], tmp_path: Path) -> None:
+    first = start_run("first", *SETTINGS, resume="auto")
     deadline = time.monotonic() + RUN_TIMEOUT_S
     while not any(b'"training_step"' in file.read_bytes() for file in tmp_path.glob("*/metrics/orchestrator.jsonl")):
         assert first.process.poll() is None and time.monotonic() < deadline, first.output
@@ -86,10 +50,10 @@ def test_the_run_of_a_launcher_that_was_killed_goes_on_once(launch: Callable[[st
 
     port = load_resolved(run_dir).orchestrator.port
     with listening_at(port):
-        both = [launch("second"), launch("third")]
+        both = [start_run(name, *SETTINGS, resume="auto") for name in ("second", "third")]
         codes = [each.process.wait(RUN_TIMEOUT_S) for each in both]
     assert sorted(codes) == [0, 2], "\n".join(each.output for each in both)
-    winner, loser = sorted(both, key=lambda each: each.process.returncode)
+    winner, loser = sorted(both, key=lambda each: each.process.wait(0))
     assert f"going on with {run_dir}" in winner.output
     assert f"orchestrator.port: another program has taken port {port}" in winner.output
     assert "is in use" in loser.output or "cannot continue" in loser.output

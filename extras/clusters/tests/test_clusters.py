@@ -317,16 +317,6 @@ def test_a_task_runs_the_scripts_of_its_node_with_the_keys_of_its_roles_alone(tm
     assert asked[2:4] == ["deploy", "recipes/quickstart"] and asked[-2:] == ["-o", "build/launch"]
 
 
-def test_servers_of_an_engine_have_an_environment_of_their_own(tmp_path: Path) -> None:
-    for engine in ("sglang", "vllm"):
-        deploy(
-            QUICKSTART, "skypilot", tmp_path, [f"inference.a.engine={engine}", "inference.a.device=auto"], None, "L4"
-        )
-        task = yaml.safe_load((tmp_path / "task.yaml").read_text())
-        assert f".venv-{engine}/bin/python" in task["setup"] and f"'.[inference,{engine}]'" in task["setup"]
-        assert task["resources"]["accelerators"] == "L4:1"
-
-
 @pytest.mark.needs("skypilot")
 @pytest.mark.parametrize("recipe", [TWO_NODES, QUICKSTART, ALFWORLD], ids=lambda path: path.name)
 def test_skypilot_reads_its_tasks(tmp_path: Path, recipe: Path) -> None:

@@ -161,14 +161,6 @@ async def test_a_conversation_has_roles_tools_expectation_and_every_token(runs: 
         assert use["advantage"] == pytest.approx((1.0 - use["group_mean"]) / (use["group_std"] + 1e-5))
 
 
-async def test_a_rollout_that_failed_says_why(runs: Path) -> None:
-    async with serving(runs / "one") as ask:
-        await complete(ask)
-        row = (await ask("runs/0/rollouts", fate=FAILED))[1]["rows"][0]
-        _, found = await ask(f"runs/0/rollouts/{row['number']}")
-        assert row["reward"] is None and found["failure"]["reason"] == "TIMEOUT"
-
-
 async def test_state_curves_fates_weights_and_events_come_from_files_alone(runs: Path) -> None:
     async with serving(runs / "one") as ask:
         await complete(ask)

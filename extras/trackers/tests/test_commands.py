@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from extras.trackers import follow
 from extras.trackers.follow import Follower
-from extras.trackers.sinks import TrackerDown
+from extras.trackers.tests.test_follower import Recorder
 from services.cli.__main__ import app
 from services.cli.check.recipe import launch_problems
 from services.cli.watch import LOOK_EVERY_S, TrackersTold
@@ -58,18 +58,10 @@ def test_unknown_and_repeated_trackers_are_refused(chosen: str, match: str) -> N
 
 
 def test_an_outage_and_its_end_are_told_once_and_the_rest_at_the_end(tmp_path: Path) -> None:
-    down = True
-
-    class Sink:
-        def send(self, rows: object) -> None:
-            if down:
-                raise TrackerDown("no answer from [red]")
-
-        def close(self) -> None:
-            pass
-
+    sink = Recorder()
+    sink.down = True
     write_run(tmp_path)
-    follower, clock, output = Follower(tmp_path, "otlp", Sink), Clock(), io.StringIO()
+    follower, clock, output = Follower(tmp_path, "otlp", lambda: sink), Clock(), io.StringIO()
     told = TrackersTold(recipe("otlp"), tmp_path, Console(file=output, width=300), clock)
 
     def look() -> None:
@@ -80,9 +72,9 @@ def test_an_outage_and_its_end_are_told_once_and_the_rest_at_the_end(tmp_path: P
 
     look()
     told.at_end()
-    assert output.getvalue().count("otlp does not take metrics (no answer from [red])") == 1
+    assert output.getvalue().count("otlp does not take metrics (no answer [red])") == 1
     assert f"rollmill track {tmp_path}" in output.getvalue().replace("\n", "")
-    down = False
+    sink.down = False
     look()
     assert output.getvalue().count("takes metrics again") == 1
     before = output.getvalue()
@@ -91,38 +83,25 @@ def test_an_outage_and_its_end_are_told_once_and_the_rest_at_the_end(tmp_path: P
 
 
 def test_track_sends_what_is_left_and_says_what_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[object] = []
-    down = True
-
-    class Sink:
-        def send(self, rows: list[object]) -> None:
-            if down:
-                raise TrackerDown("no answer")
-            taken.extend(rows)
-
-        def close(self) -> None:
-            pass
-
+    sink = Recorder()
+    sink.down = True
     monkeypatch.setattr(processes, "missing", lambda _: [])
-    monkeypatch.setattr(follow, "sink_maker", lambda *_: Sink)
+    monkeypatch.setattr(follow, "sink_maker", lambda *_: lambda: sink)
     save_resolved(recipe("otlp", "tensorboard"), tmp_path)
     write_run(tmp_path)
     refused = CliRunner().invoke(app, ["track", str(tmp_path)])
     assert "otlp: no answer" in str(refused.exception) and "run this again later" in str(refused.exception)
-    down = False
+    sink.down = False
     sent = CliRunner().invoke(app, ["track", str(tmp_path)])
-    assert sent.exit_code == 0 and f"otlp: all {len(taken)} rows sent" in sent.output
+    assert sent.exit_code == 0 and f"otlp: all {len(sink.rows)} rows sent" in sent.output
     again = CliRunner().invoke(app, ["track", str(tmp_path)])
-    assert again.exit_code == 0 and len(taken) == 13, "what a tracker has is not sent again"
+    assert again.exit_code == 0 and len(sink.rows) == 13, "what a tracker has is not sent again"
 
 
 def test_track_does_not_wait_for_a_tracker_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
-    class Sink:
-        def send(self, rows: list[object]) -> None:
-            pass
-
+    class Sink(Recorder):
         def close(self) -> None:
             released.wait(WAIT_S)
 

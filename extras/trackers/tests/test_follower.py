@@ -30,7 +30,7 @@ class Recorder:
 
     def send(self, rows: Sequence[Row]) -> None:
         if self.down:
-            raise TrackerDown("no answer")
+            raise TrackerDown("no answer [red]")
         self.rows += rows
 
     def close(self) -> None:

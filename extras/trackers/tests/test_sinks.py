@@ -73,7 +73,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 
 @pytest.mark.needs("opentelemetry")
-def test_a_collector_gets_gauges_with_units_and_times(tmp_path: Path, collector: Collector) -> None:
+def test_a_collector_gets_gauges_with_units_and_times_and_one_trace(tmp_path: Path, collector: Collector) -> None:
     write_run(tmp_path)
     sink = OtlpSink(facts(tmp_path))
     rows = read_metrics(tmp_path)
@@ -86,14 +86,6 @@ def test_a_collector_gets_gauges_with_units_and_times(tmp_path: Path, collector:
     attributes = {pair.key: pair.value for pair in loss.gauge.data_points[1].attributes}
     assert (attributes["group"].string_value, attributes["step"].int_value) == ("model0", 2)
     assert by_name["rollmill.trainer.entropy"].unit == "nat" and by_name["rollmill.compute_s"].unit == "s"
-
-
-@pytest.mark.needs("opentelemetry")
-def test_a_collector_gets_one_trace_of_steps_transfers_and_stalls(tmp_path: Path, collector: Collector) -> None:
-    write_run(tmp_path)
-    sink = OtlpSink(facts(tmp_path))
-    sink.send(read_metrics(tmp_path))
-    sink.close()
     names = [span.name for span in collector.spans]
     assert {name: names.count(name) for name in names} == {
         "training step": 3,
@@ -108,9 +100,6 @@ def test_a_collector_gets_one_trace_of_steps_transfers_and_stalls(tmp_path: Path
     step = next(span for span in collector.spans if span.name == "training step")
     assert step.end_time_unix_nano - step.start_time_unix_nano == pytest.approx(0.25e9, abs=1e3)
     assert all(span.end_time_unix_nano >= span.start_time_unix_nano for span in collector.spans)
-
-
-# --- trackio ---------------------------------------------------------------------------------------------------------
 
 
 # --- Weights & Biases ------------------------------------------------------------------------------------------------

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import io
-import re
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import typer
 from rich.console import Console
-from typer.testing import CliRunner
 
 from services.cli import console as drawing
-from services.cli.__main__ import app
 from services.cli.console import Column, FittingTable, say, source_words, tell
 from services.cli.inspect.plot import part_lines
 from services.cli.watch import render
@@ -67,13 +61,8 @@ def test_what_must_be_shown_is_folded_and_loses_no_character() -> None:
 # --- pictures
 
 
-@pytest.fixture
-def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_ends_for_want_of_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-
-@pytest.mark.usefixtures("without_matplotlib")
-def test_nothing_ends_for_want_of_a_picture() -> None:
     console = Console(file=io.StringIO(), width=200)
     assert drawing.drawn(drawing.pyplot, console) is None
     assert "no picture: a picture needs the package matplotlib" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -99,20 +88,6 @@ def test_the_text_of_an_error_controls_no_terminal() -> None:
 
 
 # --- help
-
-
-def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    yield path, group.help or ""
-    for name, command in getattr(group, "commands", {}).items():
-        yield from commands(command, (*path, name))
-
-
-@pytest.mark.parametrize(("path", "text"), [*commands(typer.main.get_command(app))], ids=lambda value: "-".join(value))
-def test_each_example_of_a_command_has_a_line_of_its_own(path: tuple[str, ...], text: str) -> None:
-    shown = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"}).invoke(app, [*path, "--help"]).output
-    lines = [line.strip() for line in shown.splitlines()]
-    for example in re.findall(r"^ {4,}(rollmill .*?)(?: {2,}.*)?$", text, re.MULTILINE):
-        assert any(line == example or line.startswith(f"{example}  ") for line in lines), example
 
 
 # --- sources of a mixture

@@ -45,11 +45,15 @@ def checkpoint(path: Path) -> Path:
 
 
 def result_of(
-    *scores: DatasetScore, name: str = "start/greedy", version: int = 0, difference: Estimate | None = None
+    *scores: DatasetScore,
+    name: str = "start/greedy",
+    version: int = 0,
+    difference: Estimate | None = None,
+    policy: str = "a",
 ) -> EvaluationResult:
-    """An evaluation of policy a."""
+    """An evaluation of one policy."""
     return EvaluationResult(
-        name=name, versions={"a": version}, newest_versions={"a": version}, pinned=True, mean_reward=overall(scores),
+        name=name, versions={policy: version}, newest_versions={policy: version}, pinned=True, mean_reward=overall(scores),
         num_trajectories=sum(one.num_items * one.samples_per_item for one in scores),
         num_failed=sum(len(one.failed) for one in scores), datasets=scores,
         compared_with="start/greedy" if difference else "", difference=difference,

@@ -10,8 +10,6 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -93,19 +91,6 @@ async def test_what_is_in_a_batch_is_trained_once_its_version_is_there(worlds: W
     assert found.total("model0").tokens == {Fate.TRAINED: 32}
     assert found.steps("model0")[1].rollouts[Fate.TRAINED] == 8, "of the step in which they were issued"
     assert set(found.steps("model0")) == {1, 2}, "what is issued from the next version on belongs to the next step"
-
-
-async def test_a_group_that_grows_too_old_in_the_buffer_is_told_with_its_tokens(worlds: Worlds) -> None:
-    world = worlds(max_staleness=0, late="drop")
-    replica, orders = await begin(world)
-    for order in orders:
-        await bring(world, order, [0.0, 1.0, 0.0, 1.0])
-    for order in await world.orders(replica):
-        await bring(world, order, [0.0, 1.0, 0.0, 1.0], tokens=5)
-    await world.publish(1)  # of a trainer that went on without them
-    await world.settle()
-    total = fates_of(world).total("model0")
-    assert total.tokens[Fate.TOO_OLD] == total.sampled_tokens > 0
 
 
 async def test_no_closed_task_group_lacks_its_verdict_whenever_the_orchestrator_dies(worlds: Worlds) -> None:
@@ -252,20 +237,6 @@ async def test_collected_trajectories_change_nothing(worlds: Worlds) -> None:
         segment.unlink()
     after = fates_of(world).total("model0")
     assert (after.tokens, after.sequences, after.rollouts) == (before.tokens, before.sequences, before.rollouts)
-
-
-@given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=60))
-def test_bands_hold_every_sequence_once_and_in_order(played: list[tuple[int, bool]]) -> None:
-    lengths = Lengths()
-    for length, trained in played:
-        lengths.append(Played(1, Fate.TRAINED if trained else Fate.EQUAL_REWARDS, length, length if trained else 0))
-    bands = lengths.bands()
-    assert sum(band["sequences"] for band in bands) == len(played)
-    assert sum(band["tokens"] for band in bands) == sum(length for length, _ in played)
-    assert sum(band["fates"][Fate.TRAINED] for band in bands) == sum(trained for _, trained in played)
-    edges = [edge for band in bands for edge in (band["shortest"], band["longest"])]
-    assert edges == sorted(edges)
-    assert lengths.bands(step=2) == []
 
 
 def test_the_length_bias_is_the_trained_mean_over_the_played_one() -> None:

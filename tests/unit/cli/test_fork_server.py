@@ -152,9 +152,7 @@ def test_a_server_that_is_given_up_starts_nothing_afterwards(tmp_path: Path, mon
     ("section", "process", "forked"),
     [
         ({"engine": "torch", "device": "cpu"}, "inference-a", True),
-        ({"engine": "forced", "device": "cpu"}, "inference-a", True),
         ({"engine": "scripted"}, "inference-a", False),
-        ({"engine": "torch", "device": "cpu", "threads": 2}, "inference-a", False),
         ({"engine": "torch", "device": "auto"}, "inference-a", False),
         ({"engine": "sglang", "gpus": [0]}, "inference-a", False),
         ({}, "orchestrator", False),

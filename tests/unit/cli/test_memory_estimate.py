@@ -118,41 +118,6 @@ def test_the_experts_of_a_local_config_are_counted(
     assert shape.intermediate == width, "the experts that a token passes through"
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    tree = {
-        "name": "placed",
-        "policies": {
-            "model0": {
-                "model": {"path": "Qwen/Qwen3-8B"},
-                "algorithm": {"kl_coefficient": 0.001},
-                "trainer": {
-                    "gpus": [1, 2], "num_ranks": 2, "compute_dtype": "bfloat16", "gradient_checkpointing": True,
-                },
-            }
-        },
-        "inference": {"a": {"engine": "sglang", "gpus": [0]}},
-        "data": {"train": {"path": "tasks.jsonl"}},
-        "evaluation": {"at_start": False, "at_end": False},
-    }  # fmt: skip
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
-
-
-def test_what_cannot_fit_is_refused_with_its_parts_and_a_remedy(recipe: Path) -> None:
-    (line,) = misfits(load_recipe(recipe, (), {}))
-    for told in (
-        "trainer-model0",
-        "Adam 30.5",
-        "launch.gpu_memory_gib: 80",
-        "policies.model0.trainer.offload: [optimizer",
-    ):
-        assert told in line
-    assert misfits(load_recipe(recipe, ["policies.model0.trainer.master_dtype=bfloat16"], {})) == []
-    assert misfits(load_recipe(recipe, ["launch.gpu_memory_gib=141"], {})) == []
-
-
 # --- memory of the host
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
@@ -278,3 +243,16 @@ def test_a_model_of_unknown_size_is_not_estimated(tmp_path: Path, model: str | N
     unknown = host_recipe(tmp_path, model=model)  # type: ignore[arg-type]
     assert all(not found.shared for found in host_estimates(unknown, has_gpus=True).values())
     assert shared_memory_gib(unknown, 0) == 8
+
+
+def test_what_cannot_fit_is_refused_with_its_parts_and_a_remedy(tmp_path: Path) -> None:
+    host_recipe(tmp_path, trainer={"gpus": [0, 1], "num_ranks": 2})
+
+    def found(*settings: str) -> list[str]:
+        with_reference = ["policies.model0.algorithm.kl_coefficient=0.001", *settings]
+        return misfits(load_recipe(tmp_path / "recipe.yaml", with_reference, {}))
+
+    (line,) = found()
+    for told in ("trainer-model0", "Adam 30.5", "launch.gpu_memory_gib: 80", "trainer.offload: [optimizer"):
+        assert told in line
+    assert found("launch.gpu_memory_gib=141") == found("policies.model0.trainer.master_dtype=bfloat16") == []

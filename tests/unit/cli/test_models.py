@@ -186,10 +186,8 @@ def test_a_name_in_the_cache_is_not_asked_for(asked: list[str], tmp_path: Path) 
     ("engine", "steps", "number"),
     [
         ("torch", 3, 1),
-        ("torch", 0, 1),
         ("scripted", 3, 1),
         ("scripted", 0, 0),
-        ("mine:Engine", 3, 1),
         ("mine:Engine", 0, 0),
     ],
 )

@@ -8,6 +8,7 @@ import os
 import stat
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,22 +84,8 @@ def test_starting_checkpoints_that_the_run_makes_are_part_of_the_bundle(tmp_path
 
 def test_processes_that_come_at_once_share_one_set_of_keys(tmp_path: Path) -> None:
     recipe = two_nodes(tmp_path)
-    together = threading.Barrier(4)
-    failures: list[BaseException] = []
-
-    def come() -> None:
-        together.wait(WAIT_S)
-        try:
-            keys_of(recipe, tmp_path, {})
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=come) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not failures
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(lambda _: keys_of(recipe, tmp_path, {}), range(8))) == {tmp_path / "keys"}
     authority = (tmp_path / "keys" / "ca.pem").read_bytes()
     for role in (Role.ORCHESTRATOR, Role.INFERENCE, Role.TRAINER):
         assert identity.load(tmp_path / "keys", role).bundle.ca == authority

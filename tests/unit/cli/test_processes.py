@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,21 +95,6 @@ def test_a_killed_process_is_started_again_a_bounded_number_of_times(processes: 
         wait_until(processes.watch, "the second death")
 
 
-def test_stop_also_reaches_children_of_children_and_nobody_else(processes: Processes, tmp_path: Path) -> None:
-    code = (
-        "import subprocess, sys, time, pathlib\n"
-        f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
-        "time.sleep(60)"
-    )
-    processes.start(spec("parent", code))
-    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the grandchild")
-    grandchild = int((tmp_path / "pid").read_text())
-    processes.stop()
-    wait_until(lambda: not is_running(grandchild), "the end of the grandchild")
-    assert is_running(os.getpid())
-
-
 @pytest.mark.parametrize("trap", ["", "trap '' TERM; "])
 def test_what_a_killed_process_has_left_ends_at_its_restart_or_at_the_end_of_the_run(
     processes: Processes, tmp_path: Path, trap: str
@@ -170,23 +154,23 @@ def test_a_second_signal_kills_all_groups_at_once_and_names_them(tmp_path: Path)
 
 
 def test_children_leave_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    child = (
+        "from services.common.system.child import die_with_parent_if_asked; die_with_parent_if_asked()\n"
+        f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
+    )
     launcher = (
         "import sys, time, pathlib\n"
         "from services.cli.plan import ProcessSpec\n"
         "from services.cli.run.processes import Processes\n"
-        "code = 'from services.common.system.child import die_with_parent_if_asked as d; d(); import time; time.sleep(60)'\n"
         f"p = Processes(pathlib.Path({str(tmp_path)!r}), 0, 1.0)\n"
-        "p.start(ProcessSpec(name='child', argv=(sys.executable, '-c', code), address=''))\n"
-        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(p.pids()['child']))\n"
+        f"p.start(ProcessSpec(name='child', argv=(sys.executable, '-c', {child!r}), address=''))\n"
         "time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", launcher])
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the child")
-    child = int((tmp_path / "pid").read_text())
-    time.sleep(1.0)  # until the child has asked the kernel; before that it checks its parent itself
     process.kill()
     process.wait(timeout=WAIT_S)
-    wait_until(lambda: not is_running(child), "the end of the child")
+    wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())), "the end of the child")
 
 
 def test_a_process_that_asks_to_be_started_again_is_and_no_more_often_than_allowed(

@@ -120,19 +120,6 @@ def test_ports_are_kept_while_a_process_of_the_last_launch_is_left(tmp_path: Pat
     assert processes_left(directory) == []
 
 
-def test_a_launch_that_is_ending_is_waited_for(tmp_path: Path) -> None:
-    _, directory = prepare(quickstart(tmp_path))
-    told = Console(file=io.StringIO(), width=300)
-    lock = run_directory.launcher_lock(directory)
-    lock.__enter__()
-    releasing = threading.Timer(0.3, lambda: lock.__exit__(None, None, None))
-    releasing.start()
-    run_directory.reopen(directory, told, wait_s=30)
-    releasing.join(WAIT_S)
-    assert isinstance(told.file, io.StringIO)
-    assert f"is in use (launcher, pid {os.getpid()})" in told.file.getvalue()
-
-
 def test_a_run_that_ended_while_its_launch_was_waited_for_does_not_go_on(tmp_path: Path) -> None:
     resolved, directory = prepare(quickstart(tmp_path))
     lock = run_directory.launcher_lock(directory)

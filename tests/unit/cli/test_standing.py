@@ -165,17 +165,6 @@ def test_what_commands_say_about_a_run_fits_the_terminal(
     assert all(len(line) <= 60 for line in done.stdout.splitlines()), done.stdout
 
 
-def test_status_of_a_long_name_keeps_each_command_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    train(run_dir, 4)
-    end(run_dir, "finished")
-    long = run_dir.rename(run_dir.parent / f"{'long-' * 20}name")
-    done = rollmill("status", str(long))
-    lines = done.stdout.splitlines()
-    assert done.exit_code == 0
-    assert f"    rollmill trajectories {long}" in lines and f"    rollmill plot {long}" in lines
-
-
 @pytest.mark.parametrize("state", ["", "finished", "stopped"])
 def test_stop_of_a_run_without_processes_says_that_there_is_nothing_to_stop(run_dir: Path, state: str) -> None:
     train(run_dir, 4)

@@ -43,15 +43,9 @@ def phases() -> st.SearchStrategy[tuple[RolloutPhase, ...]]:
 
 def slots(index: int) -> st.SearchStrategy[SlotFacts]:
     sequence = SequenceFacts(
-        policy="model0",
-        role="agent",
-        attempt=0,
-        reward=1.0,
-        num_tokens=3,
-        num_trained_tokens=2,
-        versions=(1, 2),
+        policy="model0", role="agent", attempt=0, reward=1.0, num_tokens=3, num_trained_tokens=2, versions=(1, 2),
         stop_reason="stop",
-    )
+    )  # fmt: skip
     return st.builds(
         SlotFacts,
         index=st.just(index),

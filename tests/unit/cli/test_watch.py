@@ -18,7 +18,6 @@ from services.cli.watch import (
     StallsAtStart,
     StallsTold,
     render,
-    time_words,
     warnings_of,
 )
 from services.common.errors import InfrastructureError
@@ -91,17 +90,6 @@ def test_a_low_terminal_shows_problems_and_progress_first() -> None:
     whole = Console(record=True, width=80, file=StringIO())
     whole.print(render(busy(1), "run"))
     assert "issued 3000" in (text := whole.export_text()) and "where the time went" in text
-
-
-def test_no_time_is_promised_before_the_first_step_or_while_paused() -> None:
-    progress = busy()
-    assert "left" in time_words(progress)
-    progress.state = run_pb2.RUN_STATE_PAUSED
-    assert "left" not in time_words(progress)
-    progress.state = run_pb2.RUN_STATE_TRAINING
-    progress.policies[0].version = 0
-    assert "left" not in time_words(progress) and "elapsed" in time_words(progress)
-    assert time_words(run_pb2.RunProgress()) == "0 tokens/s"
 
 
 def test_an_evaluation_is_followed_line_by_line_where_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,14 +122,6 @@ def test_check_shows_a_row_of_each_source(folder: Path) -> None:
 def test_a_reward_that_a_right_answer_does_not_raise_is_told(
     reward: str, scored: str, is_told: bool, folder: Path
 ) -> None:
-    with (folder / "my_rewards.py").open("a") as module:
-        module.write(
-            r"""
-def boxed(task, completion): return float(completion == r"\boxed{%s}" % task["answer"])
-def never(task, completion): return 0.0
-def number(task, completion): return float(int(completion or 0) > 10**9)
-"""
-        )
     apply(folder, Wrong("reward", (), {"workflow.settings.reward": f"my_rewards:{reward}"}))
     shown = checked(folder, Wrong("reward", ()))
     assert f"first row scored by my_rewards:{reward}: {scored}\n" in re.sub(" +\n", "\n", shown)

@@ -30,6 +30,9 @@ def raising_rows(seed): raise ValueError("no such file")
 def endless(seed):
     while True: yield {"problem": "a", "answer": "b"}
 class NoFlow: pass
+def boxed(task, completion): return float(completion == r"\\boxed{%s}" % task["answer"])
+def never(task, completion): return 0.0
+def number(task, completion): return float(int(completion or 0) > 10**9)
 def words(task, completion): return float(len(completion.split()))
 def needs(task, completion): return float(task["unit_tests"] == completion)
 def key_error(seed):
