@@ -37,9 +37,10 @@ SMALL = [
     "policies.model0.batch.dynamic_sampling=false",
     "policies.model0.trainer.checkpoint_every=2",
     "inference.a.num_slots=32",
-    "data.evaluation.held_out.limit=16",
     "run.until=null",
+    "evaluation.at_start=false",
     "evaluation.every=0",
+    "evaluation.at_end=false",
     "orchestrator.retention=all",  # tests read every trajectory back, also those from before a kill
 ]
 

@@ -19,8 +19,6 @@ from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = ["run.steps=4", "evaluation.at_start=false", "data.evaluation.held_out.limit=8"]
-
 
 def run_directories(runs: Path) -> list[Path]:
     return sorted(resolved.parent for resolved in runs.glob("*/recipe.json"))
@@ -38,7 +36,7 @@ def listening_at(port: int) -> socket.socket:
 
 
 def test_the_run_of_a_launcher_that_was_killed_goes_on_once(start_run: Callable[..., Run], tmp_path: Path) -> None:
-    first = start_run("first", *SETTINGS, resume="auto")
+    first = start_run("first", "run.steps=4", resume="auto")
     deadline = time.monotonic() + RUN_TIMEOUT_S
     while not any(b'"training_step"' in file.read_bytes() for file in tmp_path.glob("*/metrics/orchestrator.jsonl")):
         assert first.process.poll() is None and time.monotonic() < deadline, first.output
@@ -50,7 +48,7 @@ def test_the_run_of_a_launcher_that_was_killed_goes_on_once(start_run: Callable[
 
     port = load_resolved(run_dir).orchestrator.port
     with listening_at(port):
-        both = [start_run(name, *SETTINGS, resume="auto") for name in ("second", "third")]
+        both = [start_run(name, "run.steps=4", resume="auto") for name in ("second", "third")]
         codes = [each.process.wait(RUN_TIMEOUT_S) for each in both]
     assert sorted(codes) == [0, 2], "\n".join(each.output for each in both)
     winner, loser = sorted(both, key=lambda each: each.process.wait(0))

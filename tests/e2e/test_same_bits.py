@@ -32,8 +32,6 @@ def test_an_adapter_is_trained_served_and_exported_through_a_killed_trainer(star
         "policies.model0.algorithm.kl_reward_coefficient=0.01",
         "policies.model0.trainer.checkpoint_every=2",
         "policies.model0.batch.max_staleness=0",  # so that the last batch needs the version before it
-        "evaluation.at_start=false",
-        "evaluation.at_end=false",
     )
     run.wait_for(lambda: run.steps() >= 3, "the third step")
     run.kill("trainer-model0")
@@ -67,7 +65,7 @@ DAMAGED_STEPS = 8
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(start_run: Callable[..., Run]) -> None:
     """Versions that are trained again have the digests that the ledger knows, so the weights are those of an undisturbed
     run."""
-    run = start_run("damaged", f"run.steps={DAMAGED_STEPS}", "evaluation.at_start=false", "evaluation.at_end=false")
+    run = start_run("damaged", f"run.steps={DAMAGED_STEPS}")
     directory = run.directory / "checkpoints" / "model0"
     run.wait_for(lambda: len(steps(directory)) == 2, "the second checkpoint")
     run.kill("trainer-model0")
@@ -105,8 +103,6 @@ def test_replayed_sequences_are_marked_and_trained_to_the_same_bits_after_a_kill
         "policies.model0.algorithm.name=sapo",
         "policies.model0.algorithm.kl_reward_coefficient=0.01",
         "sampling.top_p=0.9",
-        "evaluation.at_start=false",
-        "evaluation.at_end=false",
     )
     run.wait_for(lambda: run.steps() >= 2, "the second step")
     run.kill("orchestrator")
@@ -139,8 +135,6 @@ SETTINGS = [
     "policies.model0.batch.max_staleness=0",
     "policies.model0.trainer.export_final=false",
     "data.evaluation={}",
-    "evaluation.at_start=false",
-    "evaluation.at_end=false",
     "rollout.infra_retries=9",
     "orchestrator.retention=all",
     "workflow.settings.reward=benchmarks._chaos_hooks:share_of_digits",
