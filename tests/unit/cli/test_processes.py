@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from services.cli.console import StopSignal
-from services.cli.plan import ProcessSpec, plan
+from services.cli.plan import ProcessSpec
 from services.cli.run.processes import ForkServer, Processes, reap_orphans
 from services.common import run_files
-from services.common.config.loading import validate
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.rpc.client import is_serving
 from services.common.system.child import LEFT, module_command
@@ -386,28 +385,3 @@ def test_a_server_that_is_given_up_starts_nothing_afterwards(tmp_path: Path, mon
     assert fork_server.start(argv, dict(os.environ), tmp_path / "up") is None
     time.sleep(2.0)
     assert not (tmp_path / "up").exists()
-
-
-@pytest.mark.parametrize(
-    ("section", "process", "forked"),
-    [
-        ({"engine": "torch", "device": "cpu"}, "inference-a", True),
-        ({"engine": "scripted"}, "inference-a", False),
-        ({"engine": "torch", "device": "auto"}, "inference-a", False),
-        ({"engine": "sglang", "gpus": [0]}, "inference-a", False),
-        ({}, "orchestrator", False),
-    ],
-)
-def test_only_what_finds_its_imports_in_the_server_is_forked(
-    section: dict[str, object], process: str, forked: bool, tmp_path: Path
-) -> None:
-    tree = {
-        "name": "forked",
-        "policies": {"model0": {"model": {"path": "some/model"}}},
-        "inference": {"a": {"engine": "scripted", **section}},
-        "data": {"train": {"path": "tasks.jsonl"}},
-        "evaluation": {"at_start": False, "at_end": False},
-    }
-    specs = {spec.name: spec for spec in plan(validate(tree, source="test"), tmp_path)}
-    assert specs[process].forked is forked
-    assert not specs["trainer-model0"].forked, "its device is left to the machine: it may be a GPU"

@@ -35,9 +35,6 @@ def never(task, completion): return 0.0
 def number(task, completion): return float(int(completion or 0) > 10**9)
 def words(task, completion): return float(len(completion.split()))
 def needs(task, completion): return float(task["unit_tests"] == completion)
-def key_error(seed):
-    yield {"problem": "a", "answer": "b"}
-    raise KeyError("shard 7")
 """
 
 GRADED = """
@@ -171,13 +168,11 @@ WRONG = [
     rows("a column behind another", (TRAIN, "columns.messages instead"), lines([{"messages": "a", "x": "b"}]),
          columns={"prompt": "x"}),
     rows("an id that does not exist", (TRAIN, "no field 'uid'"), lines(ROWS), id_field="uid"),
-    rows("an unknown form", ("data.train.form", "'maths'"), lines(ROWS), form="maths"),
     rows("every prompt too long", (TRAIN, "every prompt", "127 tokens", "context_length"),
          lines([{"problem": "long " * 400, "answer": "b"}])),
     rows("some prompts too long", (TRAIN, "1 of 13 prompts", "max_prompt_tokens: 127"),
          lines([*ROWS, {"problem": "long " * 400, "answer": "b"}])),
     Wrong("an unknown data set", (TRAIN, "'gsm9k'", "gsm8k"), {TRAIN: {"name": "gsm9k"}}),
-    Wrong("no generator module", (TRAIN, "no module 'nowhere'"), {TRAIN: {"generator": "nowhere:rows"}}),
     Wrong("no generator function", (TRAIN, "no 'row'", "rows"), {TRAIN: {"generator": "my_rewards:row"}}),
     Wrong("generator's setting", (TRAIN, "my_rewards:rows", "def rows(seed, split)"),
           {TRAIN: {"generator": "my_rewards:rows", "settings": {"split": "a"}}}),
@@ -204,7 +199,6 @@ WRONG = [
     # -- the workflow
     setting("workflow.name", "singel_turn", "workflow.name", "'singel_turn'", "single_turn"),
     setting("workflow.name", "my_rewards:NoFlow", "is no workflow", "my_rewards.py"),
-    setting("workflow.name", "nowhere:Flow", "no module 'nowhere'"),
     setting("workflow.settings.max_turns", 3, "workflow.settings.max_turns", "unknown key"),
     setting("workflow.settings.policy", "actor", "'actor'", "model0"),
     Wrong("an environment that is not there", ("workflow.settings.environment is 'chess'", "textworld", "envgateway.environments"),
@@ -229,7 +223,6 @@ WRONG = [
     # -- numbers
     setting(f"{OPTIMIZER}.lr", 1, f"{OPTIMIZER}.lr is 1", "at most 0.1"),
     setting(f"{OPTIMIZER}.betas", [1.0, 0.9], f"{OPTIMIZER}", "betas must lie in [0, 1)"),
-    setting(f"{OPTIMIZER}.schedule", "cosin", f"{OPTIMIZER}.schedule", "'cosine'"),
     setting(f"{BATCH}.size", 63, f"{BATCH}.size is 63", "whole groups of 8", "56 or 64"),
     setting(f"{BATCH}.minibatches", 7, f"{BATCH}.minibatches is 7", "64", "4 or 8"),
     Wrong("pass@k beyond the group", ("pass_k (9)", "group_size (8)"),
@@ -247,7 +240,6 @@ WRONG = [
     setting("workflow.settings.max_prompt_tokens", 5, "5 tokens that workflow.settings.max_prompt_tokens allows"),
     # -- structure
     Wrong("a key twice", ("recipe.yaml:", "name is there twice", "line 2"), edit=lambda text: f"{text}name: other\n"),
-    Wrong("extends what does not exist", ("extends", "'bse'", "base"), {"extends": "bse"}),
     setting("num_generations", 8, "num_generations: unknown key", "rollout.group_size"),
     setting("policies.model0.model", "Qwen/Qwen3-0.6B", "policies.model0.model", "such as {path: Qwen/Qwen3-0.6B}"),
     # -- this machine
@@ -279,25 +271,16 @@ def with_second(name: str, told: tuple[str, ...], **settings: Any) -> Wrong:
 MIXTURES = [
     with_second("weight infinite", ("data.train.1.weight", "finite"), weight=float("inf")),
     with_second("source with a slash", ("data.train.1.source", "'a/b'", "letters, digits"), source="a/b"),
-    with_second("reward of a source that is not there", ("no module 'nowhere'",),
-                workflow={"settings": {"reward": "nowhere:f"}}),
     with_second("reward of a source lacks a column", ("data.train.other, task 1", "my_rewards.py:", "KeyError: 'unit_tests'", "problem"),
                 workflow={"settings": {"reward": "my_rewards:needs"}}),
-    with_second("workflow of a source that is not there", ("no workflow 'singel_turn'", "single_turn"),
-                workflow={"name": "singel_turn"}),
     with_second("settings of a source's workflow", ("data.train.other.workflow.settings.rewrad", "unknown key", "'reward'"),
                 workflow={"settings": {"rewrad": "my_rewards:exact"}}),
-    with_second("environment of a source that is not there", ("data.train.other.workflow.settings.environment", "'maze'", "write one of"),
-                workflow={"name": "agent_env", "settings": {"environment": "maze"}}),
     Wrong("weight of the only dataset", ("train.weight", "several sources", "as a list"), {TRAIN: {**GOOD_SOURCE, "weight": 2}}),
     mixed("a list without sources", ("train is an empty list", "path: ./rows.jsonl")),
     mixed("two sources of one name", ("train.0 and train.1", "both called 'rows'", "source: NAME"), GOOD_SOURCE, GOOD_SOURCE),
     Wrong("sources as names", ("data.train.0", "such as {path: rows.jsonl}"), {TRAIN: ["rows.jsonl", "other.jsonl"]}),
-    mixed("source that is not there", ("data.train.gone.path", "gone.jsonl does not exist"), GOOD_SOURCE, {"path": "./gone.jsonl"}),
     mixed("generator without an end", ("data.train.endless", "yields more than 1000000 rows", "limit"), GOOD_SOURCE,
           {"generator": "my_rewards:endless"}),
-    mixed("generator that raises later", ("data.train.key_error", "my_rewards.py:", "raised KeyError", "shard 7"), GOOD_SOURCE,
-          {"generator": "my_rewards:key_error"}),
     Wrong("an element that the list lacks", ("data.train.4.weight", "a list of 2", "from 0 to 1"), {TRAIN: [GOOD_SOURCE, OTHER]},
           OTHER_FILE, overrides=["data.train.4.weight=2"]),
     Wrong("mixture and bit-exact runs", ("run.deterministic", "data.train mixes rows, other"),
