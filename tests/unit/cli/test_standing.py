@@ -31,7 +31,7 @@ from services.cli.inspect.standing import (
 from services.cli.inspect.trajectories import Wanted, read_trajectories
 from services.cli.run import directory as run_directory
 from services.cli.run.evaluate import evaluation_recipe
-from services.cli.watch import ProgressView, reach
+from services.cli.watch import ProgressView
 from services.common.checkpoints import path_of
 from services.common.config.loading import load_recipe, save_resolved
 from services.common.errors import ConfigError, InfrastructureError
@@ -226,20 +226,6 @@ def test_nobody_answers_for_a_run_that_starts_stands_or_is_over(run_dir: Path) -
     assert f"rollmill run --resume {run_dir}" in why_silent(run_dir)
     end(run_dir, "stopped")
     assert "the run is over (stopped)" in why_silent(run_dir)
-
-
-def test_a_command_in_a_folder_without_runs_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
-) -> None:
-    monkeypatch.delenv("ROLLMILL_KEYS", raising=False)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("services.cli.watch.ORCHESTRATOR", f"127.0.0.1:{unused_tcp_port}")
-    client = reach(None, None)
-    try:
-        with pytest.raises(InfrastructureError, match=rf"{tmp_path}/runs has no run, and this is the default address"):
-            client.get_run()
-    finally:
-        client.close()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -208,27 +207,15 @@ def test_the_status_is_what_became_of_it(facts: GroupFacts, word: str) -> None:
     assert status(facts) == word
 
 
-@pytest.fixture
-def write_log(tmp_path: Path) -> Callable[..., None]:
-    def write(name: str, *lines: dict[str, Any] | bytes) -> None:
-        (tmp_path / "logs").mkdir(exist_ok=True)
-        with (tmp_path / "logs" / f"{name}.jsonl").open("ab") as file:
-            for line in lines:
-                file.write(line if isinstance(line, bytes) else orjson.dumps({"instance": name, **line}) + b"\n")
-
-    return write
-
-
 def test_notes_come_from_lines_that_concern_the_group_and_torn_lines_do_no_harm(
-    tmp_path: Path, write_log: Callable[..., None]
+    tmp_path: Path,
 ) -> None:
     def at(second: int) -> str:
         return f"1970-01-01T00:00:{second:02d}Z"
 
     name = "mark-00000001"
     facts = known(task_group_id=name, uses=(used(),), slots=(SlotFacts(index=0, replica_id="a", durable_at=40.0),))
-    write_log(
-        "orchestrator",
+    lines: list[dict[str, Any]] = [
         {"event": "record.dropped", "task_group": name, "outcome": "duplicate", "index": 0, "timestamp": at(30)},
         {"event": "record.dropped", "task_group": f"{name}1", "outcome": "duplicate", "index": 0, "timestamp": at(30)},
         {"event": "replica.lease_lost", "replica": "a", "timestamp": at(20)},
@@ -239,8 +226,10 @@ def test_notes_come_from_lines_that_concern_the_group_and_torn_lines_do_no_harm(
         {"event": "batch.pulled", "policy": "p", "step": 1, "rank": 1, "timestamp": at(46)},  # asked again
         {"event": "batch.pulled", "policy": "p", "step": 2, "rank": 0, "timestamp": at(46)},
         {"event": "rollout.retry", "task_group": name, "index": 0, "timestamp": "no time"},
-        b'{"event": "record.dropped", "task_group": "mark-000',
-    )
+    ]
+    (tmp_path / "logs").mkdir()
+    torn = b'{"event": "record.dropped", "task_group": "mark-000'
+    (tmp_path / "logs" / "orchestrator.jsonl").write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in lines) + torn)
     notes, pulls = read_notes(tmp_path, facts)
     assert [(note.at, note.event) for note in notes] == [
         (0.0, "rollout.retry"),
