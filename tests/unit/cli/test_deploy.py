@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -336,20 +335,6 @@ def test_every_image_is_built_from_a_dockerfile_that_is_there_and_files_that_are
         copied = re.findall(r"^COPY (?!--)(.+) \S+$", file.read_text(), flags=re.MULTILINE)
         sources = {source for line in copied for source in line.split()}
         assert sources <= set(sent) and all((REPOSITORY / source).exists() for source in sources)
-
-
-def pins(file: Path) -> dict[str, str]:
-    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", file.read_text(), flags=re.MULTILINE))
-
-
-def test_the_image_with_sglang_has_its_pins_and_whatever_the_inference_service_names() -> None:
-    pinned = pins(REPOSITORY / "deploy" / "docker" / "inference-sglang.constraints.txt")
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    for requirement in [*project["dependencies"], *extras["inference"], *extras["sglang"]]:
-        name, _, version = requirement.partition("==")
-        name = re.split(r"[<>=\[ ]", name)[0]
-        assert name in pinned and (not version or pinned[name] == version)
 
 
 # --- metrics

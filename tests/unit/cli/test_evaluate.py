@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from services.cli.inspect.plot import curves, grouped, plot_runs
-from services.cli.inspect.run_state import read_metrics, training_steps
+from services.cli.inspect.run_state import read_metrics
 from services.cli.inspect.standing import standing
 from services.cli.plan import plan
 from services.cli.run.evaluate import comparable, compare, evaluation_recipe, failed_items, plot_scores, scores_table
@@ -245,14 +245,6 @@ def write_run(directory: Path, steps: int) -> Path:
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     assert len(read_metrics(write_run(tmp_path / "run", 3))) == 3
-
-
-def test_of_a_step_told_twice_the_last_counts() -> None:
-    rows = [
-        {"kind": "training_step", "policy": "p", "step": 1, "rollout_reward_mean": 0.1},
-        {"kind": "training_step", "policy": "p", "step": 1, "rollout_reward_mean": 0.2},
-    ]
-    assert [row["rollout_reward_mean"] for row in training_steps(rows)["p"]] == [0.2]
 
 
 def recipe_of(run: Path, **settings: Any) -> None:

@@ -21,7 +21,6 @@ from services.cli.inspect.trajectories import (
     POLICY,
     PROMPT,
     Marks,
-    Turn,
     Wanted,
     load_tokenizer,
     marks_of,
@@ -205,10 +204,6 @@ LLAMA = (
     "<|begin|>{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content }}<|eot|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
 )
-NO_SYSTEM = (
-    "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}"
-    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
-)
 WORDS = st.text(st.characters(categories=("L", "N"), include_characters=" +=\n"), min_size=1, max_size=30).filter(
     str.strip
 )
@@ -250,11 +245,6 @@ def test_roles_and_texts_come_back(
     found = turns([(False, prompt), (True, answer), (False, continuation), (True, last)], marks_of(tokenizer(template)))
     wanted = [("system", system), ("user", question), (POLICY, answer), ("tool", result), (POLICY, last)]
     assert [(turn.role, turn.text) for turn in found] == [(role, text.strip()) for role, text in wanted]
-
-
-def test_a_template_that_refuses_roles_still_tells_those_that_it_knows() -> None:
-    marks = marks_of(tokenizer(NO_SYSTEM))
-    assert turns([(False, "[INST] 2+2? [/INST]"), (True, "4</s>")], marks) == [Turn("user", "2+2?"), Turn(POLICY, "4")]
 
 
 @pytest.mark.parametrize("template", [None, "", "no marks at all", "{{ messages[0].content }}"])
