@@ -1,6 +1,5 @@
 """``python tests/no_namespaces.py [--user UID] PROGRAM ...``: runs a program as under Docker's default seccomp profile without
 capabilities: new namespaces, mounts and another root are refused. ``--one-user``: as root of a user namespace that has one user.
-``--profile FILE``: under that profile, which libseccomp loads.
 
 Standard library alone: it becomes another user before anything else is imported.
 """
@@ -103,9 +102,6 @@ if __name__ == "__main__":
     if arguments[0] == "--one-user":
         del arguments[0]
         become_root_of_one_user()
-    elif arguments[0] == "--profile":
-        load_profile(arguments[1])
-        del arguments[:2]
     else:
         refuse_namespaces()
     os.execvp(arguments[0], arguments)

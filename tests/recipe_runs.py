@@ -36,9 +36,10 @@ def run_recipe(
 
 
 def rows(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The orchestrator's rows of metrics of one kind."""
-    lines = (run_dir / "metrics" / "orchestrator.jsonl").read_bytes().splitlines()
-    return [row for row in map(orjson.loads, lines) if row["kind"] == kind]
+    """The orchestrator's rows of metrics of one kind that are written so far."""
+    path = run_dir / "metrics" / "orchestrator.jsonl"
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [row for line in lines if line.endswith(b"}") and (row := orjson.loads(line))["kind"] == kind]
 
 
 def left_running(run_dir: Path) -> list[str]:

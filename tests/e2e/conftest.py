@@ -12,7 +12,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from services.cli.run.processes import ForkServer
@@ -25,6 +24,7 @@ from services.orchestrator.journal.entries import plain_trajectory
 from services.orchestrator.journal.reader import JournalReader
 from services.trainer.warm_start import make_starting_checkpoint
 from tests.integration.trainer.launching import made_once
+from tests.recipe_runs import rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "recipes" / "quickstart"
@@ -37,9 +37,10 @@ SMALL = [
     "policies.model0.batch.dynamic_sampling=false",
     "policies.model0.trainer.checkpoint_every=2",
     "inference.a.num_slots=32",
-    "data.evaluation.held_out.limit=16",
     "run.until=null",
+    "evaluation.at_start=false",
     "evaluation.every=0",
+    "evaluation.at_end=false",
     "orchestrator.retention=all",  # tests read every trajectory back, also those from before a kill
 ]
 
@@ -58,12 +59,16 @@ def started_from(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 class Run:
     """One ``rollmill run`` in a process of its own, forked with its imports done."""
 
-    def __init__(self, forks: ForkServer, directory: Path, name: str, *settings: str) -> None:
+    def __init__(
+        self, forks: ForkServer, directory: Path, name: str, *settings: str, resume: str | None = None
+    ) -> None:
+        """``resume``: as of ``--resume``, for a run whose name is not given."""
         self.directory = directory / name
-        sets = [f"run.dir={directory}", f"run.id={name}", *SMALL, *settings]
+        sets = [f"run.dir={directory}", *([] if resume else [f"run.id={name}"]), *SMALL, *settings]
         arguments = [part for setting in sets for part in ("--set", setting)]
         self._output = directory / f"{name}.out"
-        command = module_command("tests.forked_launch", "run", str(RECIPE), *arguments, "--json")
+        arguments += ["--resume", resume] if resume else ["--json"]
+        command = module_command("tests.forked_launch", "run", str(RECIPE), *arguments)
         process = forks.start(command, {**os.environ, "OMP_NUM_THREADS": "1"}, self._output)
         assert process is not None, "the fork server has ended"
         self.process = process
@@ -73,12 +78,7 @@ class Run:
         return self._output.read_text()
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
-        """Rows of the orchestrator's metrics written so far."""
-        path = self.directory / "metrics" / "orchestrator.jsonl"
-        if not path.exists():
-            return []
-        lines = path.read_bytes().splitlines()
-        return [row for line in lines if line.endswith(b"}") and (row := orjson.loads(line))["kind"] == kind]
+        return rows(self.directory, kind)
 
     def steps(self) -> int:
         return max((row["step"] for row in self.rows("training_step")), default=0)
@@ -139,8 +139,8 @@ def rollmill(forks: ForkServer, tmp_path: Path) -> Callable[..., tuple[int, str]
 def start_run(forks: ForkServer, tmp_path: Path, started_from: list[str]) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def start(name: str, *settings: str) -> Run:
-        runs.append(Run(forks, tmp_path, name, *started_from, *settings))
+    def start(name: str, *settings: str, resume: str | None = None) -> Run:
+        runs.append(Run(forks, tmp_path, name, *started_from, *settings, resume=resume))
         return runs[-1]
 
     yield start

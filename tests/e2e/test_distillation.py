@@ -63,8 +63,6 @@ def test_a_student_comes_nearer_to_a_served_teacher_through_kills_and_replays_to
         "policies.model0.optimizer.lr=2.0e-3",
         "policies.model0.batch.size=64",
         "policies.model0.batch.minibatches=4",
-        "evaluation.at_start=false",
-        "evaluation.at_end=false",
     )
     run.wait_for(lambda: run.steps() >= 2, "the second step")
     run.kill("orchestrator")

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rollmill import Run
+from tests.documented import blocks, files
 from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S
+from tests.waiting import PROCESS_S
 
 pytestmark = pytest.mark.slow
 SHORT = ["--set", "run.steps=2", "--set", "warm_start.model0.steps=2", "--set", "evaluation.every=0",
@@ -77,3 +82,64 @@ def test_a_run_whose_rollouts_all_fail_ends_with_the_reason_and_goes_on_once_rep
     flow.write_text(FLOW.replace("LIMIT", "1000000"))
     rollmill(tmp_path, "run", "--resume", str(run_dir), "--set", "run.steps=2")
     assert json.loads((run_dir / "summary.json").read_text())["state"] == "finished"
+
+
+# --- docs/my-environment.md (the other guides: tests/unit/test_guides.py)
+
+GUIDE = "my-environment.md"
+
+
+def test_the_environment_of_the_guide_is_trained_in(tmp_path: Path) -> None:
+    (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
+    for name, text in files(GUIDE).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    commands = [line.partition("#")[0].strip() for block in blocks(GUIDE, "sh") for line in block.splitlines()]
+    follow(tmp_path, commands[0])
+    (trial,) = (command for command in commands if "--profile tiny" in command)
+    follow(tmp_path, trial)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["state"] == "finished" and summary["evaluations"]["end/greedy"]["mean_reward"] == 0.5
+    (shown,) = (command for command in commands if "trajectories" in command)
+    assert "drawers. Open one" in follow(tmp_path, shown.replace("runs/my-environment-tiny-*", str(run_dir)))
+
+
+def follow(directory: Path, command: str) -> str:
+    """Run a command of the page in a directory; return its output."""
+    program, *arguments = shlex.split(command)
+    if program == "python":
+        runpy.run_path(str(directory / arguments[0]))
+        return ""
+    return rollmill(directory, *arguments)
+
+
+# --- examples/train.py
+
+
+def test_a_run_of_the_examples_is_started_and_read_from_python(tmp_path: Path) -> None:
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "__init__.py").write_text("raise SystemExit('the folder of the user was imported')\n")
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "examples" / "train.py")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "is hidden by Rollmill's own package" in done.stderr
+    scores, best, traced = done.stdout.splitlines()
+    assert "start/sampled" in scores and "'evaluated'" in traced
+    (directory,) = (tmp_path / "runs").iterdir()
+    run = Run(directory)
+    trajectories = list(run.trajectories())
+    assert len(trajectories) == len({(row["task_group_id"], row["index"]) for row in trajectories}) >= 8
+    assert float(best.split()[1]) == max(row["reward"] for row in trajectories) > 0
+    table = run.trajectories().arrow()
+    assert table.column("reward").to_pylist() == [row["reward"] for row in run.trajectories()]
+    assert list(run.metrics()) and run.metrics().arrow().num_rows == len(list(run.metrics()))
+    assert run.recipe.modules == [str(REPOSITORY / "examples")] and run.summary["evaluations"]
+    assert {row["task_group_id"] for row in run.traces()} == {row["task_group_id"] for row in trajectories}

@@ -98,40 +98,9 @@ def test_an_installed_rollmill_makes_checks_and_runs_a_recipe_in_the_current_fol
     assert json.loads(summary.read_text())["state"] == "finished"
 
 
-def test_a_folder_of_the_user_may_be_called_recipes(bin_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "rewards.py").write_text("def mine(task, completion): return 1.0\n")
-    load = (
-        "from services.common.importing import check_can_be_loaded, load_object\n"
-        "for path in ('recipes.rewards:mine', 'recipes.functions.steps:demonstrations'):\n"
-        "    check_can_be_loaded(path)\n"
-        "    print(load_object(path).__module__)\n"
-    )
-    found = answer(bin_folder / "python", "-c", load, here=tmp_path).split()
-    assert found == ["recipes.rewards", "recipes.functions.steps"]
-    (tmp_path / "recipes" / "__init__.py").touch()
-    hidden = ask(bin_folder / "rollmill", "run", "quickstart-code", here=tmp_path)
-    assert hidden.returncode
-    assert "/recipes/__init__.py hides the modules of Rollmill's recipes" in " ".join(
-        (hidden.stdout + hidden.stderr).split()
-    )
-
-
-def test_commands_that_take_files_of_a_checkout_or_packages_that_are_not_here_say_so(
-    bin_folder: Path, tmp_path: Path
-) -> None:
+def test_a_command_that_takes_files_of_a_checkout_says_so(bin_folder: Path, tmp_path: Path) -> None:
     refused = ask(bin_folder / "rollmill", "deploy", "quickstart", "--target", "compose", "-o", "out", here=tmp_path)
     assert refused.returncode and "takes files of a checkout" in refused.stdout + refused.stderr
     answer(bin_folder / "rollmill", "deploy", "quickstart", "--target", "slurm", "-o", "out", here=tmp_path)
     assert "#SBATCH --nodes=1" in (tmp_path / "out" / "job.sbatch").read_text()
     assert "start quickstart orchestrator" in (tmp_path / "out" / "node0-orchestrator.sh").read_text()
-    told = answer(
-        bin_folder / "python", "-c",
-        "from services.common.installing import install, make_server_environment as make\n"
-        "print(install('mcp')); print(make('sglang', on_cpu=False))",
-        here=tmp_path,
-    )  # fmt: skip
-    assert told.splitlines() == [
-        f"{bin_folder}/python -m pip install 'rollmill[mcp]'",
-        "python3.12 -m venv .venv-sglang && .venv-sglang/bin/python -m pip install sglang==0.5.23",
-    ]

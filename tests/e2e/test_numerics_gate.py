@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import orjson
 import pytest
 
 from benchmarks.numerics_gate import INJECTED, with_fault
 from services.cli.doctor import Failure, examine
 from services.common.checkpoints import steps
+from services.common.telemetry.metrics import RowKind
 from services.orchestrator.stalls import Cause
+from tests.recipe_runs import rows
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +23,8 @@ def test_an_engine_with_another_temperature_stops_its_run_before_the_first_updat
     assert told.get("cause") == "temperature" and told["step"] == 1, told
     assert "inference.a.dtype float32" in told["message"]
     run_dir = tmp_path / case.name
-    rows = [orjson.loads(line) for line in (run_dir / "metrics" / "orchestrator.jsonl").read_bytes().splitlines()]
-    assert not [row for row in rows if row["kind"] == "training_step"] and not steps(run_dir / "checkpoints" / "model0")
-    assert {row["component"] for row in rows if row.get("cause") == Cause.NUMERICS.value} == {"trainer/model0"}
+    assert not rows(run_dir, "training_step") and not steps(run_dir / "checkpoints" / "model0")
+    stalls = rows(run_dir, RowKind.STALL)
+    assert {row["component"] for row in stalls if row.get("cause") == Cause.NUMERICS.value} == {"trainer/model0"}
     assert [finding.failure for finding in examine(run_dir).findings] == [Failure.MISMATCH]
     assert json.loads((run_dir / "recipe.json").read_text())["policies"]["model0"]["trainer"]["max_mismatch"] is None

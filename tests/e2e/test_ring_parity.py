@@ -3,16 +3,14 @@ that of a forward pass of the weight version named on its segment, before, acros
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from services.cli.inspect.checkpoints import replay_step
 from services.cli.run.processes import ForkServer
 from services.common.config.loading import load_resolved
 from services.common.records import TokenSource
@@ -98,21 +96,3 @@ def test_sampled_tokens_are_trained_and_their_logprobs_are_those_of_their_versio
         for token_ids, begin, logprobs in segments[:48]:
             expected = forward_logprobs(step.model.causal_lm, token_ids)[begin - 1 : begin - 1 + len(logprobs)]
             assert np.abs(expected.numpy() - logprobs).max() <= 1e-4, f"version {version}"
-
-
-def test_a_recorded_batch_trains_to_the_same_bits(finished: Run) -> None:
-    result = replay_step(finished.directory, "model0", STEPS)
-    assert result["equal"], result
-    assert result["from_checkpoint"] == STEPS - 1
-
-
-def test_the_commands_for_people_read_a_finished_run(finished: Run, rollmill: Callable[..., tuple[int, str]]) -> None:
-    code, told = rollmill("trajectories", finished.directory, "--last", 2)
-    assert code == 0 and "What is" in told, told
-    picture = finished.directory / "again.png"
-    code, told = rollmill("plot", finished.directory, finished.directory, "-o", picture)
-    assert code == 0, told
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    summary = json.loads((finished.directory / "summary.json").read_text())
-    assert summary["state"] == "finished"
-    assert (finished.directory / "export" / "model0" / "model.safetensors").exists()

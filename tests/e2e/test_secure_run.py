@@ -20,7 +20,7 @@ Rollmill = Callable[..., tuple[int, str]]
 def test_a_run_over_tls_is_watched_and_ended_by_those_who_may_and_by_nobody_else(
     start_run: Callable[..., Run], rollmill: Rollmill, tmp_path: Path
 ) -> None:
-    run = start_run("secure", "run.steps=1000", "security.tls=on", "evaluation.at_start=false")
+    run = start_run("secure", "run.steps=1000", "security.tls=on")
     run.wait_for(run.steps, "the first training step")
     address = ("--orchestrator", run.address_of("orchestrator"))
     assert rollmill("status", run.directory)[0] == 0

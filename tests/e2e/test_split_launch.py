@@ -21,7 +21,7 @@ from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = [*SMALL, "run.steps=2", "data.evaluation.held_out.limit=8", "evaluation.at_start=false"]
+SETTINGS = [*SMALL, "run.steps=2"]
 WEBSHOP = "recipes/webshop/qwen2.5-7b-instruct-m2po-delta"
 VARIABLES = ("ORCHESTRATOR_PORT", "ENVGATEWAY_PORT")  # all others may be free ones: their owners tell them
 

@@ -19,7 +19,7 @@ from benchmarks._peers import ScriptedTrainer
 from services.cli.__main__ import app
 from services.cli.inspect.fate import Fate, read_fates
 from services.cli.inspect.run_model import GroupFacts
-from services.cli.inspect.trace import choose, counted, events, read_group, read_groups, stages, status
+from services.cli.inspect.trace import choose, counted, events, read_group, read_groups, stages
 from services.cli.run.processes import ForkServer
 from services.common.errors import ConfigError
 from services.common.system.child import module_command
@@ -170,25 +170,6 @@ def test_a_trained_group_shows_every_stage_from_prompt_to_gradient(run_dir: Path
     assert use.loss is not None
 
 
-def test_a_filtered_group_says_why_it_was_not_trained(run_dir: Path) -> None:
-    facts = group_that_is(run_dir, "filtered")
-    (verdict,) = facts.verdicts
-    assert (verdict.outcome, verdict.num_kept, verdict.mean, verdict.std) == ("equal_rewards", 0, 1.0, 0.0)
-    assert facts.closed_reason == "nothing to train"
-    assert not facts.uses
-    assert "advantage_group_equal_rewards" in happened(facts)
-
-
-def test_a_failed_group_says_what_failed(run_dir: Path) -> None:
-    facts = group_that_is(run_dir, "failed")
-    raised_at = f"{__file__}:{reward.__code__.co_firstlineno + 4}"
-    assert {(slot.failure, slot.detail) for slot in facts.slots} == {
-        ("ValueError", f"{raised_at}: this reward is broken")
-    }
-    assert all([phase.what for phase in slot.phases] == ["generate"] for slot in facts.slots)
-    assert happened(facts).count("failed") == SLOTS
-
-
 def test_a_group_whose_replica_was_killed_shows_the_loss_and_who_played_it(run_dir: Path) -> None:
     groups = [facts for facts in read_groups(run_dir) if len(facts.assignments) > 1]
     assert groups
@@ -200,14 +181,6 @@ def test_a_group_whose_replica_was_killed_shows_the_loss_and_who_played_it(run_d
     assert [what.index(name) for name in lost] == sorted(what.index(name) for name in lost)
     assert {slot.replica_id for slot in facts.slots} == {"b"}
     assert next(stage.name for stage in stages(facts)) == "lost with a replica"
-
-
-def test_a_restart_of_the_orchestrator_is_seen_and_costs_no_fact(run_dir: Path) -> None:
-    groups = [read_group(run_dir, facts.task_group_id) for facts in read_groups(run_dir)]
-    assert any(note.event == "run.recovered" for facts in groups for note in facts.notes)
-    for facts in groups:
-        assert status(facts) in ("trained", "filtered", "failed", "waiting for a batch", "running", "expired")
-        assert facts.verdicts or not facts.complete or facts.num_failed == SLOTS
 
 
 def test_every_rollout_of_a_run_that_was_killed_has_one_fate_and_the_sums_come_out(run_dir: Path) -> None:

@@ -27,7 +27,7 @@ def test_a_run_with_a_trainer_over_two_nodes_survives_the_loss_of_a_rank(
     ssh.write_text('#!/usr/bin/env bash\nshift\nexec bash -c "$*"\n')
     ssh.chmod(0o755)
     spread = ["nodes=[0, 1]", "num_ranks=2", "interface=lo", f"rendezvous_port={free_port()}", "checkpoint_every=1"]
-    settings = [*SMALL, *started_from, "run.steps=3", "evaluation.at_start=false", "evaluation.at_end=false"]
+    settings = [*SMALL, *started_from, "run.steps=3"]
     settings += [f"run.dir={tmp_path}", "run.id=two", *(f"policies.model0.trainer.{setting}" for setting in spread)]
     path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, "PYTHONPATH": str(REPOSITORY)}

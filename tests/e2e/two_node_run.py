@@ -20,6 +20,7 @@ import orjson
 from services.common.telemetry.logs import LogEvent
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.reader import JournalReader
+from tests.recipe_runs import rows
 from tests.two_machines import Machine, TwoMachines
 
 RECIPE = "recipes/quickstart-code"
@@ -104,12 +105,6 @@ class TwoNodeRun:
         """How many each replica has brought."""
         return Counter(row["replica_id"] for row in self.records() if "sequences" in row)
 
-    def rows(self, kind: str) -> list[dict[str, Any]]:
-        """Rows of the orchestrator's metrics."""
-        path = self.run_dir / "metrics" / "orchestrator.jsonl"
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        return [row for line in lines if line.endswith(b"}") and (row := orjson.loads(line))["kind"] == kind]
-
     def is_member(self, replica: str) -> bool:
         """Whether the replica is a member of the orchestrator's pool: joined, with a valid lease."""
         member = False
@@ -124,7 +119,7 @@ class TwoNodeRun:
 
     def steps(self) -> int:
         """Training steps that are done, of all policies."""
-        return len(self.rows("training_step"))
+        return len(rows(self.run_dir, "training_step"))
 
     def events(self, name: str, files: Sequence[Path]) -> list[dict[str, Any]]:
         """Log events of one name in these files."""

@@ -66,14 +66,6 @@ def test_a_cpu_recipe_asks_for_no_gpu_and_an_unknown_model_for_no_memory() -> No
     assert size_of_node(recipe, 0, ["orchestrator", "trainer-model0"]).memory_gib is None
 
 
-def test_a_larger_model_asks_for_more_memory() -> None:
-    sizes = [
-        size_of(load_recipe(TWO_NODES, [f"policies.model0.model.path=Qwen/Qwen3-{name}"], {}), "trainer-model0", 0)
-        for name in ("1.7B", "8B")
-    ]
-    assert (sizes[0].memory_gib or 0) < (sizes[1].memory_gib or 0)
-
-
 # --- Slurm
 
 
@@ -323,16 +315,6 @@ def test_a_task_runs_the_scripts_of_its_node_with_the_keys_of_its_roles_alone(tm
     ], done.stderr
     asked = shlex.split((work / "asked").read_text())
     assert asked[2:4] == ["deploy", "recipes/quickstart"] and asked[-2:] == ["-o", "build/launch"]
-
-
-def test_servers_of_an_engine_have_an_environment_of_their_own(tmp_path: Path) -> None:
-    for engine in ("sglang", "vllm"):
-        deploy(
-            QUICKSTART, "skypilot", tmp_path, [f"inference.a.engine={engine}", "inference.a.device=auto"], None, "L4"
-        )
-        task = yaml.safe_load((tmp_path / "task.yaml").read_text())
-        assert f".venv-{engine}/bin/python" in task["setup"] and f"'.[inference,{engine}]'" in task["setup"]
-        assert task["resources"]["accelerators"] == "L4:1"
 
 
 @pytest.mark.needs("skypilot")

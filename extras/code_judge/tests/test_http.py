@@ -12,9 +12,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.integration.envgateway.judge_clients import GradingClient, RolloutClient, Status, Submission
 
 from extras.code_judge import server as gateway_http
+from extras.code_judge.tests.judge_clients import GradingClient, RolloutClient, Status, Submission
 from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, ScorerConfig
 from services.common.errors import ConfigError
 from services.envgateway.app import Gateway

@@ -20,9 +20,8 @@ from extras.page import index
 from extras.page.index import FAILED, TRAINED
 from extras.page.reader import Pieces
 from extras.page.server import POLICY, PageServer, check_runs, keys_to_serve
-from extras.page.state import MetricsTail, as_json
+from extras.page.state import as_json
 from services.cli.__main__ import app
-from services.cli.inspect.trajectories import marks_of, turns
 from services.common.errors import ConfigError
 from services.common.pb import run_pb2
 from services.common.security import identity
@@ -113,7 +112,6 @@ async def test_a_search_stops_at_a_bound_and_says_so(runs: Path, monkeypatch: py
     monkeypatch.setattr(index, "MOST_FOUND", 120)
     async with serving(runs / "one") as ask:
         await complete(ask)
-        every = [row["number"] for row in (await ask("runs/0/rollouts", fate=TRAINED))[1]["rows"]]
 
         async def found(**query: str | int) -> tuple[int, bool, list[int]]:
             answer = (await ask("runs/0/rollouts", **query))[1]
@@ -124,20 +122,8 @@ async def test_a_search_stops_at_a_bound_and_says_so(runs: Path, monkeypatch: py
                 total, more, numbers = await found(words=words, order=order)
                 assert (total, more) == (120, True)
                 assert numbers == sorted(numbers, reverse=order == "newest")
-            total, more, numbers = await found(words=words, order="reward")
-            assert (total, more) == (120, True) and len(numbers) == 100, "of the newest that match"
-        assert (await found(words="sacks"))[2][:20] == [n for n, r in await _spoken(ask)][:20]
         assert (await found(words="timeout"))[:2] == (3, False)
-        total, more, numbers = await found(words="sacks", fate=TRAINED)
-        assert numbers == every and more == (total == 120)
         assert len((await found(words="sacks", offset=100))[2]) >= 20, "the rows up to the bound"
-        rewards = [r for n, r in await _spoken(ask, order="-reward")]
-        assert rewards == sorted(rewards)
-
-
-async def _spoken(ask: Ask, order: str = "newest") -> list[tuple[int, float]]:
-    rows = (await ask("runs/0/rollouts", order=order))[1]["rows"]
-    return [(row["number"], row["reward"]) for row in rows if row["reward"] is not None]
 
 
 async def test_a_conversation_has_roles_tools_expectation_and_every_token(runs: Path) -> None:
@@ -160,14 +146,6 @@ async def test_a_conversation_has_roles_tools_expectation_and_every_token(runs: 
         use = sequence["use"]
         assert use["step"] == 1
         assert use["advantage"] == pytest.approx((1.0 - use["group_mean"]) / (use["group_std"] + 1e-5))
-
-
-async def test_a_rollout_that_failed_says_why(runs: Path) -> None:
-    async with serving(runs / "one") as ask:
-        await complete(ask)
-        row = (await ask("runs/0/rollouts", fate=FAILED))[1]["rows"][0]
-        _, found = await ask(f"runs/0/rollouts/{row['number']}")
-        assert row["reward"] is None and found["failure"]["reason"] == "TIMEOUT"
 
 
 async def test_state_curves_fates_weights_and_events_come_from_files_alone(runs: Path) -> None:
@@ -199,12 +177,10 @@ async def _is_there(ask: Ask, path: str, key: str) -> bool:
         ("runs/0/secrets", 404, "there is no 'secrets'"),
         ("runs/0/rollouts/999999", 404, "there is no rollout with the number 999999"),
         ("runs/0/rollouts/99999999999999999999", 400, "write a smaller number"),
-        (f"runs/0/rollouts/{'9' * 400}", 400, "write a smaller number"),
         (f"runs/0/rollouts?step={'9' * 400}", 400, "write a smaller number"),
         ("runs/0/rollouts?step=two", 400, "step is 'two': write a number"),
         ("runs/0/rollouts?min_reward=nan", 400, "write a smaller number"),
         ("runs/0/rollouts?order=;drop", 400, "order is ';drop': write one of newest"),
-        ("curves?runs=0,9", 404, "there is no run 9"),
     ],
 )
 async def test_a_question_that_makes_no_sense_is_told_why(runs: Path, path: str, status: int, told: str) -> None:
@@ -329,19 +305,6 @@ def test_what_an_orchestrator_says_is_shown_as_it_says_it() -> None:
     assert found["stalls"][0]["cause"] == "no free disk"
 
 
-def test_metrics_are_read_on_and_a_replaced_file_anew(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(path)
-    assert not tail.look()
-    row = json.dumps({"time": 1.0, "kind": "summary"})
-    path.write_text(f"{row}\n{row[:9]}")
-    assert tail.look() and len(tail.rows) == 1
-    path.write_text(f"{row}\n{row}\n")
-    assert tail.look() and len(tail.rows) == 2 and tail.num_skipped == 0
-    path.write_text(f"{row}\n")
-    assert tail.look() and len(tail.rows) == 1
-
-
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
@@ -355,10 +318,3 @@ def test_the_texts_of_tokens_add_up_to_the_text() -> None:
     half = tokenizer.encode("漢", add_special_tokens=False)[:1]
     assert len(pieces.of(half * 3)) == 3, "bytes that are no character have a place each"
     assert Pieces(None).of([7, 8]) == ["[7] ", "[8] "]
-
-
-def test_a_turn_after_the_policys_own_end_has_its_role() -> None:
-    marks = marks_of(qwen_like_tokenizer())
-    text = "\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
-    found = [(turn.role, turn.text) for turn in turns([(True, "A.<|im_end|>"), (False, text)], marks)]
-    assert found == [("policy", "A."), ("user", "Go on.")]

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from extras.prometheus.server import MetricsServer, samples_of
+from extras.prometheus.server import MetricsServer
 from services.common.config.processes import MetricsConfig
 from services.common.errors import ConfigError
 from services.common.prometheus import Metric, metrics_server
@@ -25,25 +25,6 @@ from tests.metrics_catalogue import CATALOGUE
 
 BUFFERED = Metric("rollmill_buffered_sequences", "gauge", "Sequences that wait.", "buffered/{policy}")
 TOKENS = Metric("rollmill_tokens_generated_total", "counter", "Tokens sampled.", "tokens/{policy}")
-STALLED = Metric("rollmill_stalled_seconds", "gauge", "Standing still.", "stall/{cause}/{component}")
-
-
-def test_a_gauge_becomes_the_first_metric_that_fits_with_its_labels() -> None:
-    anything = Metric("rollmill_events_total", "counter", "Events.", "{event}")
-    found = samples_of(
-        {"buffered/actor": 3, "stall/dead peer/replica/a": 2.5, "oddities": 1}, [BUFFERED, STALLED, anything]
-    )
-    assert list(found) == [
-        (BUFFERED, ("actor",), 3.0),
-        (STALLED, ("dead peer", "replica/a"), 2.5),
-        (anything, ("oddities",), 1.0),
-    ]
-
-
-@pytest.mark.parametrize("name", ["buffered", "rollmill_Buffered", "rollmill_buffered_total"])
-def test_names_follow_the_convention_or_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"rollmill_|_total"):
-        Metric(name, "gauge", "Help.")
 
 
 @pytest.mark.parametrize("process", CATALOGUE)

@@ -74,14 +74,6 @@ async def test_keys_that_do_not_fit_are_told_at_once(tmp_path: Path, case: Case)
             await wait_at(place, here, wait_s=30.0)
 
 
-@pytest.mark.parametrize("with_keys", [False, True])
-async def test_a_ready_one_is_not_waited_for(tmp_path: Path, with_keys: bool) -> None:
-    keys = make_keys(tmp_path)
-    there, here = (as_role(keys, role) if with_keys else None for role in (Role.ORCHESTRATOR, Role.INFERENCE))
-    async with orchestrator(there) as place:
-        assert await wait_at(place, here) == ""
-
-
 async def test_one_that_is_not_ready_or_not_there_yet_is_waited_for(tmp_path: Path) -> None:
     async with orchestrator(None, ready=False) as place:
         with pytest.raises(DeadlineError, match="but no orchestrator that is ready"):

@@ -1,4 +1,4 @@
-"""Checks of recipes without the trials of their models, which take seconds each and are in test_models."""
+"""Checks of recipes without the trials of their models, which take seconds each and are in test_wrong_inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rollmill checkpoints`` and ``rollmill export``: their output for whole, damaged and unreplayable checkpoints."""
+"""``rollmill checkpoints``, ``rollmill export`` and ``rollmill journal``: their output for whole, damaged and unreplayable records."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from services.cli.__main__ import app
 from services.cli.inspect import checkpoints as found_in
 from services.cli.inspect.checkpoints import Recorded
 from services.cli.run.evaluate import evaluation_recipe
+from services.cli.watch import warnings_of
 from services.common.checkpoints import (
     MANIFEST,
     Manifest,
@@ -29,11 +31,15 @@ from services.common.checkpoints import (
     write_bytes,
     write_safetensors,
 )
-from services.common.config.loading import RESOLVED, load_recipe
+from services.common.config.loading import RESOLVED, load_recipe, save_resolved
 from services.common.errors import ConfigError, CorruptDataError
+from services.common.pb import run_pb2
 from services.common.records import WeightVersion
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.journal import Journal
+from tests.unit.orchestrator.damage import flip as flip_record
+from tests.unit.orchestrator.damage import rows
+from tests.unit.orchestrator.world import World
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 WEIGHT = "weights/causal_lm.w"
@@ -237,3 +243,112 @@ def test_eval_of_a_run_without_any_weights_says_when_they_come(tmp_path: Path) -
     (tmp_path / RESOLVED).write_text("{}")
     with pytest.raises(ConfigError, match=r"no weights yet of model0: the first come at .*checkpoint_every"):
         evaluation_recipe(load_recipe(REPOSITORY / "recipes/quickstart", (), {}), [str(tmp_path)])
+
+
+# --- the journal
+
+
+def say(run_dir: Path, *words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["journal", str(run_dir), *words], env={"COLUMNS": "200"})
+    return result.exit_code, result.output
+
+
+def asked(run_dir: Path, *words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(say(run_dir, *words, "--json")[1].splitlines()[-1])
+    return found
+
+
+@pytest.fixture
+async def run_with_journal(tmp_path: Path) -> Path:
+    """Two steps were trained; the orchestrator is gone."""
+    world = World(tmp_path)
+    await world.publish(0)
+    world.train()
+    for step in (1, 2):
+        for order in await world.orders(world.join(number=step - 1)):
+            await world.play(order, version=step - 1)
+        await world.trainer_api.pull_batch("model0", step, 5.0)
+        await world.publish(step)
+    await world.settle()
+    await world.close()
+    save_resolved(world.core.recipe, tmp_path)
+    return tmp_path
+
+
+def test_a_whole_journal_is_verified(run_with_journal: Path) -> None:
+    code, said = say(run_with_journal, "verify")
+    assert code == 0 and "every record is whole" in said
+    found = asked(run_with_journal, "verify")
+    assert found["records"]["batches"] == 2 and found["damage"] == [] and found["lost_numbers"] == []
+
+
+@pytest.mark.parametrize("spoil", [flip_record, partial(flip_record, header=True)])
+def test_a_damaged_record_is_named_and_the_exit_code_says_so(run_with_journal: Path, spoil: Any) -> None:
+    row = spoil(run_with_journal, entries.BATCH, "model0/1")
+    code, said = say(run_with_journal, "verify")
+    assert code == 1 and f"{row.kind}-{row.segment:06d}" in said
+    [span] = asked(run_with_journal, "verify")["damage"]
+    assert (span["kind"], span["segment"]) == (row.kind, row.segment)
+    assert asked(run_with_journal, "list", "--kind", "batches")["records"][0]["state"] == (
+        "damaged" if spoil is flip_record else ""
+    )
+
+
+def test_records_are_listed_by_kind_key_and_number(run_with_journal: Path) -> None:
+    versions = asked(run_with_journal, "list", "--kind", "versions")["records"]
+    assert [row["key"] for row in versions] == ["model0/0", "model0/1", "model0/2"]
+    [newest] = asked(run_with_journal, "list", "--kind", "versions", "--last", "1", "--content")["records"]
+    assert newest["content"]["digest"] == "d2"
+    assert asked(run_with_journal, "list", "--number", str(newest["number"]))["records"][0]["key"] == "model0/2"
+    group = rows(run_with_journal, entries.GROUP)[0].key
+    assert {row["kind"] for row in asked(run_with_journal, "list", "--key", group)["records"]} >= {
+        "trajectories",
+        "verdicts",
+    }
+    assert (
+        "model0/2" in say(run_with_journal, "list")[1]
+        and "no record matches" in say(run_with_journal, "list", "--key", "nothing")[1]
+    )
+
+
+async def test_a_batch_without_a_trajectory_is_set_aside_at_the_next_start_and_made_again(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.publish(0)
+    world.train()
+    for order in await world.orders(world.join()):
+        await world.play(order)
+    await world.trainer_api.pull_batch("model0", 1, 5.0)
+    await world.close()
+    for path in (tmp_path / "journal").glob("trajectories-*"):
+        path.unlink()
+    world.open()
+    assert world.core.batches["model0"].newest_step == 0
+    await world.settle()
+    await world.close()
+    noted = {one["key"]: one["reason"] for one in asked(tmp_path, "list", "--set-aside")["set_aside"]}
+    assert noted["model0/1"] == "refused"
+    assert "model0/1" in say(tmp_path, "list", "--set-aside")[1]
+
+
+def test_export_writes_rows_with_lists_of_numbers(run_with_journal: Path, tmp_path: Path) -> None:
+    row = flip_record(run_with_journal, entries.TRAJECTORY, rows(run_with_journal, entries.TRAJECTORY)[0].key)
+    output = tmp_path / "rows"
+    code, said = say(run_with_journal, "export", "-o", str(output), "--kind", "trajectories")
+    assert code == 0, said
+    found = [json.loads(line) for line in (output / "trajectories.jsonl").read_text().splitlines()]
+    assert len(found) == len(rows(run_with_journal, entries.TRAJECTORY)) - 1
+    assert f"{found[0]['task_group_id']}/{found[0]['index']}" != row.key
+    segment = found[0]["sequences"][0]["segments"][1]
+    assert segment["token_ids"] == [0, 1, 2, 3] and len(segment["logprobs"]) == 4
+
+
+def test_a_disk_that_fills_up_and_records_that_are_not_used_are_told() -> None:
+    now = run_pb2.RunProgress()
+    assert warnings_of(now) == []
+    now.disk.free_bytes, now.disk.bytes_per_s, now.disk.full_in_s = 9 * 1024**3, 1024**3 / 3600, 32_400.0
+    now.set_aside.add(kind="trajectories", reason="damaged", count=2)
+    disk, aside = warnings_of(now)
+    assert disk.startswith("disk full in 9 h at 1.0 GiB an hour (9.0 GiB free)")
+    assert "2 trajectories (damaged)" in aside and "rollmill journal RUN list --set-aside" in aside
+    now.disk.full_in_s = 60 * 3600.0
+    assert len(warnings_of(now)) == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import subprocess
 import sys
-import tomllib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ import pytest
 import yaml
 
 from services.cli.deploy.deploy import deploy, lay_out
+from services.cli.deploy.forwarder import MAX_CONNECTIONS, gateways, listen
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
+from services.common.system.machine import LOOPBACK, free_ports
 from tests import needs
 from tests.documented import DOCS
 from tests.metrics_catalogue import CATALOGUE, markdown_table, step_metrics
-from tests.waiting import PROCESS_S
+from tests.waiting import PROCESS_S, WAIT_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PROFILE = REPOSITORY / "deploy" / "docker" / "seccomp.json"
@@ -66,39 +70,15 @@ def test_the_committed_compose_files_are_what_deploy_writes_for_the_quickstart(t
     )
 
 
-def test_every_open_port_gets_a_number_that_no_other_has() -> None:
-    ports = lay_out(QUICKSTART, ["orchestrator.port=50061"]).ports
-    assert ports["ORCHESTRATOR_PORT"] == "50061" and "0" not in ports.values()
-    assert len(set(ports.values())) == len(ports)
-
-
-def test_there_is_a_container_for_every_process_and_one_port_is_published_on_loopback(compose: dict[str, Any]) -> None:
-    processes = {spec.name for spec in lay_out(QUICKSTART).processes(0)}
-    assert set(compose) == processes | {"node", "forwarder", "warm-start"}
+def test_no_container_has_capabilities_and_one_port_is_published_on_loopback(compose: dict[str, Any]) -> None:
+    assert all(service["cap_drop"] == ["ALL"] for service in compose.values())
     assert [name for name, service in compose.items() if "ports" in service] == ["node"]
     assert compose["node"]["ports"] == ["127.0.0.1:${ORCHESTRATOR_PORT:-50050}:50050"]
-    assert (
-        compose["forwarder"]["command"] == ["50050"]
-        and compose["orchestrator"]["environment"]["ORCHESTRATOR_PORT"] == "50050"
-    )
-    assert {compose[name]["network_mode"] for name in processes | {"forwarder"}} == {"service:node"}
-    assert all(service["cap_drop"] == ["ALL"] for service in compose.values())
 
 
 def test_the_gateway_sees_neither_the_run_nor_the_weights(compose: dict[str, Any], tmp_path: Path) -> None:
     assert not {"volumes", "ipc", "pid"} & set(compose["envgateway"])
     assert not {"volumes", "ipc", "pid"} & set(services_of(tmp_path, "compose.gpu.yaml")["envgateway"])
-
-
-def test_memory_is_shared_with_gpus_and_by_nothing_that_podman_compose_refuses(
-    compose: dict[str, Any], tmp_path: Path
-) -> None:
-    assert not [name for name, service in compose.items() if {"ipc", "pid"} & set(service)]
-    with_gpus = services_of(tmp_path, "compose.gpu.yaml")
-    assert with_gpus["node"]["ipc"] == "shareable" and "shm_size" in with_gpus["node"]
-    for name in ("inference-a", "trainer-model0"):
-        assert with_gpus[name]["ipc"] == with_gpus[name]["pid"] == "service:node"
-        assert compose[name]["init"] and not with_gpus[name]["init"]
 
 
 @pytest.mark.parametrize("recipe", [QUICKSTART, WEBSHOP, TWO_NODES], ids=lambda path: path.name)
@@ -238,16 +218,6 @@ def test_other_nodes_do_not_see_starting_checkpoints(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_with_tls_the_pod_has_keys(tmp_path: Path) -> None:
-    deploy(QUICKSTART, "compose", tmp_path, ["security.tls=on"])
-    services = services_of(tmp_path)
-    assert services["orchestrator"]["environment"]["ROLLMILL_KEYS"] == "/keys"
-    assert services["envgateway"]["volumes"] == [
-        "${ROLLMILL_KEYS:?set it to the directory that rollmill keys made}/envgateway:/keys:ro"
-    ]
-    assert "ROLLMILL_KEYS" not in services["warm-start"]["environment"]
-
-
 def test_a_host_that_is_not_loopback_has_no_compose_file_on_one_node(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="share a loopback"):
         deploy(QUICKSTART, "compose", tmp_path, ["orchestrator.host=0.0.0.0"])
@@ -331,11 +301,6 @@ def test_the_script_of_a_node_starts_its_processes_and_stops_the_gateway_when_th
     assert all(line.endswith("50050 --set launch.stop_grace_s=0.2 --profile tiny") for line in asked)
 
 
-def test_a_process_that_fails_ends_its_node_with_its_code(tmp_path: Path) -> None:
-    done = run_node(tmp_path, '[ "$5" = inference-a ] && exit 7\nexec sleep 60')
-    assert done.returncode == 7 and "inference-a ended with 7" in done.stderr
-
-
 def test_a_process_that_has_failed_before_its_node_waits_ends_the_node(tmp_path: Path) -> None:
     slow = tmp_path / "slow"  # bash reads it first: each command of the node's script begins 50 ms later
     slow.write_text('case "$0" in */node0.sh) trap "sleep 0.05" DEBUG ;; esac')
@@ -370,27 +335,6 @@ def test_every_image_is_built_from_a_dockerfile_that_is_there_and_files_that_are
         copied = re.findall(r"^COPY (?!--)(.+) \S+$", file.read_text(), flags=re.MULTILINE)
         sources = {source for line in copied for source in line.split()}
         assert sources <= set(sent) and all((REPOSITORY / source).exists() for source in sources)
-
-
-def pins(file: Path) -> dict[str, str]:
-    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", file.read_text(), flags=re.MULTILINE))
-
-
-def test_the_image_with_sglang_has_its_pins_and_whatever_the_inference_service_names() -> None:
-    """The lock of the CPU environment has the requirements of SGLang's metadata, but for torch."""
-    pinned = pins(REPOSITORY / "deploy" / "docker" / "inference-sglang.constraints.txt")
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    for requirement in [*project["dependencies"], *extras["inference"], *extras["sglang"]]:
-        name, _, version = requirement.partition("==")
-        name = re.split(r"[<>=\[ ]", name)[0]
-        assert name in pinned and (not version or pinned[name] == version)
-    lock = REPOSITORY / "services/inference/engine/sglang_cpu/requirements.txt"
-    on_cpu = [line.split("#")[0].strip() for line in lock.read_text().splitlines() if "==" in line and line[0] != "#"]
-    for line in on_cpu:
-        name, _, version = line.partition("==")
-        if name in ("sglang", "transformers", "tokenizers", "xgrammar", "openai", "compressed-tensors"):
-            assert pinned[name] == version
 
 
 # --- metrics
@@ -431,11 +375,6 @@ def test_prometheus_asks_every_process_of_the_pod_at_the_port_that_it_is_told(tm
     assert (tmp_path / "grafana.json").read_text() == DASHBOARD.read_text()
 
 
-def test_without_metrics_there_is_none_of_it(tmp_path: Path) -> None:
-    deploy(QUICKSTART, "compose", tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"compose.yaml", "compose.gpu.yaml"}
-
-
 def test_a_port_of_a_process_that_is_not_there_or_of_two_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"metrics\.ports names 'inference-z'"):
         load_recipe(QUICKSTART, [*ON, "metrics.ports.inference-z=9000"], {})
@@ -447,3 +386,85 @@ def test_the_documented_table_is_what_the_code_exposes() -> None:
     assert (DOCS / "observability.md").read_text().count(markdown_table()) == 1, (
         "run: python -c 'from tests.metrics_catalogue import markdown_table; print(markdown_table())'"
     )
+
+
+# --- the forwarder
+
+HERE = "127.0.0.9"  # stands for the pod's other address
+
+
+@asynccontextmanager
+async def forwarded(callers: set[str], *, answering: bool = True) -> AsyncIterator[int]:
+    """A port at ``HERE`` that leads to an echo at the same port of loopback, which ends when its caller has said all."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.read())
+        writer.close()
+
+    (port,) = free_ports(1, [LOOPBACK, HERE])
+    target = await asyncio.start_server(echo, LOOPBACK, port) if answering else None
+    server = await listen(HERE, port, (LOOPBACK, port), callers)
+    try:
+        yield port
+    finally:
+        server.close()
+        if target is not None:
+            target.close()
+
+
+async def said_back(port: int, text: bytes, source: str) -> bytes:
+    reader, writer = await asyncio.open_connection(HERE, port, local_addr=(source, 0))
+    try:
+        writer.write(text)
+        writer.write_eof()
+        return await asyncio.wait_for(reader.read(), WAIT_S)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_bytes_of_a_caller_from_this_machine_arrive_and_are_answered() -> None:
+    text = bytes(range(256)) * 4096  # more than one buffer
+    async with forwarded({"127.0.0.2"}) as port:
+        assert await said_back(port, text, "127.0.0.2") == text
+
+
+async def test_a_caller_from_elsewhere_is_hung_up_on() -> None:
+    async with forwarded({"127.0.0.2"}) as port:
+        assert await said_back(port, b"hello", "127.0.0.3") == b""
+        assert await said_back(port, b"hello", "127.0.0.2") == b"hello"
+
+
+async def test_a_caller_is_hung_up_on_while_the_orchestrator_is_not_there() -> None:
+    async with forwarded({"127.0.0.2"}, answering=False) as port:
+        assert await said_back(port, b"hello", "127.0.0.2") == b""
+
+
+async def test_there_are_only_so_many_connections_at_once_and_one_that_ends_makes_room() -> None:
+    async with forwarded({LOOPBACK}) as port:
+        held = [await asyncio.open_connection(HERE, port, local_addr=(LOOPBACK, 0)) for _ in range(MAX_CONNECTIONS)]
+        await asyncio.wait_for(_until_refused(port), WAIT_S)
+        for _, writer in held:
+            writer.close()
+        await asyncio.wait_for(_until_answered(port), WAIT_S)
+
+
+async def _until_refused(port: int) -> None:
+    while await said_back(port, b"hello", LOOPBACK):
+        pass
+
+
+async def _until_answered(port: int) -> None:
+    while await said_back(port, b"hello", LOOPBACK) != b"hello":
+        await asyncio.sleep(0.01)
+
+
+def test_the_default_gateway_is_read_from_the_routes() -> None:
+    routes = (
+        "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
+        "eth0\t00000000\t010012AC\t0003\t0\t0\t0\t00000000\t0\t0\t0\n"
+        "eth0\t000012AC\t00000000\t0001\t0\t0\t0\t0000FFFF\t0\t0\t0\n"
+    )
+    assert gateways(routes) == {"172.18.0.1"}
+    assert gateways("Iface Destination Gateway Flags\n") == set()

@@ -1,4 +1,4 @@
-"""``rollmill eval``: the chosen checkpoints, and the output."""
+"""``rollmill eval``: the chosen checkpoints and the output; ``rollmill plot`` and the headline of a run."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import asyncio
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import orjson
 import pytest
 from rich.console import Console
 
-from services.cli.inspect.plot import plot_runs
+from services.cli.inspect.plot import curves, grouped, plot_runs
 from services.cli.inspect.run_state import read_metrics
 from services.cli.inspect.standing import standing
 from services.cli.plan import plan
 from services.cli.run.evaluate import comparable, compare, evaluation_recipe, failed_items, plot_scores, scores_table
-from services.cli.run.launch import headline
+from services.cli.run.launch import headline, how_training_ended
 from services.cli.watch import ProgressView, evaluations_table
 from services.common.config.loading import RESOLVED, load_recipe, save_resolved, validate
 from services.common.config.recipe import Recipe
@@ -23,6 +25,7 @@ from services.common.errors import ConfigError
 from services.common.pb import run_pb2
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import (
+    DatasetScore,
     Estimate,
     EvaluationResult,
     from_json,
@@ -41,6 +44,22 @@ def checkpoint(path: Path) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text("{}")
     return path
+
+
+def result_of(
+    *scores: DatasetScore,
+    name: str = "start/greedy",
+    version: int = 0,
+    difference: Estimate | None = None,
+    policy: str = "a",
+) -> EvaluationResult:
+    """An evaluation of one policy."""
+    return EvaluationResult(
+        name=name, versions={policy: version}, newest_versions={policy: version}, pinned=True, mean_reward=overall(scores),
+        num_trajectories=sum(one.num_items * one.samples_per_item for one in scores),
+        num_failed=sum(len(one.failed) for one in scores), datasets=scores,
+        compared_with="start/greedy" if difference else "", difference=difference,
+    )  # fmt: skip
 
 
 def two_policies() -> Recipe:
@@ -104,11 +123,7 @@ def test_table_and_picture_show_every_dataset_with_its_interval(tmp_path: Path) 
         score("easy", ["1", "2"], [[1.0, 1.0], [1.0, 0.0]], [False, True], 1.0),
         score("hard", ["1", "2"], [[0.0, 0.0], [0.0, 0.0]], [False, False], 1.0),
     )
-    result = EvaluationResult(
-        name="start/greedy", versions={"a": 0}, newest_versions={"a": 0}, pinned=True, mean_reward=0.375,
-        num_trajectories=8, num_failed=1, datasets=scores,
-    )  # fmt: skip
-    evaluations = {"start/greedy": evaluation_values(result)}
+    evaluations = {"start/greedy": evaluation_values(result_of(*scores))}
     console = Console(width=120, record=True)
     console.print(scores_table(evaluations))
     text = console.export_text()
@@ -121,11 +136,7 @@ def test_table_and_picture_show_every_dataset_with_its_interval(tmp_path: Path) 
 def test_the_table_of_a_run_tells_each_change_from_the_first_evaluation_with_its_interval() -> None:
     def result(name: str, version: int, difference: Estimate | None) -> EvaluationResult:
         found = score("held_out", ["1", "2"], [[1.0], [0.0]], [False, False], 1.0, "digest")
-        return EvaluationResult(
-            name=name, versions={"a": version}, newest_versions={"a": version}, pinned=True, mean_reward=0.5,
-            num_trajectories=2, num_failed=0, datasets=(replace(found, difference=difference),),
-            compared_with="start/greedy" if difference else "", difference=difference,
-        )  # fmt: skip
+        return result_of(replace(found, difference=difference), name=name, version=version, difference=difference)
 
     results = [result("start/greedy", 0, None), result("end/greedy", 9, Estimate(0.25, -0.125, 0.625))]
     progress = run_pb2.RunProgress(evaluations=[evaluation_to_proto(one) for one in results])
@@ -142,10 +153,7 @@ def test_the_table_of_a_run_tells_each_change_from_the_first_evaluation_with_its
 
 def test_an_evaluation_whose_rollouts_all_failed_shows_no_number_anywhere(tmp_path: Path) -> None:
     lost = score("held_out", ["1", "2"], [[0.0], [0.0]], [1, 1], 1.0, "digest")
-    result = EvaluationResult(
-        name="start/greedy", versions={"a": 0}, newest_versions={"a": 0}, pinned=True, mean_reward=None,
-        num_trajectories=2, num_failed=2, datasets=(lost,),
-    )  # fmt: skip
+    result = result_of(lost)
     assert from_json(EvaluationResult, to_json(result)) == result
     summary = evaluation_values(result)
     progress = run_pb2.RunProgress(evaluations=[evaluation_to_proto(result)])
@@ -176,13 +184,9 @@ def finished(run_dir: Path, rewards: dict[str, list[float]], items: str = "diges
     """A run directory with one evaluation in its journal."""
     run_dir.mkdir()
     (run_dir / RESOLVED).write_text("")
-    scores = tuple(
-        score(name, ["x"] * len(r), [[v] for v in r], [False] * len(r), 1.0, items) for name, r in rewards.items()
+    result = result_of(
+        *(score(name, ["x"] * len(r), [[v] for v in r], [False] * len(r), 1.0, items) for name, r in rewards.items())
     )
-    result = EvaluationResult(
-        name="start/greedy", versions={"a": 0}, newest_versions={"a": 0}, pinned=True, mean_reward=overall(scores),
-        num_trajectories=4, num_failed=0, datasets=scores,
-    )  # fmt: skip
 
     async def write() -> None:
         journal = Journal(run_dir / "journal")
@@ -223,3 +227,105 @@ def test_what_cannot_be_compared_is_told(tmp_path: Path) -> None:
     (empty / RESOLVED).write_text("")
     with pytest.raises(ConfigError, match="has not begun"):
         comparable(empty)
+
+
+# --- pictures and the headline of a run
+
+
+def write_run(directory: Path, steps: int) -> Path:
+    (directory / "metrics").mkdir(parents=True)
+    rows = [
+        {"time": float(s), "kind": "training_step", "policy": "model0", "step": s, "rollout_reward_mean": s / 10}
+        for s in range(1, steps + 1)
+    ]
+    text = b"\n".join(orjson.dumps(row) for row in rows)
+    (directory / "metrics" / "orchestrator.jsonl").write_bytes(text + b'\n{"kind": "torn')
+    return directory
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    assert len(read_metrics(write_run(tmp_path / "run", 3))) == 3
+
+
+def recipe_of(run: Path, **settings: Any) -> None:
+    (run / "recipe.json").write_bytes(orjson.dumps({"run": settings, "orchestrator": {"port": hash(run.name) % 1000}}))
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_curve(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, 4) for name in ("one", "two", "other")]
+    for seed, run in enumerate(runs):
+        recipe_of(run, id=run.name, seed=seed, steps=4 if run.name != "other" else 9)
+    groups = grouped(runs)
+    assert [(group.label, len(group.rows)) for group in groups] == [("one and 1 other seed", 2), ("other", 1)]
+
+
+def add(run: Path, *rows: dict[str, Any]) -> None:
+    path = run / "metrics" / "orchestrator.jsonl"
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows) + path.read_bytes())
+
+
+def test_evaluations_are_points_at_their_newest_version_and_a_threshold_is_a_mark(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 4)
+    mean = {"value": 0.5, "low": 0.4, "high": 0.7}
+    played = {"time": 5.0, "kind": "evaluation", "mean_reward": 0.5, "versions": {"frozen": 0, "model0": 3},
+              "newest_versions": {"frozen": 0, "model0": 8}}  # fmt: skip
+    one = {**played, "name": "start/greedy", "datasets": [{"name": "held_out", "mean_reward": mean}]}
+    two = {**played, "name": "start/two", "datasets": [*one["datasets"], *one["datasets"]]}
+    reached = {"time": 5.0, "kind": "threshold", "wanted": "sampled reward at least 0.9", "step": 3, "seconds": 5.0}
+    shares = {"trainer/model0": {"training": 0.7, "waiting for a batch -> orchestrator": 0.29, "publishing": 0.01}}
+    add(
+        run,
+        {"kind": "accounts", "time": 2.0, "shares": shares},
+        one,
+        two,
+        reached,
+        *({"time": float(s), "kind": "throughput", "tokens_per_s": 9.0 + s} for s in range(3)),
+    )
+    panels = {panel["title"]: panel for panel in curves([run])["panels"]}
+    first = panels["reward by step"]
+    assert [(p["label"], p["x"], p["y"], p["low"], p["high"]) for p in first["points"]] == [
+        ("greedy", 8, 0.5, 0.4, 0.7),
+        ("two", 8, 0.5, None, None),
+    ]
+    assert first["marks"] == [{"x": 3, "label": "sampled reward at least 0.9"}]
+    assert panels["throughput"]["lines"][0]["y"] == [9.0, 10.0, 11.0]
+    assert not panels["loss"]["points"] and not panels["loss"]["lines"]
+    assert plot_runs([run], tmp_path / "points.png") is not None
+
+
+def test_the_headline_names_samplings_before_and_after() -> None:
+    summary = {
+        "evaluations": {
+            "start/greedy": {"mean_reward": 0.01, "roles": {"model0/agent/0": 0.01}},
+            "end/greedy": {"mean_reward": 0.9, "roles": {"model0/solver/0": 0.8, "model1/verifier/0": 1.0}},
+        },
+        "overlap_share": 0.8,
+        "max_staleness": 1,
+        "seconds": 100.0,
+        "cpu_seconds": 200.0,
+        "cores": 2,
+        "load": 0.5,
+    }
+    flat = headline(summary)
+    assert (flat["greedy_before"], flat["greedy_after"], flat["max_staleness"]) == (0.01, 0.9, 1)
+    assert (flat["greedy/model0/solver/0_after"], flat["greedy/model1/verifier/0_after"]) == (0.8, 1.0)
+    assert headline(summary, short=True)["greedy/model0/solver_after"] == 0.8
+    assert "greedy/model0/agent/0_before" not in flat, "one role says nothing more"
+
+
+def test_the_end_says_whether_the_threshold_was_reached() -> None:
+    until: dict[str, Any] = {
+        "wanted": "sampled reward at least 0.9",
+        "newest": 0.91,
+        "reached": True,
+        "step": 30,
+        "seconds": 61.4,
+    }
+    summary = {"steps": {"model0": 32}, "until": until, "seconds": 80.0}
+    flat = headline(summary)
+    assert (flat["threshold_reached"], flat["threshold_step"], flat["threshold_seconds"]) == (True, 30, 61.4)
+    assert how_training_ended(summary).startswith("threshold reached after training step 30, 61 s into the run")
+    missed: dict[str, Any] = {**summary, "until": {**until, "newest": 0.5, "reached": False, "step": 0, "seconds": 0.0}}
+    assert headline(missed)["threshold_reached"] is False and "threshold_step" not in headline(missed)
+    told = how_training_ended(missed)
+    assert told.startswith("threshold not reached in 32 training steps") and told.endswith("newest evaluation 0.500")

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.console import pyplot
-from services.cli.inspect.fate import Fate, Fates, Lengths, Played, Tally, read_fates, show
-from services.cli.inspect.plot import MOST_BARS, draw_fates, plot_runs
+from services.cli.inspect.fate import Fate, Fates, Lengths, Played, read_fates, show
+from services.cli.inspect.plot import plot_runs
 from services.common import records as fates
 from services.common.errors import ConfigError
 from services.common.records import ClosedReason, StopReason, TaskGroupOrder
@@ -97,19 +93,6 @@ async def test_what_is_in_a_batch_is_trained_once_its_version_is_there(worlds: W
     assert set(found.steps("model0")) == {1, 2}, "what is issued from the next version on belongs to the next step"
 
 
-async def test_a_group_that_grows_too_old_in_the_buffer_is_told_with_its_tokens(worlds: Worlds) -> None:
-    world = worlds(max_staleness=0, late="drop")
-    replica, orders = await begin(world)
-    for order in orders:
-        await bring(world, order, [0.0, 1.0, 0.0, 1.0])
-    for order in await world.orders(replica):
-        await bring(world, order, [0.0, 1.0, 0.0, 1.0], tokens=5)
-    await world.publish(1)  # of a trainer that went on without them
-    await world.settle()
-    total = fates_of(world).total("model0")
-    assert total.tokens[Fate.TOO_OLD] == total.sampled_tokens > 0
-
-
 async def test_no_closed_task_group_lacks_its_verdict_whenever_the_orchestrator_dies(worlds: Worlds) -> None:
     """A verdict is journaled ahead of the close that follows from it, once, also when the close is lost."""
     world = worlds()
@@ -138,18 +121,6 @@ async def test_what_its_budget_cut_is_told_apart_from_its_siblings(worlds: World
     total = fates_of(world).total("model0")
     assert total.tokens == {Fate.TRUNCATED: 5, Fate.BUFFERED: 6 + 7 + 8}
     assert total.groups[Fate.BUFFERED] == 1
-
-
-async def test_what_the_end_of_the_run_cancels_is_told(worlds: Worlds) -> None:
-    world = worlds()
-    _, orders = await begin(world)
-    await world.send(trajectory(orders[0].task_group_id, 0, sequence(1.0, num_tokens=6)))
-    world.core.dispatcher.train = False
-    world.core.cancel_training_groups(ClosedReason.RUN_ENDED)
-    await world.settle()
-    total = fates_of(world).total("model0")
-    assert total.groups == {Fate.CANCELLED: total.issued_groups}
-    assert (total.rollouts[Fate.CANCELLED], total.tokens[Fate.CANCELLED]) == (total.issued_rollouts, 6)
 
 
 async def test_what_waits_when_the_run_is_done_is_left_over_and_no_longer_in_flight(worlds: Worlds) -> None:
@@ -207,18 +178,6 @@ async def train_two_groups(world: World) -> None:
     await world.trainer_api.pull_batch("model0", 1, 1.0)
     await world.publish(1)
     await world.settle()
-
-
-async def test_masked_tokens_are_told_apart_from_trained_ones(worlds: Worlds) -> None:
-    """From the batch record, for every reason of masking, also a whole sequence."""
-    world = worlds()
-    await train_two_groups(world)
-    await world.journal.close()
-    change_batch(world.run_dir, lambda entry, number: {**entry, "num_masked_tokens": (0, 4, 1)[min(number, 2)]}, 4 + 6)
-    total = read_fates(world.run_dir).total("model0")
-    assert total.sequences == {Fate.TRAINED: 7, Fate.MASKED: 1}
-    assert total.tokens == {Fate.TRAINED: 32 - 10, Fate.MASKED: 10}
-    assert read_fates(world.run_dir).failed_checks == []
 
 
 def change_batch(run_dir: Path, change: Callable[[dict[str, Any], int], dict[str, Any]], masked: int) -> None:
@@ -280,25 +239,6 @@ async def test_collected_trajectories_change_nothing(worlds: Worlds) -> None:
     assert (after.tokens, after.sequences, after.rollouts) == (before.tokens, before.sequences, before.rollouts)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no run directory"):
-        read_fates(tmp_path)
-
-
-@given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=60))
-def test_bands_hold_every_sequence_once_and_in_order(played: list[tuple[int, bool]]) -> None:
-    lengths = Lengths()
-    for length, trained in played:
-        lengths.append(Played(1, Fate.TRAINED if trained else Fate.EQUAL_REWARDS, length, length if trained else 0))
-    bands = lengths.bands()
-    assert sum(band["sequences"] for band in bands) == len(played)
-    assert sum(band["tokens"] for band in bands) == sum(length for length, _ in played)
-    assert sum(band["fates"][Fate.TRAINED] for band in bands) == sum(trained for _, trained in played)
-    edges = [edge for band in bands for edge in (band["shortest"], band["longest"])]
-    assert edges == sorted(edges)
-    assert lengths.bands(step=2) == []
-
-
 def test_the_length_bias_is_the_trained_mean_over_the_played_one() -> None:
     lengths = Lengths()
     for length in (10, 20, 30):
@@ -322,29 +262,6 @@ async def test_the_command_prints_one_object_for_machines(worlds: Worlds) -> Non
     assert isinstance(refused.exception, ConfigError)
     refused = CliRunner().invoke(app, ["fate", run, "--policy", "nobody"])
     assert isinstance(refused.exception, ConfigError)
-
-
-def some_fates(steps: int) -> dict[int, Tally]:
-    """With everything that can become of tokens."""
-    with_tokens = [fate for fate in Fate if fate.has_tokens]
-    return {
-        step: Tally(tokens=Counter({fate: 10 * number + step for number, fate in enumerate(with_tokens)}))
-        for step in range(1, steps + 1)
-    }
-
-
-@pytest.mark.parametrize("steps", [1, 7, 230])
-def test_the_bars_of_the_picture_are_all_tokens_whatever_became_of_them(steps: int) -> None:
-    plt = pyplot()
-    figure, ax = plt.subplots()
-    draw_fates(ax, some_fates(steps), "")
-    heights: Counter[float] = Counter()
-    for bar in ax.patches:
-        heights[round(bar.get_x(), 6)] += bar.get_height()
-    assert all(height == pytest.approx(1.0) for height in heights.values())
-    assert 1 <= len(heights) <= MOST_BARS
-    assert "in flight" in ax.get_legend_handles_labels()[1]
-    plt.close(figure)
 
 
 async def test_the_picture_of_one_run_shows_its_fates(worlds: Worlds, tmp_path: Path) -> None:

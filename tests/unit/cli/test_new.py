@@ -16,6 +16,8 @@ from services.common.errors import ConfigError
 from services.common.importing import load_object
 from services.orchestrator.tasks.datasets import open_source
 
+ROWS = ["--model", "a/b", "--data", "rows.jsonl"]
+
 
 def new(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["new", *arguments])
@@ -80,24 +82,31 @@ def test_an_own_model_and_own_rows_need_no_demo(tmp_path: Path) -> None:
     ("folder", "arguments", "told"),
     [
         ("full", [], "is not empty"),
-        ("file", [], "is not empty"),
         ("my run", [], "use letters, digits"),
         ("file/mine", [], "cannot be written"),
         ("mine", ["--model", "./nowhere"], "./nowhere does not exist"),
         ("mine", ["--data", "Qwen/rows"], "--data needs --model"),
         ("mine", ["--model", "a/b", "--data", "/nowhere/rows.csv"], "/nowhere/rows.csv does not exist"),
+        ("mine", [*ROWS, "--prompt", "text", "--answer", "total"], "columns.answer is 'total', which the row lacks"),
+        ("mine", ROWS, "row 1 has no prompt: looked for messages, prompt, problem, question in"),
+        ("mine", ["--model", "a/b", "--data", "empty.jsonl"], "holds no rows"),
     ],
 )
 def test_what_cannot_be_made_is_told_and_nothing_is_written(
-    tmp_path: Path, folder: str, arguments: list[str], told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, arguments: list[str], told: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "1 plus 1", "sum": "2"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("kept")
     (tmp_path / "file").write_text("kept")
     with pytest.raises(ConfigError) as caught:
         new(str(tmp_path / folder), *arguments)
     assert told in caught.value.message
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "full", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "empty.jsonl", "file", "full", "notes.txt", "rows.jsonl",
+    ]  # fmt: skip
 
 
 def test_a_part_of_own_rows_is_held_out_and_told(tmp_path: Path) -> None:
@@ -121,31 +130,3 @@ def test_too_few_rows_are_not_split_and_that_is_told(tmp_path: Path) -> None:
     told = new(str(tmp_path / "mine"), "--model", "a/b", "--data", str(tmp_path / "rows.jsonl"))
     assert "60 rows are too few to hold some out" in told
     assert load_recipe(tmp_path / "mine", (), {}).data.evaluation == {}
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (("--data", "nope.jsonl"), "nope.jsonl does not exist: name an existing file"),
-        (
-            ("--data", "rows.jsonl", "--prompt", "task"),
-            "columns.prompt is 'task', which the row lacks; it has text, sum",
-        ),
-        (
-            ("--data", "rows.jsonl", "--prompt", "text", "--answer", "total"),
-            "columns.answer is 'total', which the row lacks",
-        ),
-        (("--data", "rows.jsonl"), "row 1 has no prompt: looked for messages, prompt, problem, question in"),
-        (("--data", "empty.jsonl"), "holds no rows"),
-    ],
-)
-def test_rows_that_the_recipe_cannot_use_are_refused_before_a_file_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], told: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text('{"text": "1 plus 1", "sum": "2"}\n')
-    (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ConfigError) as refused:
-        new("mine", "--model", "owner/name", *options)
-    assert told in refused.value.message
-    assert not (tmp_path / "mine").exists()

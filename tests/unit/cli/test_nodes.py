@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import shlex
 import socket
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from services.cli.run.launch import find
 from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.system.machine import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TWO_NODES = "recipes/code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
@@ -161,11 +159,6 @@ def test_a_gateway_elsewhere_listens_at_its_address_on_the_way_to_node_0(monkeyp
         gateway_host("192.0.2.1", {})
 
 
-def test_nodes_without_tls_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"security\.tls is off, but the recipe has processes on nodes 0, 1"):
-        load_recipe(REPOSITORY / "recipes/quickstart", ("security.tls=off", "envgateway.node=1"), {})
-
-
 def test_a_free_port_is_refused_in_a_split_launch() -> None:
     with pytest.raises(ConfigError, match=r"orchestrator\.port is 0"):
         find(load_recipe(REPOSITORY / "recipes/quickstart", (), {}), "inference-a", None, {})
@@ -189,33 +182,6 @@ def test_free_ports_are_those_of_the_addresses_where_services_listen() -> None:
     free = with_free_ports(Recipe.model_validate(tree))
     assert free.orchestrator.port and free.inference["b"].port
     assert free.inference["a"].port == 0, "node 1 finds one for itself"
-
-
-def test_a_free_port_is_never_one_that_the_recipe_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree: dict[str, Any] = two_nodes().model_dump(mode="json")
-    tree["inference"]["b"]["port"] = 0
-    recipe = Recipe.model_validate(tree)
-    asked: list[set[int]] = []
-
-    def chosen(count: int, hosts: Sequence[str], avoid: Collection[int]) -> list[int]:
-        asked.append(set(avoid))
-        return free_ports(count, hosts, avoid)
-
-    monkeypatch.setattr("services.cli.plan.free_ports", chosen)
-    assert with_free_ports(recipe).inference["b"].port
-    assert asked[0] >= {policy.trainer.rendezvous_port for policy in recipe.policies.values()}
-
-
-@pytest.mark.needs("alfworld")
-def test_a_gateway_that_lacks_its_world_says_which_folder_before_it_starts(tmp_path: Path) -> None:
-    recipe = load_recipe(
-        REPOSITORY / "recipes/alfworld/qwen2.5-7b-instruct-m2po-full",
-        (f"envgateway.alfworld.data={tmp_path}/none",),
-        {},
-    )
-    with pytest.raises(ConfigError, match=rf"the environment gateway of .* cannot start:\n.*{tmp_path}/none"):
-        start.start(recipe, "envgateway", tmp_path / "run", Console(file=io.StringIO()), {})
-    assert not (tmp_path / "run").exists()
 
 
 def test_only_environments_are_started_alone(tmp_path: Path) -> None:
@@ -270,15 +236,6 @@ def test_another_node_meets_the_ranks_of_node_0_where_it_finds_it(tmp_path: Path
         find(loaded, "trainer-model0-node2", None, {})
     with pytest.raises(ConfigError, match=r"no process 'trainer-model0-node1'; write one of .*trainer-model0-node2"):
         find(loaded, "trainer-model0-node1", None, there)
-
-
-def test_node_0_prints_the_command_of_each_share(tmp_path: Path) -> None:
-    (tmp_path / "nodes" / "2").mkdir(parents=True)  # the bundle
-    lines = commands_for_other_nodes(spread(tmp_path, "run.id=r"), tmp_path, {"NODE_HOST": "node0.example"})
-    assert any(
-        "ROLLMILL_KEYS=runs/r-node2/keys/trainer rollmill start runs/r-node2 trainer-model0-node2" in line
-        for line in lines
-    )
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,7 @@ def rollmill(shell: str, here: Path, variables: Mapping[str, str]) -> subprocess
 @pytest.mark.parametrize(
     "variables",
     [
-        {"PYTHONIOENCODING": "ascii"},
-        {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"},
         {"LC_ALL": "xx_YY.nonsense", "PYTHONUTF8": "0"},
     ],
     ids=str,
@@ -71,6 +70,7 @@ def test_a_current_directory_that_was_deleted_is_told(tmp_path: Path) -> None:
 def test_a_home_in_an_argument_is_that_of_the_user_also_where_the_shell_leaves_it(tmp_path: Path) -> None:
     for words in ("status '~/lost'", "plot '~/lost' --output='~/x.png'", "new mine --model='~/lost'"):
         ended = rollmill(f'"$@" {words}', tmp_path, {"HOME": str(tmp_path / "home")})
+        assert b"Traceback" not in ended.stderr
         assert ended.returncode == 2 and str(tmp_path / "home" / "lost") in " ".join(
             ended.stderr.decode().split()
         ).replace("- ", "-"), ended.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -16,12 +15,12 @@ import pytest
 
 from services.cli.console import StopSignal
 from services.cli.plan import ProcessSpec
-from services.cli.run.launch import _write_pids
-from services.cli.run.processes import Processes
+from services.cli.run.processes import ForkServer, Processes, reap_orphans
 from services.common import run_files
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.rpc.client import is_serving
-from services.common.system.child import LEFT
+from services.common.system.child import LEFT, module_command
+from services.common.system.processes import ChildProcess
 from tests.running import is_running
 from tests.waiting import WAIT_S, wait_until
 
@@ -98,21 +97,6 @@ def test_a_killed_process_is_started_again_a_bounded_number_of_times(processes: 
         wait_until(processes.watch, "the second death")
 
 
-def test_stop_also_reaches_children_of_children_and_nobody_else(processes: Processes, tmp_path: Path) -> None:
-    code = (
-        "import subprocess, sys, time, pathlib\n"
-        f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
-        "time.sleep(60)"
-    )
-    processes.start(spec("parent", code))
-    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the grandchild")
-    grandchild = int((tmp_path / "pid").read_text())
-    processes.stop()
-    wait_until(lambda: not is_running(grandchild), "the end of the grandchild")
-    assert is_running(os.getpid())
-
-
 @pytest.mark.parametrize("trap", ["", "trap '' TERM; "])
 def test_what_a_killed_process_has_left_ends_at_its_restart_or_at_the_end_of_the_run(
     processes: Processes, tmp_path: Path, trap: str
@@ -172,23 +156,23 @@ def test_a_second_signal_kills_all_groups_at_once_and_names_them(tmp_path: Path)
 
 
 def test_children_leave_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    child = (
+        "from services.common.system.child import die_with_parent_if_asked; die_with_parent_if_asked()\n"
+        f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
+    )
     launcher = (
         "import sys, time, pathlib\n"
         "from services.cli.plan import ProcessSpec\n"
         "from services.cli.run.processes import Processes\n"
-        "code = 'from services.common.system.child import die_with_parent_if_asked as d; d(); import time; time.sleep(60)'\n"
         f"p = Processes(pathlib.Path({str(tmp_path)!r}), 0, 1.0)\n"
-        "p.start(ProcessSpec(name='child', argv=(sys.executable, '-c', code), address=''))\n"
-        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(p.pids()['child']))\n"
+        f"p.start(ProcessSpec(name='child', argv=(sys.executable, '-c', {child!r}), address=''))\n"
         "time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", launcher])
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the child")
-    child = int((tmp_path / "pid").read_text())
-    time.sleep(1.0)  # until the child has asked the kernel; before that it checks its parent itself
     process.kill()
     process.wait(timeout=WAIT_S)
-    wait_until(lambda: not is_running(child), "the end of the child")
+    wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())), "the end of the child")
 
 
 def test_a_process_that_asks_to_be_started_again_is_and_no_more_often_than_allowed(
@@ -269,22 +253,135 @@ def test_a_replica_that_users_code_ended_with_0_has_not_left_and_ends_the_run(pr
     wait_until(lambda: "inference-a" in processes.watch(), "its leaving in order")
 
 
-def test_a_full_disk_leaves_the_pids_that_were_written_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = Processes(tmp_path, max_restarts=0, stop_grace_s=1.0)
-    _write_pids(tmp_path, processes)
-    written = Path.write_text
+# --- forked processes
 
-    def full(path: Path, text: str) -> int:
-        written(path, text[:1])
-        raise OSError(28, "No space left on device")
+pytestmark = pytest.mark.needs("Linux")  # orphans are adopted there only
 
-    monkeypatch.setattr(Path, "write_text", full)
-    monkeypatch.setattr(processes, "pids", lambda: {"one": 1})
-    with pytest.raises(OSError, match="No space"):
-        _write_pids(tmp_path, processes)
-    assert json.loads((tmp_path / "pids.json").read_text()) == {}
-    monkeypatch.undo()
-    monkeypatch.setattr(processes, "pids", lambda: {"one": 1})
-    _write_pids(tmp_path, processes)
-    assert json.loads((tmp_path / "pids.json").read_text()) == {"one": 1}
-    assert not list(tmp_path.glob(".pids*"))
+MODULE = """
+import os, signal, sys, time
+from services.common.system.child import die_with_parent_if_asked
+die_with_parent_if_asked()
+what = sys.argv[1]
+if what == "tell":
+    print(sys.argv[2], os.environ["COLOUR"], os.environ.get("HOME_OF_THE_SERVER"), "json" in sys.modules, os.getppid())
+elif what == "leave":
+    sys.exit(int(sys.argv[2]))
+elif what == "last words":
+    import atexit, threading
+    atexit.register(print, "at its end")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("of a thread"))).start()
+    sys.exit("error: it says why")
+elif what == "orphan":
+    if os.fork() == 0:
+        time.sleep(0.2)
+        os._exit(3)
+elif what == "wait":
+    print("up", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    (tmp_path / "forked_module.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
+    monkeypatch.setenv("HOME_OF_THE_SERVER", "here")
+    made = ForkServer(tmp_path / "fork_server.stderr", ["json"])
+    yield made
+    made.stop()
+
+
+def fork(fork_server: ForkServer, output: Path, *arguments: str) -> ChildProcess:
+    environment = {
+        "COLOUR": "green",
+        "PYTHONPATH": os.environ["PYTHONPATH"],
+        "ROLLMILL_DIE_WITH_PARENT": str(os.getpid()),
+    }
+    found = fork_server.start(module_command("forked_module", *arguments), environment, output)
+    assert found is not None
+    return found
+
+
+def test_it_runs_a_module_with_its_own_arguments_environment_and_output(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    output = tmp_path / "told"
+    assert fork(fork_server, output, "tell", "a b").wait(WAIT_S) == 0
+    assert output.read_text() == f"a b green None True {os.getpid()}\n"
+
+
+def test_exit_codes_and_signals_reach_who_asked_for_it(fork_server: ForkServer, tmp_path: Path) -> None:
+    assert fork(fork_server, tmp_path / "out", "leave", "75").wait(WAIT_S) == 75
+    waiting = fork(fork_server, tmp_path / "up", "wait")
+    wait_until(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text())
+    assert waiting.poll() is None
+    os.kill(waiting.pid, signal.SIGKILL)
+    assert waiting.wait(WAIT_S) == -signal.SIGKILL
+    waiting.terminate()  # of one that has ended: nothing
+    crashed = fork(fork_server, tmp_path / "crashed", "leave", "no number")
+    assert crashed.wait(WAIT_S) == 1
+    assert "ValueError" in (tmp_path / "crashed").read_text()
+
+
+def test_the_end_of_the_server_ends_no_process_and_another_is_started_without_it(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    waiting = fork(fork_server, tmp_path / "up", "wait")
+    wait_until(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text())
+    os.kill(fork_server.pid, signal.SIGKILL)
+    wait_until(lambda: fork_server.start(module_command("forked_module", "wait"), {}, tmp_path / "none") is None)
+    assert waiting.poll() is None
+    waiting.terminate()
+    assert waiting.wait(WAIT_S) == -signal.SIGTERM
+
+
+def test_a_forked_process_ends_with_who_asked_for_it(tmp_path: Path) -> None:
+    (tmp_path / "forked_module.py").write_text(MODULE)
+    script = (
+        "import os, sys; from pathlib import Path; from services.cli.run.processes import ForkServer\n"
+        "from services.common.system.child import module_command\n"
+        "place = Path(sys.argv[1]); fork_server = ForkServer(place / 'fork_server', ['json'])\n"
+        "environment = {**os.environ, 'ROLLMILL_DIE_WITH_PARENT': str(os.getpid()), 'COLOUR': ''}\n"
+        "made = fork_server.start(module_command('forked_module', 'wait'), environment, place / 'up')\n"
+        "(place / 'pid').write_text(str(made.pid))\n"
+        "import time; time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}{os.pathsep}{tmp_path}"}
+    launcher = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env=environment)
+    wait_until(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text() and (tmp_path / "pid").exists())
+    pid = int((tmp_path / "pid").read_text())
+    launcher.kill()
+    launcher.wait(WAIT_S)
+
+    wait_until(lambda: not is_running(pid))
+
+
+def test_orphans_of_what_has_ended_are_cleared_away_and_known_children_left(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    known = subprocess.Popen([sys.executable, "-c", ""])
+    assert fork(fork_server, tmp_path / "out", "orphan").wait(WAIT_S) == 0
+
+    def zombies() -> set[int]:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        return {int(c) for c in children if Path(f"/proc/{c}/stat").read_text().rpartition(")")[2].split()[0] == "Z"}
+
+    wait_until(lambda: zombies() >= {known.pid})
+    assert known.wait(WAIT_S) == 0  # one of ours is told first
+    wait_until(lambda: reap_orphans({fork_server.pid}) is None and not zombies())
+
+
+def test_a_server_that_is_given_up_starts_nothing_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "forked_module.py").write_text(MODULE)
+    (tmp_path / "slow.py").write_text(
+        "import os, time\nwrite = os.write\n"
+        "def late(fd, data):\n    time.sleep(1.5 if b'pid' in data else 0)\n    return write(fd, data)\n"
+        "os.write = late\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
+    monkeypatch.setattr("services.cli.run.processes.ANSWER_S", 0.5)
+    fork_server = ForkServer(tmp_path / "fork_server.stderr", ["slow"])
+    argv = module_command("forked_module", "wait")
+    assert fork_server.start(argv, dict(os.environ), tmp_path / "up") is None
+    time.sleep(2.0)
+    assert not (tmp_path / "up").exists()

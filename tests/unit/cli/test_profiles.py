@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from services.cli.check.worlds import index_problems, world_problems
 from services.cli.profiles import load_with_profile, rows_here, world_here
+from services.common.config.data import DatasetConfig
 from services.common.config.loading import load_recipe, validate
 from services.common.config.profiles.tiny import tiny
 from services.common.errors import ConfigError, DatasetError
@@ -22,63 +22,19 @@ from services.common.tiny import programs, sums
 from services.orchestrator.tasks.datasets import open_source
 from services.orchestrator.tasks.rows import KNOWN
 
-POLICY: dict[str, Any] = {
-    "model": {"path": "Qwen/Qwen3-8B", "context_length": 16384},
-    "algorithm": {"name": "m2po", "kl_coefficient": 0.001, "batch_normalize_advantages": True},
-    "optimizer": {"lr": 5e-6, "weight_decay": 0.01},
-    "batch": {"size": 256, "minibatches": 4, "max_staleness": 8},
-    "trainer": {
-        "num_ranks": 2,
-        "gpus": [6, 7],
-        "rendezvous_port": 29541,
-        "compute_dtype": "bfloat16",
-        "gradient_checkpointing": True,
-        "checkpoint_every": 26,
-    },
-    "weights": {"transfer": "delta", "full_every": 10, "port": 19861},
-}
-OTHER: dict[str, Any] = {
-    **POLICY,
-    "trainer": {**POLICY["trainer"], "port": 50072, "gpus": [4, 5], "rendezvous_port": 29542},
-    "weights": {**POLICY["weights"], "port": 19862},
-}
-BASE: dict[str, Any] = {
-    "name": "big",
-    "run": {"steps": 1200, "seed": 7},
-    "policies": {"model0": POLICY},
-    "workflow": {"name": "single_turn", "settings": {"reward": "math"}},
-    "data": {"train": {"name": "dapo-math-17k"}, "evaluation": {"aime": {"name": "aime24"}, "minerva": {"name": "minerva-math"}}},
-    "sampling": {"max_new_tokens": 4096, "top_p": 0.95, "top_k": 50},
-    "evaluation": {"every": 25, "samples_per_task": 4, "at_start": False, "samplings": {"s": {"temperature": 0.6}}},
-    "inference": {"a": {"engine": "sglang", "num_slots": 512, "port": 50061, "dtype": "bfloat16"}, "b": {"engine": "sglang", "node": 1, "port": 50062}},
-}  # fmt: skip
-RECIPES: dict[str, dict[str, Any]] = {
-    "math": BASE,
-    "pair": {**BASE, "policies": {"model0": POLICY, "model1": OTHER}, "workflow": {"name": "actor_verifier"}},
-    "agents": {
-        **BASE,
-        "workflow": {"name": "agent_env", "settings": {"environment": "alfworld", "max_turns": 15}},
-        "policies": {"model0": {**POLICY, "model": {"path": "Qwen/Qwen2.5-7B-Instruct", "context_length": 16384}}},
-        "envgateway": {"alfworld": {"engine": {"num_workers": 48}}},
-    },
-    "tools": {
-        **BASE,
-        "rollout": {"group_size": 32},
-        "workflow": {"name": "tool_math"},
-        "policies": {"model0": {**POLICY, "batch": {**POLICY["batch"], "resample": {"keep": 16}}}},
-        "envgateway": {"http": {"port": 8000}, "queue": {"redis_uri": "redis://127.0.0.1:6379"}},
-    },
-}
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
+MATH = RECIPES / "math-multi-agent/qwen3-8b-single-agent-m2po-delta-deepscaler-data"
+PAIR = RECIPES / "code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
 
 # All that may differ; `*` stands for one name. What a recipe is about must not.
 CHANGED = (
-    "name  run.steps  warm_start.*  rollout.group_size  "
+    "name  run.steps  run.resume  warm_start.*  rollout.group_size  "
     "rollout.timeout_s  policies.*.model.path  policies.*.model.context_length  policies.*.batch.size  "
     "policies.*.batch.minibatches  policies.*.batch.max_staleness  policies.*.batch.resample.keep  policies.*.trainer.port  "
     "policies.*.trainer.num_ranks  policies.*.trainer.device  policies.*.trainer.threads  policies.*.trainer.master_dtype  "
     "policies.*.trainer.compute_dtype  policies.*.trainer.token_budget  policies.*.trainer.checkpoint_every  policies.*.weights.port  "
     "policies.*.weights.full_every  policies.*.weights.publish_dtype  data.train.name  data.train.limit  data.train.generator  "
-    "data.train.id_field  data.evaluation.*.name  data.evaluation.*.limit  data.evaluation.*.generator  "
+    "data.train.id_field  data.train.max_prompt_tokens  data.evaluation.*.samples_per_task  sampling.min_new_tokens  evaluation.samplings.*.min_new_tokens  policies.*.trainer.offload  envgateway.math.num_workers  data.evaluation.*.max_prompt_tokens  data.evaluation.*.name  data.evaluation.*.limit  data.evaluation.*.generator  "
     "data.evaluation.*.id_field  sampling.max_new_tokens  evaluation.every  evaluation.samples_per_task  "
     "evaluation.samplings.*.max_new_tokens  orchestrator.port  inference.*.port  inference.*.engine  "
     "inference.*.device  inference.*.num_slots  envgateway.port  envgateway.sandbox.num_slots  envgateway.alfworld.engine.num_workers  "
@@ -87,16 +43,20 @@ CHANGED = (
 )
 
 
-def tree_of(name: str) -> dict[str, Any]:
-    return validate(RECIPES[name], source=name).model_dump(mode="json")
+def tree_of(recipe: Path, *settings: str) -> dict[str, Any]:
+    return load_recipe(recipe, settings, {}).model_dump(mode="json")
+
+
+def rows_or_its_own(dataset: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Tasks of worlds are not found without their world."""
+    try:
+        return rows_here(dataset)
+    except DatasetError:
+        return dataset
 
 
 def no_world(environment: str, tree: Mapping[str, Any]) -> None:
     """The recipe's own environment and tasks are taken."""
-
-
-def small(name: str) -> dict[str, Any]:
-    return tiny(tree_of(name), rows_here, no_world)
 
 
 def differences(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -119,38 +79,37 @@ def no_rows_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ROLLMILL_DATA_ROOT", raising=False)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_what_a_recipe_is_about_stays(name: str) -> None:
-    before = tree_of(name)
-    untouched = copy.deepcopy(before)
-    after = tiny(before, rows_here, no_world)
-    assert before == untouched, "the tree that was given is left as it is"
-    found = list(differences(before, validate(after, source=name).model_dump(mode="json")))
-    assert not [".".join(path) for path in found if not allowed(path)]
-    assert ("run", "steps") in found
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_it_runs_on_this_machine_alone(name: str) -> None:
-    recipe = validate(small(name), source=name)
-    if (gateway := recipe.envgateway) is not None:
-        pools = (gateway.alfworld.engine, gateway.textworld.engine, gateway.math)
-        assert max(gateway.sandbox.num_slots, *(pool.num_workers for pool in pools)) <= 2, "processes for two cores"
-    assert {port for _, port in recipe.ports()} == {0}
-    assert {service.engine for service in recipe.inference.values()} == {"forced"}
-    assert set(recipe.inference) == {"a", "b"}, "as many services as the recipe has"
-    for policy in recipe.policies.values():
-        assert policy.trainer.num_ranks == 1
-        assert (policy.trainer.device, policy.trainer.compute_dtype) == ("cpu", "float32")
-        assert policy.weights.transfer == "delta"
-        assert 1 < policy.weights.full_every < recipe.run.steps, "fulls and deltas are both sent"
-    assert recipe.run.steps == 3
-    assert recipe.evaluation.every < recipe.run.steps, "an evaluation happens while it trains"
+def test_every_recipe_becomes_small_enough_for_two_cores_and_keeps_what_it_is_about() -> None:
+    found = sorted(RECIPES.rglob("recipe.yaml"))
+    assert len(found) > 10
+    for path in found:
+        before = tree_of(path)
+        untouched = copy.deepcopy(before)
+        recipe = validate(tiny(before, rows_or_its_own, no_world), source=str(path))
+        assert before == untouched, "the tree that was given is left as it is"
+        changed = list(differences(before, recipe.model_dump(mode="json")))
+        assert ("run", "steps") in changed
+        assert not [".".join(place) for place in changed if not allowed(place)], path
+        if (gateway := recipe.envgateway) is not None:
+            pools = (gateway.alfworld.engine, gateway.textworld.engine, gateway.math)
+            assert max(gateway.sandbox.num_slots, *(pool.num_workers for pool in pools)) <= 2, "processes for two cores"
+        assert {port for _, port in recipe.ports()} == {0}
+        assert {service.engine for service in recipe.inference.values()} == {"forced"}
+        assert recipe.inference.keys() == before["inference"].keys(), "as many services as the recipe has"
+        for policy in recipe.policies.values():
+            trainer = policy.trainer
+            assert (trainer.num_ranks, trainer.device, trainer.compute_dtype) == (1, "cpu", "float32")
+            full_every = policy.weights.full_every
+            assert policy.weights.transfer != "delta" or 1 < full_every < recipe.run.steps, (
+                "fulls and deltas are both sent"
+            )
+        assert recipe.evaluation.every < recipe.run.steps == 3, "an evaluation happens while it trains"
 
 
 def test_models_are_built_by_their_architecture() -> None:
-    assert small("agents")["warm_start"]["model0"]["builder_settings"] == {"kind": "qwen2"}
-    pair = small("pair")
+    agents = tiny(tree_of(RECIPES / "alfworld/qwen2.5-7b-instruct-m2po-full"), rows_or_its_own, no_world)
+    assert agents["warm_start"]["model0"]["builder_settings"] == {"kind": "qwen2"}
+    pair = tiny(tree_of(PAIR), rows_here, no_world)
     assert pair["warm_start"].keys() == {"model0", "model1"}
     assert pair["warm_start"]["model1"]["builder_settings"] == {"kind": "qwen3"}
     assert pair["policies"]["model0"]["model"]["path"] is None
@@ -162,10 +121,10 @@ def test_rows_of_this_machine_are_read_under_their_name(tmp_path: Path, monkeypa
         path = tmp_path / KNOWN[name].local
         path.parent.mkdir()
         path.write_text('{"problem": "1+1?", "answer": "2"}\n')
-    data = small("math")["data"]
-    assert data["evaluation"]["aime"]["name"] == "aime24"
+    data = tiny(tree_of(MATH), rows_here, no_world)["data"]
+    assert data["evaluation"]["aime24"]["name"] == "aime24"
     assert data["train"]["name"] == "math-train", "of the same form, in place of one that is not here"
-    assert (data["train"]["limit"], data["evaluation"]["aime"]["limit"]) == (64, 2)
+    assert (data["train"]["limit"], data["evaluation"]["aime24"]["limit"]) == (64, 2)
 
 
 @pytest.mark.parametrize(
@@ -173,9 +132,8 @@ def test_rows_of_this_machine_are_read_under_their_name(tmp_path: Path, monkeypa
     [("dapo-math-17k", {"id", "problem", "answer"}), ("livecodebench-v5", {"id", "problem", "tests", "solution"})],
 )
 def test_where_no_rows_are_made_ones_are_played(name: str, columns: set[str]) -> None:
-    train = {**tree_of("math")["data"]["train"], "name": name}
-    recipe = validate({**BASE, "data": {"train": {**rows_here(train), "limit": 5}}} | {"evaluation": {"at_start": False, "at_end": False}}, source="t")  # fmt: skip
-    source = open_source(recipe.data.train, seed=1)
+    train = {**tree_of(MATH)["data"]["train"], "name": name}
+    source = open_source(DatasetConfig.model_validate({**rows_here(train), "limit": 5}), seed=1)
     assert len(source) == 5
     assert source[0].data.keys() == columns
 
@@ -195,11 +153,9 @@ def printed_by(program: str, stdin: str) -> str:
     return "".join(printed)
 
 
-def agents(environment: str, runs: Path, **gateway: Any) -> dict[str, Any]:
+def agents(environment: str, runs: Path, *settings: str) -> dict[str, Any]:
     """The tree of a recipe that plays episodes."""
-    workflow = {"name": "agent_env", "settings": {"environment": environment}}
-    tree = {**RECIPES["agents"], "run": {"steps": 1200, "dir": str(runs)}, "workflow": workflow, "envgateway": gateway}
-    return validate(tree, source="agents").model_dump(mode="json")
+    return tree_of(RECIPES / environment / "qwen2.5-7b-instruct-m2po-full", f"run.dir={runs}", *settings)
 
 
 def test_a_shop_is_made_where_there_is_none(tmp_path: Path) -> None:
@@ -211,20 +167,12 @@ def test_a_shop_is_made_where_there_is_none(tmp_path: Path) -> None:
         assert open_source(dataset, seed=1)[1].data == {"id": "1", "index": 1, "messages": []}
 
 
-def test_a_shop_of_the_recipe_is_kept(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    made = tiny(agents("webshop", tmp_path, webshop={"data": str(own)}), rows_here, world_here)
-    assert made["envgateway"]["webshop"]["data"] == str(own)
-    assert not (tmp_path / "worlds").exists()
-
-
 def test_games_are_played_with_the_commands_that_win_them(tmp_path: Path) -> None:
     for name, commands in (("long", ["go", "take", "go", "put"]), ("short", ["go", "put"]), ("unknown", [])):
         game = tmp_path / "own" / "json_2.1.1" / name / "game.tw-pddl"
         game.parent.mkdir(parents=True)
         game.write_text(json.dumps({"walkthrough": commands}))
-    tree = agents("alfworld", tmp_path, alfworld={"data": str(tmp_path / "own")})
+    tree = agents("alfworld", tmp_path, f"envgateway.alfworld.data={tmp_path / 'own'}")
     recipe = validate(tiny(tree, rows_here, world_here), source="t")
     source = open_source(recipe.data.train, seed=1)
     assert [source[row].data["expert"] for row in range(len(source))] == [["go", "put"], ["go", "take", "go", "put"]]
@@ -240,51 +188,23 @@ def test_houses_are_made_where_there_are_no_games(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "worlds").iterdir()] == ["alfworld-houses"]
 
 
-def test_a_dataset_nobody_knows_is_told() -> None:
-    with pytest.raises(DatasetError, match="no dataset is known as 'nothing'"):
-        rows_here({"name": "nothing"})
-
-
-def written(tmp_path: Path, tree: Mapping[str, Any]) -> Path:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(dict(tree)))
-    return path
-
-
-def test_settings_of_the_command_line_count_after_the_profile(tmp_path: Path) -> None:
-    path = written(tmp_path, BASE)
+def test_settings_of_the_command_line_count_after_the_profile() -> None:
     sets = ["run.steps=5", "data.train.limit=9", "inference.a.forced.right_share=0.9", "data.train.name=gsm8k"]
-    recipe = load_with_profile(path, sets, "tiny")
-    assert recipe.run.steps == 5
-    assert recipe.data.train.limit == 9
-    assert recipe.inference["a"].forced.right_share == 0.9
-    assert load_with_profile(path, [], None) == load_recipe(path)
+    recipe = load_with_profile(MATH, sets, "tiny")
+    assert (recipe.run.steps, recipe.data.train.limit, recipe.inference["a"].forced.right_share) == (5, 9, 0.9)
+    assert load_with_profile(MATH, [], None) == load_recipe(MATH)
+    with pytest.raises(ConfigError, match="write one of tiny"):
+        load_with_profile(MATH, [], "small")
 
 
 def test_a_recipe_that_cannot_run_is_told_before_it_is_made_small(tmp_path: Path) -> None:
-    path = written(tmp_path, {**BASE, "inference": {"a": {"policies": ["nobody"]}}})
+    (tmp_path / "recipe.yaml").write_text("extends: quickstart\ninference: {a: {policies: [nobody]}}\n")
     with pytest.raises(ConfigError, match="nobody"):
-        load_with_profile(path, [], "tiny")
+        load_with_profile(tmp_path, [], "tiny")
 
 
-def test_profiles_that_do_not_exist_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="write one of tiny"):
-        load_with_profile(written(tmp_path, BASE), [], "small")
-
-
-def test_every_recipe_can_be_made_tiny(repository: Path, tmp_path: Path) -> None:
-    found = sorted((repository / "recipes").rglob("recipe.yaml"))
-    assert found
-    for path in found:
-        if path.parts[-3] == "alfworld" and not find_spec("alfworld"):
-            continue
+def test_the_worlds_of_agents_are_here_and_have_their_tasks(tmp_path: Path) -> None:
+    for name in ("webshop", *(["alfworld"] if find_spec("alfworld") else [])):
+        path = RECIPES / name / "qwen2.5-7b-instruct-m2po-full"
         recipe = load_with_profile(path, [f"run.dir={tmp_path}"], "tiny")
-        assert {port for _, port in recipe.ports()} == {0}, path
-        assert recipe.run.steps == 3
-        assert index_problems(recipe) == world_problems(recipe) == [], "its world is here and has its tasks"
-
-
-def test_the_quickstart_can_be_made_tiny(repository: Path) -> None:
-    recipe = load_with_profile(repository / "recipes" / "quickstart", [], "tiny")
-    assert recipe.name == "quickstart-tiny"
-    assert recipe.data.train.generator == "recipes.quickstart.task:problems"
+        assert index_problems(recipe) == world_problems(recipe) == []

@@ -129,14 +129,6 @@ def model_of(folder: Path, **config: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
-def test_pickled_weights_are_not_read(folder: Path, name: str) -> None:
-    (model_of(folder) / name).write_bytes(pickle.dumps(Trace()))
-    with pytest.raises(ConfigError, match=r"safetensors|header|deserializing"):
-        load_model(str(folder))
-    assert not (folder / TRACE).exists()
-
-
 def test_code_beside_a_model_is_not_run_and_not_asked_about(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*_: object) -> str:
         raise AssertionError("a question at the terminal")

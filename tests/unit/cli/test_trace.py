@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from services.cli.inspect.trace import (
     stages,
     status,
 )
-from services.common.records import GroupFate, RolloutPhase
+from services.common.records import RolloutPhase
 from services.orchestrator.journal.entries import GroupVerdict
 
 TIMES = st.floats(min_value=1.0, max_value=1e6)
@@ -43,15 +42,9 @@ def phases() -> st.SearchStrategy[tuple[RolloutPhase, ...]]:
 
 def slots(index: int) -> st.SearchStrategy[SlotFacts]:
     sequence = SequenceFacts(
-        policy="model0",
-        role="agent",
-        attempt=0,
-        reward=1.0,
-        num_tokens=3,
-        num_trained_tokens=2,
-        versions=(1, 2),
+        policy="model0", role="agent", attempt=0, reward=1.0, num_tokens=3, num_trained_tokens=2, versions=(1, 2),
         stop_reason="stop",
-    )
+    )  # fmt: skip
     return st.builds(
         SlotFacts,
         index=st.just(index),
@@ -214,27 +207,15 @@ def test_the_status_is_what_became_of_it(facts: GroupFacts, word: str) -> None:
     assert status(facts) == word
 
 
-@pytest.fixture
-def write_log(tmp_path: Path) -> Callable[..., None]:
-    def write(name: str, *lines: dict[str, Any] | bytes) -> None:
-        (tmp_path / "logs").mkdir(exist_ok=True)
-        with (tmp_path / "logs" / f"{name}.jsonl").open("ab") as file:
-            for line in lines:
-                file.write(line if isinstance(line, bytes) else orjson.dumps({"instance": name, **line}) + b"\n")
-
-    return write
-
-
 def test_notes_come_from_lines_that_concern_the_group_and_torn_lines_do_no_harm(
-    tmp_path: Path, write_log: Callable[..., None]
+    tmp_path: Path,
 ) -> None:
     def at(second: int) -> str:
         return f"1970-01-01T00:00:{second:02d}Z"
 
     name = "mark-00000001"
     facts = known(task_group_id=name, uses=(used(),), slots=(SlotFacts(index=0, replica_id="a", durable_at=40.0),))
-    write_log(
-        "orchestrator",
+    lines: list[dict[str, Any]] = [
         {"event": "record.dropped", "task_group": name, "outcome": "duplicate", "index": 0, "timestamp": at(30)},
         {"event": "record.dropped", "task_group": f"{name}1", "outcome": "duplicate", "index": 0, "timestamp": at(30)},
         {"event": "replica.lease_lost", "replica": "a", "timestamp": at(20)},
@@ -245,8 +226,10 @@ def test_notes_come_from_lines_that_concern_the_group_and_torn_lines_do_no_harm(
         {"event": "batch.pulled", "policy": "p", "step": 1, "rank": 1, "timestamp": at(46)},  # asked again
         {"event": "batch.pulled", "policy": "p", "step": 2, "rank": 0, "timestamp": at(46)},
         {"event": "rollout.retry", "task_group": name, "index": 0, "timestamp": "no time"},
-        b'{"event": "record.dropped", "task_group": "mark-000',
-    )
+    ]
+    (tmp_path / "logs").mkdir()
+    torn = b'{"event": "record.dropped", "task_group": "mark-000'
+    (tmp_path / "logs" / "orchestrator.jsonl").write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in lines) + torn)
     notes, pulls = read_notes(tmp_path, facts)
     assert [(note.at, note.event) for note in notes] == [
         (0.0, "rollout.retry"),
@@ -255,18 +238,3 @@ def test_notes_come_from_lines_that_concern_the_group_and_torn_lines_do_no_harm(
         (30.0, "record.dropped"),
     ]
     assert pulls_of(pulls, facts.uses[0]) == ((1, 45.0),)
-
-
-def test_the_loss_of_a_replica_is_told_also_after_the_trajectories_were_collected(
-    tmp_path: Path, write_log: Callable[..., None]
-) -> None:
-    verdict = GroupVerdict(
-        policy="p", role="", attempt=0, num_sequences=4, num_kept=0, mean=1.0, std=0.0, outcome=GroupFate.EQUAL_REWARDS
-    )
-    facts = known(slots=(), verdicts=(verdict,), judged_at=40.0)
-    write_log(
-        "orchestrator",
-        {"event": "replica.lease_lost", "replica": "a", "timestamp": "1970-01-01T00:00:20Z"},
-        {"event": "replica.lease_lost", "replica": "a", "timestamp": "1970-01-01T00:00:50Z"},  # after it was judged
-    )
-    assert [note.at for note in read_notes(tmp_path, facts)[0]] == [20.0]

@@ -1,7 +1,8 @@
-"""The view of a run in progress: problems first, each told once, in words that are no markup."""
+"""What commands print of a run in progress: problems first, each told once, in words that are no markup; tables and plain text."""
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from services.cli.console import source_words
+from services.cli import console as drawing
+from services.cli.console import Column, FittingTable, say, source_words, tell
+from services.cli.inspect.plot import part_lines
 from services.cli.watch import (
     RARE_AFTER,
     OrchestratorLiveness,
@@ -19,10 +22,9 @@ from services.cli.watch import (
     StallsAtStart,
     StallsTold,
     render,
-    time_words,
     warnings_of,
 )
-from services.common.errors import InfrastructureError
+from services.common.errors import ConfigError, InfrastructureError
 from services.common.pb import account_pb2, run_pb2
 from services.common.records import RunCount
 from services.common.telemetry.metrics import StepKey, source_key
@@ -95,17 +97,6 @@ def test_a_low_terminal_shows_problems_and_progress_first() -> None:
     assert "issued 3000" in (text := whole.export_text()) and "where the time went" in text
 
 
-def test_no_time_is_promised_before_the_first_step_or_while_paused() -> None:
-    progress = busy()
-    assert "left" in time_words(progress)
-    progress.state = run_pb2.RUN_STATE_PAUSED
-    assert "left" not in time_words(progress)
-    progress.state = run_pb2.RUN_STATE_TRAINING
-    progress.policies[0].version = 0
-    assert "left" not in time_words(progress) and "elapsed" in time_words(progress)
-    assert time_words(run_pb2.RunProgress()) == "0 tokens/s"
-
-
 def test_an_evaluation_is_followed_line_by_line_where_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("services.cli.watch.time.monotonic", lambda: now)
@@ -138,11 +129,8 @@ TRAINING, PAUSED = run_pb2.RUN_STATE_TRAINING, run_pb2.RUN_STATE_PAUSED
     ("before", "now", "itself"),
     [
         ((TRAINING, 0), (PAUSED, 1), True),
-        ((TRAINING, 2), (PAUSED, 3), True),
         ((TRAINING, 0), (PAUSED, 0), False),  # of a person, or one that the run ends by itself
-        ((TRAINING, 2), (PAUSED, 2), False),
         ((PAUSED, 0), (PAUSED, 1), True),  # the run has waited for long enough
-        ((TRAINING, 1), (TRAINING, 1), False),
         ((PAUSED, 1), (TRAINING, 1), False),
     ],
 )
@@ -262,6 +250,78 @@ def test_a_stall_is_told_while_the_run_still_starts() -> None:
 # --- sources of a mixture
 
 
+# --- tables, pictures and plain text
+
+
+def drawn(table: FittingTable, width: int) -> str:
+    output = io.StringIO()
+    Console(file=output, width=width).print(table)
+    return output.getvalue()
+
+
+def groups() -> FittingTable:
+    table = FittingTable(
+        [Column("group"), Column("task", spare=1), Column("took", "right"), Column("retries", spare=2)]
+    )
+    table.add_row("c8f8e1-00004413", "98-plus-80", "1.04 s", "0")
+    return table
+
+
+def test_what_matters_least_goes_first_and_is_named() -> None:
+    text = drawn(groups(), 44)
+    assert "c8f8e1-00004413" in text
+    assert "98-plus-80" in text
+    assert "no room here for: retries" in text
+    narrower = drawn(groups(), 32)
+    assert "c8f8e1-00004413" in narrower
+    assert "1.04 s" in narrower
+    assert "98-plus-80" not in narrower
+    assert "no room here for: task, retries" in narrower.replace("\n", " ")
+
+
+def test_the_width_that_shows_everything_is_told() -> None:
+    width = int(drawn(groups(), 44).partition("COLUMNS=")[2].split()[0])
+    assert "retries" not in drawn(groups(), width - 1).partition("no room")[0]
+    assert "no room" not in drawn(groups(), width)
+    terminal = io.StringIO()
+    Console(file=terminal, width=44, force_terminal=True, color_system=None).print(groups())
+    assert f"they need a width of {width}" in " ".join(terminal.getvalue().split())
+
+
+# --- pictures
+
+
+def test_nothing_ends_for_want_of_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    console = Console(file=io.StringIO(), width=200)
+    assert drawing.drawn(drawing.pyplot, console) is None
+    assert "no picture: a picture needs the package matplotlib" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+# --- plain text
+
+
+@pytest.mark.parametrize(
+    "text", ["runs/[bold]x[/bold]: [1, 2]", "[/]", "[link=file:///etc]a[/link]", "a " * 200 + "b", ""]
+)
+def test_a_text_is_printed_as_it_is_in_one_line(text: str) -> None:
+    console = Console(record=True, width=40, force_terminal=True)
+    say(console, text, "bold red")
+    assert console.export_text() == f"{text}\n"
+
+
+def test_the_text_of_an_error_controls_no_terminal() -> None:
+    written = io.StringIO()
+    console = Console(file=written, width=200)
+    tell(ConfigError("recipe.yaml cannot run:\n  ru\x1b[2Jn\u202ex: no such setting"), console)
+    assert written.getvalue() == "error: recipe.yaml cannot run:\n  ru\\x1b[2Jn\\x202ex: no such setting\n"
+
+
+# --- help
+
+
+# --- sources of a mixture
+
 ROW = {
     source_key(source, key): value
     for source, share in {"maths": 0.34, "code": 0.66}.items()
@@ -285,8 +345,18 @@ def test_the_line_of_a_run_has_the_reward_of_the_batch_where_no_rollout_ended_si
     assert "(wanted 66.7%), reward 0.125" in source_words(row)
 
 
+def test_sources_of_several_policies_are_told_apart() -> None:
+    policies = [run_pb2.PolicyProgress(policy=name, metrics=ROW) for name in ("a", "b")]
+    text = shown(policies=policies)
+    assert "a/code" in text and "b/maths" in text
+
+
 def test_a_run_with_one_dataset_has_no_table_of_sources() -> None:
     assert "wanted" not in shown(
         policies=[run_pb2.PolicyProgress(policy="model0", metrics={"rollout_reward_mean": 0.5})]
     )
     assert source_words({"rollout_reward_mean": 0.5}) == ""
+
+
+def test_the_picture_draws_the_reward_of_each_source() -> None:
+    assert [line.label for line in part_lines([[{"step": 1, **ROW}]])] == ["source maths", "source code"]

@@ -18,24 +18,23 @@ HEADER = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
 TEMPLATE = "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%- endfor -%}<|im_start|>assistant\n"
 ROWS = [{"id": str(i), "problem": f"What is {i} plus {i}?", "answer": str(2 * i)} for i in range(12)]
 REWARDS = """
-import asyncio
 constant = 5
 def exact(task, completion): return float(completion == task["answer"])
 def one(completion): return 1.0
-def three(task, completion, weight): return 1.0
 def lacks(task, completion): return float(completion == task["solution"])
 def nothing(task, completion): float(completion == task["answer"])
-async def later(task, completion): await asyncio.sleep(0)
 def text(task, completion): return "right"
-def nan(task, completion): return float("nan")
 def divides(task, completion): return 1 / len(completion)
 def rows(seed): yield from [{"problem": "a", "answer": "b"}]
-def bad_rows(seed): yield from ["a", "b"]
 def raising_rows(seed): raise ValueError("no such file")
 def endless(seed):
     while True: yield {"problem": "a", "answer": "b"}
 class NoFlow: pass
+def boxed(task, completion): return float(completion == r"\\boxed{%s}" % task["answer"])
+def never(task, completion): return 0.0
+def number(task, completion): return float(int(completion or 0) > 10**9)
 def words(task, completion): return float(len(completion.split()))
+def needs(task, completion): return float(task["unit_tests"] == completion)
 """
 
 GRADED = """
@@ -130,16 +129,12 @@ def template(name: str, text: str, *told: str) -> Wrong:
 WRONG = [
     # -- the model
     Wrong("no model directory", (MODEL, "nowhere", "model directory"), {MODEL: "./nowhere"}),
-    Wrong("absolute path that is not there", (MODEL, "/nowhere", "model directory"), {MODEL: "/nowhere/model"}),
     Wrong("model is a file", (MODEL, "rows.jsonl", "no directory"), {MODEL: "./rows.jsonl"}),
     Wrong("no config.json", (MODEL, "holds no config.json"), files={CONFIG: None}),
-    Wrong("config.json cut off", (MODEL, "config.json cannot be read", "copy it again"), files={CONFIG: '{"a":'}),
     Wrong("config.json a list", (MODEL, "no JSON object"), files={CONFIG: "[]"}),
     Wrong("no tokenizer", (MODEL, "holds no tokenizer_config.json"), files={TOKENIZER: None}),
     Wrong("no weights", (MODEL, "holds no weights"), files={WEIGHTS: None}),
     Wrong("pickled weights", (MODEL, "pickled", "convert"), files={WEIGHTS: None, "model/pytorch_model.bin": b"x"}),
-    Wrong("weights cut off", (MODEL, "bytes of", "copy it again"), files={WEIGHTS: struct.pack("<Q", len(HEADER)) + HEADER}),
-    Wrong("weights are text", (MODEL, "no safetensors file"), files={WEIGHTS: "version https://git-lfs"}),
     Wrong("no chat template", (MODEL, "no chat template", "chat_template.jinja"), files={"model/chat_template.jinja": None}),
     template("template with a syntax error", "{% for m in messages %}", MODEL, "chat template", "fails"),
     template("template that refuses", "{{ raise_exception('no system') }}", MODEL, "chat template", "no system"),
@@ -148,14 +143,11 @@ WRONG = [
           {"policies.model0.model.context_length": 4096},
           {CONFIG: '{"architectures": ["GPT2LMHeadModel"], "n_positions": 1024, "vocab_size": 50257}',
            "model/chat_template.jinja": None}),
-    Wrong("context beyond the model", ("context_length is 4096", "1024 positions", "at most 1024"),
-          {"policies.model0.model.context_length": 4096}),
     Wrong("an encoder", (MODEL, "BertForMaskedLM", "no causal language model"),
           files={CONFIG: '{"architectures": ["BertForMaskedLM"], "vocab_size": 300}'}),
     Wrong("another model's tokenizer", (MODEL, "tokens", "vocab_size of its config.json is 100"),
           files={CONFIG: '{"architectures": ["Qwen3ForCausalLM"], "vocab_size": 100}'}),
     Wrong("hub name with two slashes", (MODEL, "no name of the hub either"), {MODEL: "Qwen/Qwen3/0.6B"}),
-    Wrong("hub name with a space", (MODEL, "no name of the hub either"), {MODEL: "Qwen/Qwen3 0.6B"}),
     Wrong("hub name that does not exist", (MODEL, "Qwen/Qwen9-1B", "the hub has no model", "404"), {MODEL: "Qwen/Qwen9-1B"}),
     Wrong("hub name while the hub is away", (MODEL, "away/model", "cannot be asked", "hf download away/model"),
           {MODEL: "away/model"}),
@@ -164,29 +156,10 @@ WRONG = [
     Wrong("no model at all", (MODEL, "missing", "warm_start.model0"), {"policies.model0.model": {"context_length": 128}}),
     # -- the rows
     Wrong("no such file", ("data.train.path", "nowhere.jsonl", "does not exist"), {TRAIN: {"path": "./nowhere.jsonl"}}),
-    Wrong("no such CSV file", ("data.train.path: /", "/nowhere.csv does not exist"), {TRAIN: {"path": "nowhere.csv"}}),
-    Wrong("no such directory", ("data.train.path", "/nowhere/rows", "does not exist"), {TRAIN: {"path": "/nowhere/rows"}}),
     rows("empty file", (TRAIN, "holds no rows"), ""),
-    rows("no JSON", (TRAIN, "row 1", "not valid JSON"), "question: 1+1\n"),
-    rows("arrays", (TRAIN, "row 1", "must be a JSON object, not list"), "[1]\n[2]\n"),
     rows("half of the rows broken", (TRAIN, "1 of 2 rows cannot be used", "row 2"), lines(ROWS[:1]) + "{\n"),
-    rows("semicolons", (TRAIN, "one column", "','"), "problem;answer\n1+1;2\n", "rows.csv"),
-    rows("a column named twice", (TRAIN, "'answer' twice"), "problem,answer,answer\n1+1,2,2\n", "rows.csv"),
-    rows("a comma without quotes", (TRAIN, "line 2", "3 values", "quotes"), "problem,answer\n1,000+1,1001\n", "rows.csv"),
-    rows("latin-1", (TRAIN, "not in UTF-8"), "problem,answer\ncafé,1\n".encode("latin-1"), "rows.csv"),
-    rows("a CSV file without the column", (TRAIN, "row 1 has no prompt", "'text'"), "text,answer\na,b\n", "rows.csv"),
-    rows("one JSON object", (TRAIN, "one JSON object", "'data'"), '{"data": [{"problem": "a"}],\n "n": 1}', "rows.json"),
-    rows("an array of texts", (TRAIN, "element 1", "not str"), '["a", "b"]', "rows.json"),
-    rows("an Excel file", (TRAIN, "no kind that is read", ".csv"), b"PK\x03\x04", "rows.xlsx"),
-    rows("a packed file", (TRAIN, "packed", "unpack"), b"\x1f\x8b", "rows.jsonl.gz"),
-    rows("a Parquet file that is none", (TRAIN, "rows.parquet", "cannot be loaded"), b"PAR0", "rows.parquet"),
     rows("no prompt", (TRAIN, "row 1 has no prompt", "'text'"), lines([{"text": "a", "answer": "b"}])),
     rows("null prompts", (TRAIN, "row 1: problem is null"), lines([{"problem": None, "answer": "b"}])),
-    rows("empty prompts", (TRAIN, "row 1: problem is empty"), lines([{"problem": " ", "answer": "b"}])),
-    rows("a number as prompt", (TRAIN, "neither text nor a list of messages"), lines([{"problem": 5, "answer": "b"}])),
-    rows("texts as messages", (TRAIN, "neither text nor a list"), lines([{"messages": ["a"], "answer": "b"}])),
-    rows("messages without roles", (TRAIN, "neither text nor a list"), lines([{"messages": [{"content": "a"}]}])),
-    rows("no messages", (TRAIN, "neither text nor a list"), lines([{"messages": [], "answer": "b"}])),
     Wrong("prompt_field that does not exist", (TRAIN, "looked for promt", "problem"),
           {"workflow.settings.prompt_field": "promt"}),
     Wrong("no answers for math", (TRAIN, "no answer", "ground_truth"), {REWARD: "math"}, {"rows.jsonl": lines([{"problem": "a"}])}),
@@ -195,54 +168,37 @@ WRONG = [
     rows("a column behind another", (TRAIN, "columns.messages instead"), lines([{"messages": "a", "x": "b"}]),
          columns={"prompt": "x"}),
     rows("an id that does not exist", (TRAIN, "no field 'uid'"), lines(ROWS), id_field="uid"),
-    rows("one id for all", (TRAIN, "3 of 4 rows", "must be unique"), lines([{**row, "id": "x"} for row in ROWS[:4]]),
-         id_field="id"),
-    rows("an unknown form", ("data.train.form", "'maths'"), lines(ROWS), form="maths"),
-    rows("samples per training task", ("samples_per_task", "rollout.group_size"), lines(ROWS), samples_per_task=4),
     rows("every prompt too long", (TRAIN, "every prompt", "127 tokens", "context_length"),
          lines([{"problem": "long " * 400, "answer": "b"}])),
     rows("some prompts too long", (TRAIN, "1 of 13 prompts", "max_prompt_tokens: 127"),
          lines([*ROWS, {"problem": "long " * 400, "answer": "b"}])),
-    Wrong("two sources", (TRAIN, "exactly one", "write null"), {TRAIN: {"path": "./rows.jsonl", "name": "gsm8k"}}),
-    Wrong("no source", (TRAIN, "exactly one"), {TRAIN: {"limit": 5}}),
     Wrong("an unknown data set", (TRAIN, "'gsm9k'", "gsm8k"), {TRAIN: {"name": "gsm9k"}}),
-    Wrong("no generator module", (TRAIN, "no module 'nowhere'"), {TRAIN: {"generator": "nowhere:rows"}}),
     Wrong("no generator function", (TRAIN, "no 'row'", "rows"), {TRAIN: {"generator": "my_rewards:row"}}),
     Wrong("generator's setting", (TRAIN, "my_rewards:rows", "def rows(seed, split)"),
           {TRAIN: {"generator": "my_rewards:rows", "settings": {"split": "a"}}}),
-    Wrong("generator of texts", (TRAIN, "row 1", "must be a mapping"), {TRAIN: {"generator": "my_rewards:bad_rows"}}),
     Wrong("generator that raises", (TRAIN, "my_rewards.py:", "raised ValueError", "no such file"), {TRAIN: {"generator": "my_rewards:raising_rows"}}),
     Wrong("evaluation without data", ("data.evaluation is missing", "hold_out", "at_start"), {"evaluation": {"at_start": True}}),
     Wrong("evaluation on training rows", ("12 of 12 tasks", "overlap with data.train"), HELD_OUT),
     # -- the reward
     reward("a misspelt reward", "maths", REWARD, "'maths'", "did you mean 'math'"),
     reward("a dot for a colon", "my_rewards.exact", REWARD, "did you mean 'my_rewards:exact'"),
-    reward("no module", "nowhere:exact", "no module 'nowhere'", "current directory"),
     reward("no function", "my_rewards:exat", "no 'exat'", "exact", "my_rewards.py"),
     reward("no function but a number", "my_rewards:constant", "type int", "def reward(task, completion)"),
-    reward("one argument", "my_rewards:one", "my_rewards.py:5", "def reward(task, completion)"),
-    reward("three arguments", "my_rewards:three", "my_rewards.py:6", "def reward(task, completion)"),
-    reward("a column that the rows lack", "my_rewards:lacks", "my_rewards.py:7", "KeyError: 'solution'", "id, problem, answer"),
-    reward("no return", "my_rewards:nothing", "my_rewards.py:8", "returned None", "`return` missing"),
-    reward("no return, async", "my_rewards:later", "returned None", "`return` missing"),
+    reward("one argument", "my_rewards:one", "my_rewards.py:4", "def reward(task, completion)"),
+    reward("a column that the rows lack", "my_rewards:lacks", "my_rewards.py:5", "KeyError: 'solution'", "id, problem, answer"),
+    reward("no return", "my_rewards:nothing", "my_rewards.py:6", "returned None", "`return` missing"),
     reward("a word", "my_rewards:text", "returned 'right'", "finite number"),
-    reward("NaN", "my_rewards:nan", "returned nan", "finite number"),
-    reward("fails on an empty answer", "my_rewards:divides", "my_rewards.py:12", "ZeroDivisionError", "an empty answer"),
-    reward("a syntax error", "broken_syntax:f", "broken_syntax.py:2", "SyntaxError", files={"broken_syntax.py": "\ndef f(:\n"}),
-    reward("an import that is missing", "needs_other:f", "needs_other.py:1", "'no_such_package'", "not installed",
-           files={"needs_other.py": "import no_such_package\n"}),
+    reward("fails on an empty answer", "my_rewards:divides", "my_rewards.py:8", "ZeroDivisionError", "an empty answer"),
     Wrong("the default reward without a gateway", (REWARD, "'math', its default", "envgateway is null"),
           {"workflow": {"name": "single_turn", "settings": {}}, "envgateway": None}),
     Wrong("a workflow of mine with the default reward and no gateway", (REWARD, "'math', its default", "envgateway"),
           {"workflow": {"name": "graded_flow:Graded", "settings": {}}, "envgateway": None}, {"graded_flow.py": GRADED}),
     Wrong("a workflow that runs programs without a gateway", ("workflow.name", "tool_math", "envgateway is null"),
           {"workflow": {"name": "tool_math", "settings": {"reward": "rewards:exact"}}, "envgateway": None}),
-    Wrong("math without a gateway", (REWARD, "'math'", "envgateway is null"), {REWARD: "math", "envgateway": None}),
     Wrong("code without tests", (TRAIN, "no tests with a kind"), {REWARD: "code"}),
     # -- the workflow
     setting("workflow.name", "singel_turn", "workflow.name", "'singel_turn'", "single_turn"),
     setting("workflow.name", "my_rewards:NoFlow", "is no workflow", "my_rewards.py"),
-    setting("workflow.name", "nowhere:Flow", "no module 'nowhere'"),
     setting("workflow.settings.max_turns", 3, "workflow.settings.max_turns", "unknown key"),
     setting("workflow.settings.policy", "actor", "'actor'", "model0"),
     Wrong("an environment that is not there", ("workflow.settings.environment is 'chess'", "textworld", "envgateway.environments"),
@@ -250,10 +206,6 @@ WRONG = [
     Wrong("a misspelt MCP server", ("'mcp:serch'", "did you mean 'mcp:search'"),
           {"workflow": {"name": "tool_use", "settings": {"tools": ["mcp:serch"], "reward": "math"}},
            "envgateway": {"mcp": {"search": {"command": ["true"]}}}}),
-    Wrong("an MCP server without a way to it", ("envgateway.mcp.search", "either `command`", "`url`", "neither is set"),
-          {"envgateway": {"mcp": {"search": {}}}}),
-    Wrong("an MCP server without a scheme", ("envgateway.mcp.search", "localhost:80", "http://"),
-          {"envgateway": {"mcp": {"search": {"url": "localhost:80"}}}}),
     Wrong("tasks of reasoning-gym graded as math", ("workflow.settings.reward: reasoning_gym",),
           {"data": {"train": {"reasoning_gym": "chain_sum"}}, "workflow": {"name": "single_turn", "settings": {}}}),
     Wrong("reasoning-gym's reward for other rows", ("no task of reasoning-gym", "name another reward"),
@@ -261,37 +213,21 @@ WRONG = [
     Wrong("a size without reasoning-gym", ("size is 9", "write limit: 9"), {"data.train.size": 9}),
     Wrong("tasks of Harbor without their tests", ("data.train.harbor", "write workflow: {name: agent_env, settings: {environment: harbor}}"),
           {"data": {"train": {"harbor": "./tasks"}}, "workflow": {"name": "single_turn", "settings": {"reward": "math"}}}),
-    Wrong("a directory of tasks that is not there", ("there is no directory", "tasks"),
-          {"data": {"train": {"harbor": "./tasks"}}, "workflow": {"name": "agent_env", "settings": {"environment": "harbor"}}}),
-    Wrong("two actions of one name", ("envgateway.gymnasium.lake", "a name of its own"),
-          {"envgateway": {"gymnasium": {"lake": {"id": "FrozenLake-v1", "actions": ["left", "Left"]}}}}),
     Wrong("a gymnasium environment of a name that is taken", ("envgateway.gymnasium.webshop", "another name"),
           {"workflow": {"name": "agent_env", "settings": {"environment": "webshop"}},
            "envgateway": {"gymnasium": {"webshop": {"id": "FrozenLake-v1"}}}}),
-    Wrong("an environment without a gateway", ("agent_env", "envgateway", "is null"),
-          {"workflow": {"name": "agent_env"}, "envgateway": None}),
     setting("modules", ["/nowhere"], "modules names /nowhere", "no directory"),
     Wrong("dialogues that are not there", ("warm_start.model0.dialogues", "nowhere.jsonl", "neither an existing file"),
           {"policies.model0.model": {"context_length": 128},
            "warm_start": {"model0": {"builder": "rollmill:tiny_model", "dialogues": "./nowhere.jsonl"}}}),
     # -- numbers
     setting(f"{OPTIMIZER}.lr", 1, f"{OPTIMIZER}.lr is 1", "at most 0.1"),
-    setting(f"{OPTIMIZER}.lr", "fast", f"{OPTIMIZER}.lr", "'fast'", "valid number"),
     setting(f"{OPTIMIZER}.betas", [1.0, 0.9], f"{OPTIMIZER}", "betas must lie in [0, 1)"),
-    setting(f"{OPTIMIZER}.schedule", "cosin", f"{OPTIMIZER}.schedule", "'cosine'"),
     setting(f"{BATCH}.size", 63, f"{BATCH}.size is 63", "whole groups of 8", "56 or 64"),
-    setting(f"{BATCH}.size", 4, f"{BATCH}.size is 4", "whole groups of 8", "write 8"),
     setting(f"{BATCH}.minibatches", 7, f"{BATCH}.minibatches is 7", "64", "4 or 8"),
-    setting(f"{BATCH}.minibatches", 1000, f"{BATCH}.minibatches (1000)", "batch.size (64)"),
-    setting("rollout.group_size", 1, "dynamic_sampling", "group_size to 2"),
-    setting("rollout.group_size", 7, f"{BATCH}.size is 64", "whole groups of 7", "63 or 70"),
     Wrong("pass@k beyond the group", ("pass_k (9)", "group_size (8)"),
           {"policies.model0.algorithm.pass_k": 9, "policies.model0.algorithm.advantage": "pass_at_k"}),
     setting("policies.model0.algorithm.pass_k", 4, "pass_k is 4, and advantage: grpo does not read it"),
-    setting("policies.model0.algorithm.name", "grop", "policies.model0.algorithm.name", "'grop'"),
-    setting("run.steps", -1, "run.steps", "greater than or equal to 0"),
-    setting("sampling.temperature", 0, "sampling.temperature is 0", "above 0"),
-    setting("sampling.max_new_tokens", 128, "sampling.max_new_tokens (128)", "context_length (128)"),
     setting("sampling.min_new_tokens", 100, "min_new_tokens 100 exceeds max_new_tokens 64"),
     setting("inference.a.engine", "vlm", "inference.a.engine", "'vlm'", "torch"),
     Wrong("a group that no service can play", ("rollout.group_size is 128", "64 slots", "more slots"),
@@ -304,36 +240,13 @@ WRONG = [
     setting("workflow.settings.max_prompt_tokens", 5, "5 tokens that workflow.settings.max_prompt_tokens allows"),
     # -- structure
     Wrong("a key twice", ("recipe.yaml:", "name is there twice", "line 2"), edit=lambda text: f"{text}name: other\n"),
-    Wrong("tabs", ("recipe.yaml", "not valid YAML"), edit=lambda text: f"{text}run:\n\tsteps: 3\n"),
-    Wrong("an empty recipe", ("recipe.yaml", "holds no mapping"), edit=lambda text: ""),
-    Wrong("a list", ("recipe.yaml", "holds no mapping"), edit=lambda text: "- name: mine\n"),
-    Wrong("extends what does not exist", ("extends", "'bse'", "base"), {"extends": "bse"}),
-    Wrong("extends a file that does not exist", ("extends", "nowhere.yaml", "does not exist"), {"extends": "../nowhere.yaml"}),
-    Wrong("extends itself", ("extends itself",), {"extends": "recipe.yaml"}),
-    setting("batch_size", 64, "batch_size: unknown key", "policies.<name>.batch.size"),
-    setting("learning_rate", 1e-6, "learning_rate: unknown key", "policies.<name>.optimizer.lr"),
-    setting("policies.model0.lr", 1e-6, "policies.model0.lr: unknown key", "policies.<name>.optimizer.lr"),
-    setting("policies.model0.optimzer", {"lr": 1e-6}, "policies.model0.optimzer", "did you mean 'optimizer'"),
-    setting("trainer.checkpoint_every", 8, "trainer: unknown key", "policies.<name>.trainer"),
     setting("num_generations", 8, "num_generations: unknown key", "rollout.group_size"),
-    setting("max_steps", 8, "max_steps: unknown key", "run.steps"),
-    setting("policies", {}, "policies", "at least 1"),
-    setting("policies.model0", None, "policies.model0", "keys and values below it"),
     setting("policies.model0.model", "Qwen/Qwen3-0.6B", "policies.model0.model", "such as {path: Qwen/Qwen3-0.6B}"),
-    setting("name", "my/run", "name", "'my/run'", "leave out `/`"),
-    Wrong("--set without a value", ("--set 'run.steps'", "a.b=value"), overrides=["run.steps"]),
-    Wrong("--set with broken YAML", ("--set", "not valid YAML"), overrides=["run={steps: 3"]),
-    Wrong("--set of an unknown key", ("run.step", "unknown key", "'steps'"), overrides=["run.step=3"]),
     # -- this machine
     setting("run.dir", "/proc/runs", "run.dir is /proc/runs", "cannot be written", "another directory"),
     Wrong("run.dir is a file", ("run.dir", "rows.jsonl is a file"), {"run.dir": "./rows.jsonl"}),
-    setting("run.id", "a/b", "run.id", "'a/b'", "leave out `/`"),
-    Wrong("one port twice", ("orchestrator.port", "inference.a.port", "both 29999"), {"orchestrator.port": 29999, "inference.a.port": 29999}),
-    Wrong("every interface without keys", ("security.tls is off", "0.0.0.0"),
-          {"orchestrator.host": "0.0.0.0", "security.tls": "off"}),
     Wrong("GPUs that are not here", ("NVIDIA GPU", "--profile tiny"), {"inference.a.gpus": [0]}),
     Wrong("vllm that is not installed", ("inference.a.engine is vllm", "not installed", "ROLLMILL_VLLM_PYTHON"), {"inference.a.engine": "vllm"}),
-    Wrong("sglang that is not installed", ("inference.a.engine is sglang", "not installed"), {"inference.a.engine": "sglang"}),
 ]  # fmt: skip
 
 
@@ -342,21 +255,12 @@ WRONG = [
 GOOD_SOURCE = {"path": "./rows.jsonl"}
 OTHER = {"path": "./other.jsonl"}
 OTHER_FILE = {"other.jsonl": lines(ROWS)}
-TASKS = """
-def endless(seed):
-    while True: yield {"problem": "a", "answer": "b"}
-def nothing(seed): yield from ()
-def key_error(seed):
-    yield {"problem": "a", "answer": "b"}
-    raise KeyError("shard 7")
-def needs(task, completion): return float(task["unit_tests"] == completion)
-"""
 
 
 def mixed(
     name: str, told: tuple[str, ...], *sources: Any, files: dict[str, bytes | str | None] | None = None, **more: Any
 ) -> Wrong:
-    return Wrong(name, told, {TRAIN: list(sources), **more}, {**OTHER_FILE, "my_tasks.py": TASKS, **(files or {})})
+    return Wrong(name, told, {TRAIN: list(sources), **more}, {**OTHER_FILE, **(files or {})})
 
 
 def with_second(name: str, told: tuple[str, ...], **settings: Any) -> Wrong:
@@ -366,36 +270,17 @@ def with_second(name: str, told: tuple[str, ...], **settings: Any) -> Wrong:
 
 MIXTURES = [
     with_second("weight infinite", ("data.train.1.weight", "finite"), weight=float("inf")),
-    with_second("weight misspelt", ("data.train.1.wieght", "did you mean 'weight'?"), wieght=2),
-    with_second("advantage scale 0", ("data.train.1.advantage_scale", "greater than 0"), advantage_scale=0),
     with_second("source with a slash", ("data.train.1.source", "'a/b'", "letters, digits"), source="a/b"),
-    with_second("reward of a source that is not there", ("no module 'nowhere'",),
-                workflow={"settings": {"reward": "nowhere:f"}}),
-    with_second("reward of a source lacks a column", ("data.train.other, task 1", "my_tasks.py:", "KeyError: 'unit_tests'", "problem"),
-                workflow={"settings": {"reward": "my_tasks:needs"}}),
-    with_second("workflow of a source that is not there", ("no workflow 'singel_turn'", "single_turn"),
-                workflow={"name": "singel_turn"}),
+    with_second("reward of a source lacks a column", ("data.train.other, task 1", "my_rewards.py:", "KeyError: 'unit_tests'", "problem"),
+                workflow={"settings": {"reward": "my_rewards:needs"}}),
     with_second("settings of a source's workflow", ("data.train.other.workflow.settings.rewrad", "unknown key", "'reward'"),
                 workflow={"settings": {"rewrad": "my_rewards:exact"}}),
-    with_second("environment of a source that is not there", ("data.train.other.workflow.settings.environment", "'maze'", "write one of"),
-                workflow={"name": "agent_env", "settings": {"environment": "maze"}}),
-    with_second("column of a source that is not there", ("data.train.other", "columns.prompt", "'question'", "problem"),
-                columns={"prompt": "question"}),
-    with_second("samples of a source", ("train.other.samples_per_task is 4", "rollout.group_size"), samples_per_task=4),
     Wrong("weight of the only dataset", ("train.weight", "several sources", "as a list"), {TRAIN: {**GOOD_SOURCE, "weight": 2}}),
     mixed("a list without sources", ("train is an empty list", "path: ./rows.jsonl")),
     mixed("two sources of one name", ("train.0 and train.1", "both called 'rows'", "source: NAME"), GOOD_SOURCE, GOOD_SOURCE),
     Wrong("sources as names", ("data.train.0", "such as {path: rows.jsonl}"), {TRAIN: ["rows.jsonl", "other.jsonl"]}),
-    mixed("source without rows", ("data.train.empty", "empty.jsonl holds no rows"), GOOD_SOURCE, {"path": "./empty.jsonl"},
-          files={"empty.jsonl": ""}),
-    mixed("source that is not there", ("data.train.gone.path", "gone.jsonl does not exist"), GOOD_SOURCE, {"path": "./gone.jsonl"}),
-    mixed("source of another kind", ("data.train.0", "set exactly one of"), {"weight": 2}, GOOD_SOURCE),
     mixed("generator without an end", ("data.train.endless", "yields more than 1000000 rows", "limit"), GOOD_SOURCE,
-          {"generator": "my_tasks:endless"}),
-    mixed("generator that ends at once", ("data.train.nothing", "holds no rows"), GOOD_SOURCE, {"generator": "my_tasks:nothing"}),
-    mixed("generator that raises later", ("data.train.key_error", "my_tasks.py:", "raised KeyError", "shard 7"), GOOD_SOURCE,
-          {"generator": "my_tasks:key_error"}),
-    mixed("parquet that is none", ("data.train.t", "t.parquet"), GOOD_SOURCE, {"path": "./t.parquet"}, files={"t.parquet": json.dumps(ROWS)}),
+          {"generator": "my_rewards:endless"}),
     Wrong("an element that the list lacks", ("data.train.4.weight", "a list of 2", "from 0 to 1"), {TRAIN: [GOOD_SOURCE, OTHER]},
           OTHER_FILE, overrides=["data.train.4.weight=2"]),
     Wrong("mixture and bit-exact runs", ("run.deterministic", "data.train mixes rows, other"),
@@ -403,9 +288,7 @@ MIXTURES = [
     Wrong("advantage scale and token credit", ("data.train.1.advantage_scale is 2", "kl_reward_coefficient"),
           {TRAIN: [GOOD_SOURCE, {**OTHER, "advantage_scale": 2}], "policies.model0.algorithm": {"kl_reward_coefficient": 0.1}}, OTHER_FILE),
     Wrong("band upside down", ("pass_rate is [0.9, 0.1]", "lower share first"), {"data.curation": "pass_rate", "data.pass_rate": [0.9, 0.1]}),
-    Wrong("band in percent", ("pass_rate is [5, 95]", "from 0 to 1"), {"data.curation": "pass_rate", "data.pass_rate": [5, 95]}),
     Wrong("band without its curation", ("pass_rate is", "curation accept_all does not read it", "pass_rate"), {"data.pass_rate": [0.2, 0.8]}),
     Wrong("hold out more than there is", ("data.evaluation.h", "12 rows", "hold_out 50 leaves none"),
           {"data.evaluation": {"h": {**GOOD_SOURCE, "hold_out": 50}}}),
-    Wrong("hold out every row", ("data.train.hold_out", "greater than or equal to 2"), {f"{TRAIN}.hold_out": 1}),
 ]  # fmt: skip

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from services.common.codec import write
 
 from services.common.errors import InvalidRequestError
 from services.common.pb import account_pb2, environment_pb2, judge_pb2, trajectory_pb2
 from services.common.records import RolloutFailure, RolloutPhase, RolloutTiming
 from services.common.telemetry.accounts import GATEWAY, AccountState, ActivityName, ActivityTime, PeerState
 from services.common.telemetry.metrics import Lane
+from services.common.wire import write
 from services.envgateway.judge.records import CaseResult, JudgeResult
 from services.envgateway.rpc import JudgeServicer, execution_to_proto
 from services.envgateway.sandbox.bare.statuses import RunStatus

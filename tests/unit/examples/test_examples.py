@@ -17,11 +17,8 @@ from services.common.config.data import DatasetConfig, WorkflowConfig
 from services.common.config.loading import load_recipe
 from services.common.importing import load_object
 from services.common.records import Sampling, StopReason
-from services.common.text.tools import ToolCall
-from services.common.tools import load_tools
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.episodes import EnvironmentRegistry
-from services.envgateway.tools.registry import GatewayToolSession, ToolBox
 from services.inference.engine.base import FinishReason, GenerationRequest, WeightUpdate
 from services.inference.engine.streaming import EngineSetup
 from services.inference.workflows.registry import build_workflow
@@ -85,16 +82,6 @@ async def test_tools_of_the_replica() -> None:
     assert "42" in said[0] and "hours cannot be negative" in said[1] and "ran import sys" in said[2]
     assert [stdin for _, stdin, _ in gateway.executed] == [b"b\na"]
     assert (sequence.metrics["tool_calls"], sequence.metrics["tool_errors_tool_error"]) == (3.0, 1.0)
-
-
-async def test_tool_of_the_gateway() -> None:
-    session = GatewayToolSession(ToolBox(load_tools(["tool:minutes"])), ["minutes"])
-    assert (await session.answer(ToolCall(name="minutes", arguments={"hours": 1.5}))).text == "90"
-    assert (await session.answer(ToolCall(name="minutes", arguments={"hours": 0.01, "round_up": True}))).text == "1"
-    assert (await session.answer(ToolCall(name="minutes", arguments={"hours": "x"}))).status == "invalid_arguments"
-    parameters = session.schemas[0]["function"]["parameters"]
-    assert parameters["properties"]["hours"] == {"type": "number", "description": "a number of hours"}
-    assert parameters["required"] == ["hours"]
 
 
 def test_environment() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from services.trainer.model.norms import rms_norm, speed_up_norms
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +23,7 @@ from services.trainer.model.attention import (
     register_attention,
 )
 from services.trainer.model.logprobs import Targets
+from services.trainer.model.policy_model import rms_norm, speed_up_norms
 from services.trainer.packing import Branch
 from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step
 
