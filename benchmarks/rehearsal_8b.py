@@ -226,8 +226,8 @@ def _train(model: PolicyModel, reference: Scorer | None, policy: PolicyConfig) -
     optimizer = PolicyOptimizer(model.named_parameters(), policy.optimizer.model_copy(update={"schedule": "constant"}))
     for parameter in optimizer.parameters:
         parameter.grad = torch.empty_like(parameter)
-    if "optimizer" not in policy.trainer.offload:
-        optimizer.adamw.step()
+    if "optimizer" in policy.trainer.offload:
+        optimizer.adamw.state.clear()  # the moments are on the host
     documents = Documents.from_offsets(np.array([0, num_tokens]))
     token_ids = torch.zeros(num_tokens, dtype=torch.int64)
     every = np.arange(num_tokens - 1)

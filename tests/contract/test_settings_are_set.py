@@ -31,6 +31,7 @@ PLACES = (
 MOST = 300
 KEPT = {
     "DatasetConfig.shuffle": "rows that are a curriculum in their own order",
+    "ValueHeadConfig.coefficient": "PPO's weight of the value loss",
     "AlgorithmConfig.kl_estimator": "systems differ in it (docs/conventions.md)",
     "AlgorithmConfig.kl_clamp": "verl and AReaL clamp at 10",
     "InferenceConfig.policies": "several policies on services of their own; the tests name it below a service's name",

@@ -71,7 +71,7 @@ class Flow(rollmill.Workflow):
 def test_a_run_whose_rollouts_all_fail_ends_with_the_reason_and_goes_on_once_repaired(tmp_path: Path) -> None:
     rollmill(tmp_path, "new", "mine")
     flow = tmp_path / "mine" / "flow.py"
-    flow.write_text(FLOW.replace("LIMIT", "24"))
+    flow.write_text(FLOW.replace("LIMIT", "100"))
     done = ended(tmp_path, "run", "mine", *SHORT, "--set", "workflow.name=flow:Flow", "--set", "run.steps=9")
     assert done.returncode == 1, done.stdout + done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
@@ -80,7 +80,7 @@ def test_a_run_whose_rollouts_all_fail_ends_with_the_reason_and_goes_on_once_rep
     assert "rollmill run --resume" in said and str(run_dir) in said and not (run_dir / "summary.json").exists()
     assert "interrupted" in rollmill(tmp_path, "status")
     flow.write_text(FLOW.replace("LIMIT", "1000000"))
-    rollmill(tmp_path, "run", "--resume", str(run_dir), "--set", "run.steps=2")
+    rollmill(tmp_path, "run", "--resume", str(run_dir), "--set", "run.steps=8")
     assert json.loads((run_dir / "summary.json").read_text())["state"] == "finished"
 
 

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,21 +101,21 @@ def test_environments_are_served_alone_in_the_tiny_profile_until_they_are_stoppe
     scripts.start(script, WEBSHOP, *settings, TASK_SERVER_PORT=str(port), ROLLMILL_DATA_ROOT="")
     served = scripts.running[script]
     deadline = time.monotonic() + RUN_TIMEOUT_S
-    while (indices := indices_of("webshop", port)) is None:
+    while (info := task_info("webshop", port)) is None:
         assert served.poll() is None, scripts.output(script)
         assert time.monotonic() < deadline, scripts.output(script)
         time.sleep(0.2)
-    assert len(indices) > 0
+    assert "num_samples" in info
     assert not (scripts.run_dir / "recipe.json").exists(), "it is no run"
     served.send_signal(signal.SIGTERM)
     assert served.wait(60) == 0, scripts.output(script)
 
 
-def indices_of(task: str, port: int) -> list[int] | None:
-    """The tasks of the task server; None without an answer."""
+def task_info(task: str, port: int) -> dict[str, Any] | None:
+    """What the task server says of a task; None without an answer."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/get_indices?name={task}", timeout=WAIT_S) as answer:
-            found: list[int] = json.load(answer)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/{task}/task/info", timeout=WAIT_S) as answer:
+            found: dict[str, Any] = json.load(answer)
             return found
     except (urllib.error.URLError, ConnectionError):
         return None

@@ -68,7 +68,7 @@ def call(name: str, **arguments: Any) -> str:
 async def test_calls_go_on_with_the_server_that_takes_the_place_of_a_killed_one(remote: Remote) -> None:
     url = f"http://127.0.0.1:{remote.port}/mcp"
     servers = {
-        "shared": McpServerConfig(url=url, sessions="shared", timeout_s=10.0, concurrency=8),
+        "shared": McpServerConfig(url=url, sessions="shared", timeout_s=10.0),
         "own": McpServerConfig(url=url, start_timeout_s=2.5),
     }
     box = ToolBox([], servers=McpServers(servers))

@@ -79,11 +79,11 @@ def free_ports(count: int, hosts: Sequence[str] = (LOOPBACK,), avoid: Collection
         begin, end = _FIRST, 1 << 16
     found: list[int] = []
     for step in range(end - begin):
+        if len(found) == count:
+            return found
         port = begin + (os.getpid() * _STRIDE + step) % (end - begin)
         if port not in avoid and all(is_free(port, host) for host in hosts):
             found.append(port)
-        if len(found) == count:
-            return found
     raise OSError(f"no {count} ports between {begin} and {end} are free")
 
 

@@ -190,7 +190,7 @@ def test_a_disk_on_which_a_run_would_wait_is_told(recipe: Path) -> None:
 
 # --- servers of tools
 
-RAW = str(Path(__file__).parents[2] / "integration" / "envgateway" / "mcp" / "raw_server.py")
+RAW = str(Path(__file__).parents[3] / "extras" / "mcp" / "tests" / "raw_server.py")
 
 
 def with_servers(names: list[str], **server: Any) -> Recipe:

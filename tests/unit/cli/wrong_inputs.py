@@ -288,7 +288,7 @@ MIXTURES = [
     Wrong("advantage scale and token credit", ("data.train.1.advantage_scale is 2", "kl_reward_coefficient"),
           {TRAIN: [GOOD_SOURCE, {**OTHER, "advantage_scale": 2}], "policies.model0.algorithm": {"kl_reward_coefficient": 0.1}}, OTHER_FILE),
     Wrong("band upside down", ("pass_rate is [0.9, 0.1]", "lower share first"), {"data.curation": "pass_rate", "data.pass_rate": [0.9, 0.1]}),
-    Wrong("band without its curation", ("pass_rate is", "curation accept_all does not read it", "pass_rate"), {"data.pass_rate": [0.2, 0.8]}),
+    Wrong("band without its curation", ("pass_rate is", "curation: accept_all does not read it", "pass_rate"), {"data.pass_rate": [0.2, 0.8]}),
     Wrong("hold out more than there is", ("data.evaluation.h", "12 rows", "hold_out 50 leaves none"),
           {"data.evaluation": {"h": {**GOOD_SOURCE, "hold_out": 50}}}),
 ]  # fmt: skip

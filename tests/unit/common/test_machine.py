@@ -13,6 +13,7 @@ from services.common.system.machine import free_ports, is_free, num_cores
 
 
 def test_ports_are_different_free_and_out_of_the_kernels_reach() -> None:
+    assert free_ports(0) == []
     ports = free_ports(20)
     assert len(set(ports)) == 20
     assert all(is_free(port) for port in ports)
