@@ -83,7 +83,7 @@ run: $(RUNTIME) ## run RECIPE=recipes/...
 
 # More workers than cores: tests wait for processes and deadlines more than they compute. Tests of one file share fixtures
 # and runs, so they stay on one worker; tests/order.py has the files that take longest begin first.
-TESTS := $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
+TESTS := $(BIN)/python -m pytest -q -n 5 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP) ## set up and run every test
 	@# The = keeps pytest from taking the file, once it is there, for the place of the tests.
