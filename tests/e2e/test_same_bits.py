@@ -1,4 +1,4 @@
-"""Runs through killed processes and a damaged checkpoint: what is trained is what a replay of the journal gives, bit for bit."""
+"""Runs with killed processes and a damaged checkpoint train the same weights, bit for bit, as a replay of the journal."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ import structlog
 
 from services.common.config.envgateway import SandboxConfig
 from services.common.errors import CapacityError, InfrastructureError, SandboxRefusedError
+from services.common.system.processes import KILLED_S
 from services.common.telemetry.metrics import Lane
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.launch import LaunchedSupervisor, SupervisorLauncher
@@ -123,13 +124,22 @@ class SlotLease:
 
     async def wait(self, run: SubmittedRun, limit_s: float) -> ExecutionResult:
         """The run's result. A supervisor that does not end the run within its limit and a grace is killed; the result is
-        INFRA_ERROR then. Cancelling the caller kills the run."""
+        INFRA_ERROR then. Cancelling the caller kills the run.
+
+        Raises:
+            InfrastructureError: a killed supervisor has not ended in time.
+        """
         try:
             await asyncio.wait([run.result], timeout=limit_s + _ANSWER_GRACE_S)
             if not run.result.done():
                 log.error("sandbox.supervisor_stalled", waited_s=limit_s + _ANSWER_GRACE_S)
                 self._pool.kill_supervisor()  # which breaks the channel, and so ends the run
-                await asyncio.wait([run.result])
+                await asyncio.wait([run.result], timeout=KILLED_S)
+            if not run.result.done():
+                raise InfrastructureError(
+                    f"the sandbox's supervisor was killed and has not ended within {KILLED_S:g} s: look for a process that the "
+                    "kernel holds up (ps, state D), and start the gateway again"
+                )
         except asyncio.CancelledError:
             run.cancel()
             raise

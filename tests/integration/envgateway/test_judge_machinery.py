@@ -1,4 +1,4 @@
-"""Behaviour when callers leave and machinery dies; what a sandbox starts with, and what it refuses."""
+"""The sandbox and the judge when callers leave and processes die; the start of a sandbox, and its refusals."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ async def test_killed_with_9_and_started_again_it_finishes_with_the_same_bits(
 ) -> None:
     """Invariants 6 and 8: after two kills every digest is that of an undisturbed run, and replay agrees.
 
-    With all that a trainer has to find again: a value head, whose values are of the weights at step start, what a teacher
-    said, moments and frozen models on the host.
+    The trainer has everything that it must restore: a value head, a teacher, and moments and frozen models on the host.
     """
     settings: dict[str, Any] = {
         "trainer": {"offload": ["optimizer", "reference"], "gradient_checkpointing": True},
