@@ -459,7 +459,7 @@ def draw_time(ax: Any, shares: Shares) -> None:
                 f"{share:.0%} {activity.replace(' -> ', ' → ')}", max(room, 1), break_long_words=False
             )
             if len(lines) > 3 or any(len(line) > room for line in lines):
-                lines = lines[:1] if room >= 4 and len(lines[0]) <= room else []
+                lines = [f"{lines[0]} …"] if room >= 4 and len(lines[0]) <= room else []
             ax.text(left + share / 2, place, "\n".join(lines), ha="center", va="center", fontsize=6.5)
             left += share
     ax.set_yticks(range(len(shares)), sorted(shares, reverse=True), fontsize=8)
