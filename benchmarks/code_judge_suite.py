@@ -22,7 +22,8 @@ from benchmarks._bench import report, report_nothing, why_not
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, SandboxConfig
+from extras.code_judge.settings import HttpConfig
+from services.common.config.envgateway import EnvGatewayConfig, SandboxConfig
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 
@@ -60,7 +61,7 @@ def test_client():
 
 async def measure(suite: Path) -> None:
     sandbox = SandboxConfig(num_slots=4, wall_time_s=_LIMIT_S, cpu_time_s=_LIMIT_S)
-    config = EnvGatewayConfig(port=0, sandbox=sandbox, http=HttpConfig(port=0))
+    config = EnvGatewayConfig.model_validate({"port": 0, "sandbox": sandbox, "http": HttpConfig(port=0)})
     gateway = Gateway(config, SandboxPool.start_before_threads(sandbox))
     await gateway.start()
     try:

@@ -51,8 +51,9 @@ from benchmarks._fuzzing import Line, Outcome, fuzz, resident_mib
 from benchmarks._hostile import Hostile, all_rpcs
 from benchmarks._secure_services import Services, prepared
 from benchmarks._weight_versions import POLICY, RUN
+from extras.code_judge.settings import HttpConfig
+from extras.worlds.settings import TaskServerConfig
 from services.cli.keys import CA_KEY, TOKEN_KEY, Keyring
-from services.common.config.envgateway import HttpConfig, TaskServerConfig
 from services.common.config.processes import EndpointConfig
 from services.common.pb import status_pb2, status_pb2_grpc, weights_pb2, weights_pb2_grpc
 from services.common.rpc.client import channel_options

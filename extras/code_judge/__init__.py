@@ -1,3 +1,6 @@
 """The HTTP interface that clients of Code Judge speak."""
 
-PROVIDES = {"judge_http": {"code_judge": "extras.code_judge.server:make_server"}}
+PROVIDES = {
+    "settings": {"code_judge": "extras.code_judge.settings:CodeJudgeSections"},
+    "judge_http": {"code_judge": "extras.code_judge.server:make_server"},
+}

@@ -22,8 +22,9 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, Field, ValidationError
 
+from extras.code_judge.settings import HttpConfig
 from services.common.aio import ended
-from services.common.config.envgateway import EnvGatewayConfig, HttpConfig
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError, RollmillError
 from services.common.http import Listener, json_answer
 from services.common.telemetry.metrics import Lane
@@ -312,7 +313,7 @@ def make_server(config: EnvGatewayConfig, queue: JobQueue, rewards: Rewards) -> 
     submissions = Submissions(
         queue, rewards, run_s=limits.wall_time_s, compile_s=COMPILE_TIME_S, output_bytes=limits.output_bytes
     )
-    return HttpServer(config.http, config.host, queue, submissions)
+    return HttpServer(config.extra("http"), config.host, queue, submissions)
 
 
 async def _read(request: web.Request, model: type[Model]) -> Model:

@@ -1,6 +1,7 @@
 """Environments and tasks of other packages: verifiers, OpenEnv, Harbor, gymnasium, reasoning-gym."""
 
 PROVIDES = {
+    "settings": {"hub": "extras.hub.settings:HubSections"},
     "environments": {"harbor": "extras.hub.harbor_episode:make_world"},
     "servers": {"openenv": "extras.hub.openenv:make_world", "gymnasium": "extras.hub.gymnasium:make_world"},
     "datasets": {

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from services.common.config.envgateway import GymnasiumConfig
+from extras.hub.settings import GymnasiumConfig
 from services.common.errors import ConfigError, InvalidRequestError, UserError
 from services.common.importing import load_object
 from services.common.installing import install

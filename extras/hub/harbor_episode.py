@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict, FiniteFloat, TypeAdapter, ValidationError
 
 from extras.hub.harbor import LOGS, PATH, TESTS, HarborTask, environment_files, read_task, verifier_files
-from services.common.config.envgateway import EnvGatewayConfig, HarborConfig, LiveConfig
+from extras.hub.settings import HarborConfig, HubSections
+from services.common.config.envgateway import LiveConfig
 from services.common.errors import CapacityError, DatasetError, InfrastructureError, InvalidRequestError
 from services.common.text.tools import MalformedCall, cut_text, find_call, parse_json_call
 from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
@@ -284,7 +285,7 @@ class HarborWorld:
         """Nothing is left: episodes end their own processes."""
 
 
-def make_world(config: EnvGatewayConfig, sandbox: SandboxPool | None) -> HarborWorld | str:
+def make_world(config: HubSections, sandbox: SandboxPool | None) -> HarborWorld | str:
     """Without a sandbox, as in a check, the tier is that of the user."""
     tier = sandbox.tier if sandbox is not None else TIER if os.geteuid() == 0 else "of a user without root"
     return why_not(tier) or HarborWorld(config.harbor, sandbox)

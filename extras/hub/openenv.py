@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 import structlog
 
+from extras.hub.settings import PORT_MARK, PYTHON_MARK, OpenEnvConfig
 from services.common.aio import backoff
-from services.common.config.envgateway import PORT_MARK, PYTHON_MARK, OpenEnvConfig
 from services.common.errors import CapacityError, InfrastructureError, InvalidRequestError
 from services.common.system.child import bound_to_this_process
 from services.common.system.machine import LOOPBACK, free_ports

@@ -27,7 +27,7 @@ from mcp.shared.exceptions import MCPError
 from mcp.types import INVALID_PARAMS, CallToolResult, Implementation
 from pydantic import ValidationError as SettingsError
 
-from services.common.config.envgateway import McpServerConfig, with_variables
+from extras.mcp.settings import McpServerConfig, with_variables
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.system.child import bound_to_this_process
 from services.common.text.tools import ToolStatus, cut_text

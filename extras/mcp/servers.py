@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from services.common.config.envgateway import MCP, McpServerConfig, split_name
+from extras.mcp.settings import McpServerConfig
+from services.common.config.envgateway import MCP, split_name
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError, RollmillError
 from services.common.installing import install
 from services.common.text.tools import ArgumentSchema, ToolStatus

@@ -1,6 +1,7 @@
 """Text worlds and shops with engines or data of their own, and AgentBench's two sides."""
 
 PROVIDES = {
+    "settings": {"worlds": "extras.worlds.settings:WorldsSections"},
     "environments": {
         "alfworld": "extras.worlds.alfworld:make_world",
         "textworld": "extras.worlds.textworld:make_world",

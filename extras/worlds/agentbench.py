@@ -21,8 +21,8 @@ import aiohttp
 import orjson
 import structlog
 
+from extras.worlds.settings import AgentBenchConfig
 from services.common.aio import TaskOwner, backoff
-from services.common.config.envgateway import AgentBenchConfig
 from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
 from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from extras.worlds.engines.pool import EnginePool
 from extras.worlds.messages import MALFORMED, TextGame, TextGameSettings, offer, read_action
-from services.common.config.envgateway import AlfworldConfig, EnvGatewayConfig
+from extras.worlds.settings import AlfworldConfig, WorldsSections
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.installing import install
 from services.envgateway.envs.base import EndStatus, Observation, StepResult, settings_of
@@ -416,7 +416,7 @@ class AlfworldWorld:
         await self.pool.close()
 
 
-def make_world(config: EnvGatewayConfig, sandbox: object) -> AlfworldWorld | str:
+def make_world(config: WorldsSections, sandbox: object) -> AlfworldWorld | str:
     data, games = config.alfworld.data, config.alfworld.games
     missing = []
     if importlib.util.find_spec("alfworld") is None:
@@ -430,7 +430,7 @@ def make_world(config: EnvGatewayConfig, sandbox: object) -> AlfworldWorld | str
     return AlfworldWorld(config.alfworld, data) if data is not None and not missing else "; ".join(missing)
 
 
-def task_problems(gateway: EnvGatewayConfig, asked: Iterable[AskedTasks]) -> Iterator[str]:
+def task_problems(gateway: WorldsSections, asked: Iterable[AskedTasks]) -> Iterator[str]:
     """A line for each dataset that asks for games which the list does not have, or which are not in the folder."""
     config, asked = gateway.alfworld, list(asked)
     for one in asked:

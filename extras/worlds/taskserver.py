@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from extras.worlds.settings import ServedTaskConfig, TaskServerConfig
 from services.common.aio import backoff
-from services.common.config.envgateway import ServedTaskConfig, TaskServerConfig
 from services.common.errors import (
     CapacityError,
     ConfigError,

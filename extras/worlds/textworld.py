@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 
 from extras.worlds.engines.pool import EnginePool
 from extras.worlds.messages import MALFORMED, TextGame, TextGameSettings, offer, read_action
+from extras.worlds.settings import GamesConfig, WorldsSections
 from services.common.config.base import Section
-from services.common.config.envgateway import EnvGatewayConfig, GamesConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.installing import install
 from services.envgateway.envs.base import EndStatus, Observation, StepResult, settings_of
@@ -175,7 +175,7 @@ class TextworldWorld:
         await self.pool.close()
 
 
-def make_world(config: EnvGatewayConfig, sandbox: object) -> TextworldWorld | str:
+def make_world(config: WorldsSections, sandbox: object) -> TextworldWorld | str:
     games = config.textworld.games
     if importlib.util.find_spec("textworld") is None:
         return f"its engine is not installed: {install('textworld')}"

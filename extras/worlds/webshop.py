@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from services.common.config.envgateway import EnvGatewayConfig
+from extras.worlds.settings import WorldsSections
 from services.common.errors import ConfigError, DatasetError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ def _text(product: Product) -> str:
     return " ".join((product.title, product.description, *product.bullet_points[:1], options))
 
 
-def task_problems(gateway: EnvGatewayConfig, asked: Iterable[AskedTasks]) -> Iterator[str]:
+def task_problems(gateway: WorldsSections, asked: Iterable[AskedTasks]) -> Iterator[str]:
     """A line for each dataset that asks for goals which the file does not have."""
     path = gateway.webshop.goals
     if path is not None and path.is_file():

@@ -22,6 +22,7 @@ from pydantic import Field
 from rapidfuzz.fuzz import token_set_ratio
 from rapidfuzz.utils import default_process
 
+from extras.worlds.settings import WebshopConfig, WebshopPage, WorldsSections
 from extras.worlds.webshop import (
     Goal,
     Option,
@@ -35,7 +36,6 @@ from extras.worlds.webshop import (
     read_goals,
 )
 from services.common.config.base import Section
-from services.common.config.envgateway import EnvGatewayConfig, WebshopConfig, WebshopPage
 from services.common.errors import CapacityError, ConfigError, DatasetError, InvalidRequestError
 from services.common.installing import install
 from services.envgateway.calls import THREADS
@@ -691,7 +691,7 @@ class WebshopWorld:
             self._opening = None
 
 
-def make_world(config: EnvGatewayConfig, sandbox: object) -> WebshopWorld | str:
+def make_world(config: WorldsSections, sandbox: object) -> WebshopWorld | str:
     if config.webshop.data is None:
         return "write envgateway.webshop.data: FOLDER, which holds the catalogue in WebShop's raw form"
     return WebshopWorld(config.webshop)

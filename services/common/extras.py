@@ -15,6 +15,7 @@ from typing import Any, Literal
 from services.common.importing import load_object
 
 Kind = Literal[
+    "settings",
     "environments",
     "servers",
     "task_server",

@@ -116,15 +116,16 @@ def _settings(arguments: argparse.Namespace) -> _Settings:
         if redis_uri:  # programs run at workers then, and this process runs nothing else for them
             few = config.sandbox.model_copy(update={"num_slots": 1, "num_live": 0, "prewarm_scientific": False})
             config = config.model_copy(update={"sandbox": few})
-    if arguments.share_http_port:
-        config = config.model_copy(update={"http": config.http.model_copy(update={"reuse_port": True})})
+    http = config.extra("http")
+    if arguments.share_http_port and http is not None:
+        config = config.model_copy(update={"http": http.model_copy(update={"reuse_port": True})})
     if arguments.host:
         config = config.model_copy(update={"host": arguments.host})
     given = {"--run-dir": arguments.run_dir, "--recipe": arguments.recipe}
     source = [str(part) for option in given.items() if option[1] is not None for part in option]
     source += [part for override in arguments.overrides for part in ("--set", override)]
     worker = module_command("services.envgateway.worker", *source) if runs_worker() and redis_uri else ()
-    runs_none = (runs_none and config.http.port is None) or bool(redis_uri)
+    runs_none = (runs_none and (http is None or http.port is None)) or bool(redis_uri)
     return _Settings(config, run_id, redis_uri, needs_keys, metrics, worker, runs_none)
 
 

@@ -19,7 +19,7 @@ from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.processes import MetricsConfig
 from services.common.dataset_rows import BuiltInReward
 from services.common.errors import ConfigError, InfrastructureError
-from services.common.extras import absent, load_extra, provided
+from services.common.extras import load_extra
 from services.common.net.hosts import check_place
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2_grpc
@@ -226,30 +226,25 @@ class Gateway:
 
 
 def _make_http(config: EnvGatewayConfig, queue: JobQueue, rewards: Rewards) -> Any:
-    """The interface of Code Judge, where the recipe gives it a port. Raises ``ConfigError`` without its extra."""
-    if config.http.port is None:
+    """The interface of Code Judge, where the recipe gives it a port."""
+    settings = config.extra("http")
+    if settings is None or settings.port is None:
         return None
-    if "code_judge" not in provided("judge_http"):
-        raise ConfigError(f"envgateway.http: {absent('judge_http', 'code_judge')}")
     return load_extra("judge_http", "code_judge")(config, queue, rewards)
 
 
 def _make_mcp_servers(config: EnvGatewayConfig) -> Any:
-    """The servers of ``envgateway.mcp``, if there are any. Raises ``ConfigError`` without their extra."""
-    if not config.mcp:
-        return None
-    if "mcp" not in provided("tool_servers"):
-        raise ConfigError(f"envgateway.mcp: {absent('tool_servers', 'mcp')}")
-    return load_extra("tool_servers", "mcp")(config.mcp)
+    """The servers of ``envgateway.mcp``, if there are any."""
+    servers = config.extra("mcp")
+    return load_extra("tool_servers", "mcp")(servers) if servers else None
 
 
 def _make_task_server(config: EnvGatewayConfig, episodes: EpisodeManager, environments: EnvironmentRegistry) -> Any:
-    """Episodes over HTTP, where the recipe gives them a port. Raises ``ConfigError`` without their extra."""
-    if config.task_server.port is None:
+    """Episodes over HTTP, where the recipe gives them a port."""
+    settings = config.extra("task_server")
+    if settings is None or settings.port is None:
         return None
-    if "agentbench" not in provided("task_server"):
-        raise ConfigError(f"envgateway.task_server: {absent('task_server', 'agentbench')}")
-    return load_extra("task_server", "agentbench")(config.task_server, config.host, episodes, environments)
+    return load_extra("task_server", "agentbench")(settings, config.host, episodes, environments)
 
 
 async def serve(

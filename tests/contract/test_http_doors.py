@@ -17,10 +17,11 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from extras.code_judge.server import HttpServer
+from extras.code_judge.settings import HttpConfig
 from extras.prometheus.server import MetricsServer
+from extras.worlds.settings import TaskServerConfig
 from extras.worlds.taskserver import TaskServer
 from services.common import http as origin
-from services.common.config.envgateway import HttpConfig, TaskServerConfig
 from services.common.config.processes import EndpointConfig
 from services.common.errors import ConfigError
 from services.common.extras import provided

@@ -15,10 +15,11 @@ import pytest
 from aiohttp import web
 
 from extras.code_judge.server import HttpServer, Submission, SubmissionOutcome
+from extras.code_judge.settings import HttpConfig
 from extras.prometheus.server import MetricsServer
+from extras.worlds.settings import ServedTaskConfig
 from extras.worlds.tests.taskserver_scripted import task_server
 from services.common import http
-from services.common.config.envgateway import HttpConfig, ServedTaskConfig
 from tests import needs
 from tests.contract.test_http_doors import _status
 from tests.integration.hostile_page import Target, visit

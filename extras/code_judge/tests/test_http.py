@@ -14,8 +14,9 @@ import aiohttp
 import pytest
 
 from extras.code_judge import server as gateway_http
+from extras.code_judge.settings import HttpConfig
 from extras.code_judge.tests.judge_clients import GradingClient, RolloutClient, Status, Submission
-from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, ScorerConfig
+from services.common.config.envgateway import EnvGatewayConfig, ScorerConfig
 from services.common.errors import ConfigError
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool

@@ -13,8 +13,9 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
+from extras.code_judge.settings import HttpConfig
 from services.cli.keys import Keyring
-from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, ScorerConfig
+from services.common.config.envgateway import EnvGatewayConfig, ScorerConfig
 from services.common.errors import ConfigError
 from services.common.security import identity
 from services.common.security.identity import Identity

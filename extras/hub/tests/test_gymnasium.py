@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from extras.hub.gymnasium import GymnasiumWorld, actions_of_copies, drawing, text_of
-from services.common.config.envgateway import EnvGatewayConfig, GymnasiumConfig
+from extras.hub.settings import GymnasiumConfig
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.installing import install
 from services.envgateway.envs.base import StepResult

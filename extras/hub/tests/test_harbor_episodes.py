@@ -13,7 +13,7 @@ import pytest
 from extras.hub import harbor_episode
 from extras.hub.harbor import read_task
 from extras.hub.harbor_episode import HarborEpisode
-from services.common.config.envgateway import HarborConfig
+from extras.hub.settings import HarborConfig
 from services.common.errors import InvalidRequestError
 from services.envgateway.envs.base import EpisodeLostError, StepResult
 from services.envgateway.sandbox.pool import SandboxPool

@@ -14,7 +14,8 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from extras.hub.openenv import OpenEnvWorld
-from services.common.config.envgateway import PORT_MARK, EnvGatewayConfig, OpenEnvConfig
+from extras.hub.settings import PORT_MARK, OpenEnvConfig
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.errors import (
     CapacityError,
     EpisodeNotFoundError,

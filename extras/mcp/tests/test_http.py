@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from extras.mcp.servers import McpServers
-from services.common.config.envgateway import McpServerConfig
+from extras.mcp.settings import McpServerConfig
 from services.common.errors import InfrastructureError
 from services.common.text.tools import ToolStatus
 from services.envgateway.tools.registry import GatewayToolSession, ToolBox

@@ -16,7 +16,7 @@ import pytest
 
 from extras.mcp import servers as server_module
 from extras.mcp.servers import McpServers
-from services.common.config.envgateway import McpServerConfig
+from extras.mcp.settings import McpServerConfig
 from services.common.errors import CapacityError, InfrastructureError, InvalidRequestError
 from services.common.text.tools import ToolStatus
 from services.envgateway.tools.registry import GatewayToolSession, ToolBox
@@ -235,7 +235,7 @@ def test_a_killed_gateway_leaves_no_server(tmp_path: Path) -> None:
     log = tmp_path / "pids"
     program = (
         "import asyncio, sys\n"
-        "from services.common.config.envgateway import McpServerConfig\n"
+        "from extras.mcp.settings import McpServerConfig\n"
         "from extras.mcp.servers import McpServer\n"
         "async def main():\n"
         f"    config = McpServerConfig(command=[sys.executable, '-S', {RAW!r}, '--log', {str(log)!r}])\n"

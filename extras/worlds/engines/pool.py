@@ -19,8 +19,8 @@ from typing import Any
 import structlog
 
 from extras.worlds.engines.process import Answer
+from extras.worlds.settings import EnginePoolConfig
 from services.common.aio import TaskOwner
-from services.common.config.envgateway import EnginePoolConfig
 from services.common.errors import CapacityError, InfrastructureError, InvalidRequestError
 from services.envgateway.calls import take_place
 from services.envgateway.child import Child, ChildFailed

@@ -9,8 +9,8 @@ from typing import Any
 
 import aiohttp
 
+from extras.worlds.settings import ServedTaskConfig, TaskServerConfig
 from extras.worlds.taskserver import TaskServer
-from services.common.config.envgateway import ServedTaskConfig, TaskServerConfig
 from services.common.errors import InfrastructureError, InvalidRequestError
 from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
 from services.envgateway.envs.episodes import EpisodeManager

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from extras.worlds.agentbench import AgentBenchEpisode, AgentBenchWorld, reward_of
+from extras.worlds.settings import AgentBenchConfig
 from extras.worlds.tests.agentbench_fakes import CAPACITY, FakeAdapter, FakeController, running
-from services.common.config.envgateway import AgentBenchConfig
 from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
 from services.envgateway.envs.base import EndStatus, EpisodeLostError
 from tests.waiting import until

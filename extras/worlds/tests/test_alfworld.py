@@ -11,7 +11,7 @@ import pytest
 from extras.worlds import alfworld
 from extras.worlds.alfworld import AlfworldEpisode, GameList, bleu, choose, game_of, list_games
 from extras.worlds.messages import offer, read_action
-from services.common.config.envgateway import AlfworldConfig
+from extras.worlds.settings import AlfworldConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.envgateway.envs.base import EpisodeLostError
 

@@ -16,7 +16,7 @@ from extras.worlds.alfworld import AlfworldWorld
 from extras.worlds.engines import pool as engine_pool
 from extras.worlds.made import write_games
 from extras.worlds.messages import offer
-from services.common.config.envgateway import AlfworldConfig, EnginePoolConfig
+from extras.worlds.settings import AlfworldConfig, EnginePoolConfig
 from services.common.errors import (
     EpisodeNotFoundError,
     InfrastructureError,

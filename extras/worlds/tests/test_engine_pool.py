@@ -15,7 +15,7 @@ import pytest
 
 from extras.worlds.engines import pool as engine_pool
 from extras.worlds.engines.pool import EnginePool
-from services.common.config.envgateway import EnginePoolConfig
+from extras.worlds.settings import EnginePoolConfig
 from services.common.errors import CapacityError, InvalidRequestError
 from services.envgateway.envs.base import EpisodeLostError
 from tests.running import is_running
@@ -131,7 +131,7 @@ async def test_an_engine_that_raises_loses_one_game(make_pool: MakePool, command
 
 _OWNER = f"""
 import asyncio, sys
-from services.common.config.envgateway import EnginePoolConfig
+from extras.worlds.settings import EnginePoolConfig
 from extras.worlds.engines import pool as engine_pool
 from extras.worlds.engines.pool import EnginePool
 from tests.running import is_running

@@ -8,8 +8,8 @@ import pytest
 
 from extras.worlds.alfworld import AlfworldWorld
 from extras.worlds.made import houses, package_data, write_catalogue, write_games
+from extras.worlds.settings import AlfworldConfig, WebshopConfig
 from extras.worlds.webshop_pages import WebshopEnvironment, WebshopWorld
-from services.common.config.envgateway import AlfworldConfig, WebshopConfig
 
 
 async def test_the_first_hit_of_every_instruction_is_worth_buying(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from extras.worlds import agentbench, taskserver
 from extras.worlds.agentbench import AgentBenchWorld
+from extras.worlds.settings import AgentBenchConfig, ServedTaskConfig, TaskServerConfig
 from extras.worlds.taskserver import TaskServer
 from extras.worlds.tests.taskserver_scripted import ACTIONS, Http, task_server
-from services.common.config.envgateway import AgentBenchConfig, ServedTaskConfig, TaskServerConfig
 from services.common.errors import CapacityError, ConfigError, InvalidRequestError
 from services.envgateway.envs.base import EpisodeLostError
 from services.envgateway.envs.episodes import EpisodeManager

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from extras.worlds.settings import GamesConfig
 from extras.worlds.textworld import TextworldEpisode, TextworldSettings, game_of, index_of, list_games, opening, tidy
-from services.common.config.envgateway import GamesConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.envgateway.envs.base import settings_of
 from tests.documented import blocks

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from extras.worlds.settings import EnginePoolConfig, GamesConfig
 from extras.worlds.textworld import TextworldWorld
-from services.common.config.envgateway import EnginePoolConfig, GamesConfig
 from services.common.errors import InvalidRequestError
 from tests.integration.envgateway.environments.serving import Client, served_world
 

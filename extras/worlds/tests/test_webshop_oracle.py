@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from extras.worlds.settings import WebshopConfig
 from extras.worlds.webshop_pages import WebshopWorld
-from services.common.config.envgateway import WebshopConfig
 from services.common.errors import InvalidRequestError
 from services.common.pb import environment_pb2 as pb
 from tests import needs

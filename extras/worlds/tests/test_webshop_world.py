@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from extras.worlds import webshop_pages as world_module
+from extras.worlds.settings import WebshopConfig
 from extras.worlds.tests.webshop_made import GOAL, write_catalogue
 from extras.worlds.webshop_pages import WebshopWorld
-from services.common.config.envgateway import EnvGatewayConfig, WebshopConfig
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.errors import (
     CapacityError,
     ConfigError,

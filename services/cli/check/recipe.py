@@ -412,9 +412,7 @@ def _environment_problems(recipe: Recipe, where: str, workflow: WorkflowConfig) 
             {
                 *provided("environments"),
                 *gateway.environments,
-                *gateway.agentbench,
-                *gateway.openenv,
-                *gateway.gymnasium,
+                *(name for section in provided("servers") for name in gateway.extra(section)),
             }
         )
     ):

@@ -16,7 +16,7 @@ from services.common.config.data import DatasetConfig
 from services.common.config.envgateway import MCP
 from services.common.config.recipe import Recipe
 from services.common.errors import RollmillError
-from services.common.extras import absent, load_extra, provided
+from services.common.extras import load_extra, provided
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def index_problems(recipe: Recipe) -> list[str]:
     """Datasets that ask for places which a list of games or goals does not have, a line for each. Knows only files that are
     here."""
     gateway, name = recipe.envgateway, str(recipe.workflow.settings.get("environment"))
-    replaced = gateway is None or name in gateway.environments or name in gateway.agentbench
+    replaced = gateway is None or name in gateway.environments or name in (gateway.extra("agentbench") or ())
     if replaced or name not in provided("task_checks"):
         return []
     try:
@@ -113,13 +113,11 @@ def _indices(config: DatasetConfig) -> list[int]:
 
 def mcp_problems(recipe: Recipe) -> list[str]:
     """Servers that cannot be used from this machine, and tools that they lack, a line for each."""
-    gateway = recipe.envgateway
-    if gateway is None or not gateway.mcp:
+    servers = recipe.envgateway and recipe.envgateway.extra("mcp")
+    if not servers:
         return []
-    if "mcp" not in provided("server_checks"):
-        return [f"envgateway.mcp: {absent('server_checks', 'mcp')}"]
     wanted = [name for name in _tools_of(recipe) if name.startswith(MCP)]
-    lines: list[str] = load_extra("server_checks", "mcp")(gateway.mcp, wanted)
+    lines: list[str] = load_extra("server_checks", "mcp")(servers, wanted)
     return lines
 
 

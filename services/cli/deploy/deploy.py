@@ -121,7 +121,9 @@ class Layout:
         gateway = self.recipe.envgateway
         names = {str(workflow.settings.get("environment", "")) for workflow in self.recipe.workflows().values()}
         own = [name for name in ("alfworld", "textworld", "webshop") if name in names]
-        return next((name for name in own if gateway is not None and name not in gateway.agentbench), "")
+        return next(
+            (name for name in own if gateway is not None and name not in (gateway.extra("agentbench") or {})), ""
+        )
 
     def own_folders(self) -> list[str]:
         """Folders of the user that every process reads: the recipe's, those of its modules and those of its files of rows.
@@ -147,9 +149,8 @@ class Layout:
         gateway = self.recipe.envgateway
         if gateway is None or self.makes_worlds():
             return []
-        named = [gateway.alfworld.data, gateway.alfworld.games, gateway.textworld.games]
-        named += [gateway.webshop.data, gateway.webshop.goals]
-        found = sorted({path for path in named if path is not None})
+        sections = [gateway.extra(name) or () for name in provided("environments")]
+        found = sorted({value for section in sections for _, value in section if isinstance(value, Path)})
         return [str(path) for path in found if not any(other in path.parents for other in found)]
 
 
@@ -305,8 +306,13 @@ def image_of(layout: Layout, process: str) -> tuple[str, str, list[str]]:
     if kind == "envgateway" and (environment := layout.environment()):
         extras.append(environment)
         # A profile tags without spaCy.
-        if environment == "webshop" and layout.profile is None and gateway and gateway.webshop.tagger != "words":
-            more = [f"SPACY_MODEL={gateway.webshop.tagger}"]
+        if (
+            environment == "webshop"
+            and layout.profile is None
+            and gateway
+            and gateway.extra("webshop").tagger != "words"
+        ):
+            more = [f"SPACY_MODEL={gateway.extra('webshop').tagger}"]
     arguments = [*_ARGUMENTS, f"EXTRAS={','.join(extras)}", *more]
     return f"rollmill-{'-'.join(extras)}", "deploy/docker/service.Dockerfile", arguments
 

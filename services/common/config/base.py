@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Port = Annotated[int, Field(ge=0, le=65535)]  # 0 takes a free one
 
@@ -58,6 +58,38 @@ class HttpService(Section):
 
     port: Port | None = None
     """HTTP port; 0 takes a free one, null serves none."""
+
+
+class Timeouts(Section):
+    """Of an environment in another process."""
+
+    start_timeout_s: float = Field(default=50.0, gt=0)
+    """Starting the process, connecting to it and beginning an episode may each take this long."""
+    step_timeout_s: float = Field(default=50.0, gt=0)
+    """One turn may take this long; then the episode is lost, and played again. Never a reward."""
+
+
+class ServerSection(Section):
+    """A server that runs elsewhere, or that the gateway starts."""
+
+    url: str | None = None
+    """Address of a running server, such as `http://127.0.0.1:8000` of OpenEnv, or `http://127.0.0.1:8000/mcp` of MCP over
+    streamable HTTP."""
+    command: list[str] = []
+    """Instead of `url`: program and arguments. A path that begins with `./` is relative to the recipe's file. Of MCP, a server
+    over standard input and output, such as `[python, ./server.py]`, where `python` is the gateway's own. Of OpenEnv, one
+    that serves the environment at the port `{port}`, such as ["{python}", server.py, "{port}"], where `{python}` is the
+    gateway's interpreter, or [docker, run, --rm, --publish, "{port}:8000", IMAGE]: started with the first episode, again
+    after its end, ended with the gateway."""
+
+    @model_validator(mode="after")
+    def _one_server(self) -> ServerSection:
+        if bool(self.command) == bool(self.url):
+            given = "both are set" if self.url else "neither is set"
+            raise ValueError(f"write either `command` (a program and its arguments) or `url`; {given}")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url is {self.url!r}: write an address that begins with http:// or https://")
+        return self
 
 
 class OnDevice(Section):

@@ -28,9 +28,11 @@ import yaml
 from pydantic import BaseModel, Tag, ValidationError
 
 from services.common.config.data import SOURCES
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.recipe import Recipe
 from services.common.dataset_rows import BuiltInWorkflow
 from services.common.errors import ConfigError
+from services.common.extras import absent
 from services.common.importing import look_in, new_name
 
 # --- The key ``defaults`` of a recipe: settings of all its policies and of all its inference services, written once.
@@ -122,6 +124,10 @@ _FOREIGN = {
     "num_workers": "inference.<name>.num_slots",
 }  # fmt: skip
 _MOST_PLACES = 3  # that a message lists
+# Sections of the gateway that are known although the extra may be missing.
+_OF_EXTRAS = frozenset(
+    ["http", "mcp", "alfworld", "textworld", "webshop", "agentbench", "openenv", "gymnasium", "harbor", "task_server"]
+)
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> list[str]:
@@ -169,6 +175,8 @@ def _unknown(key: str, root: type[BaseModel], location: Location) -> str:
     if section is None:
         return "unknown key"
     known = list(section.model_fields)
+    if section is EnvGatewayConfig and key in _OF_EXTRAS:
+        return f"unknown key; {absent('settings', key)}"
     if places := _places_of(key, root):
         return f"unknown key; {key} is written as {' or '.join(places)}"
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)

@@ -33,7 +33,7 @@ from services.common.errors import (
     StateError,
     UnknownEnvironmentError,
 )
-from services.common.extras import absent, load_extra, provided
+from services.common.extras import load_extra, provided
 from services.common.importing import check_methods, load_object, place_of_error
 from services.common.text.encodable import encodable
 from services.envgateway.calls import THREADS
@@ -487,21 +487,15 @@ def make_worlds(config: EnvGatewayConfig, sandbox: SandboxPool | None = None) ->
     """Worlds of the extras by name: a world, or the reason of its absence. An AgentBench server goes before the world of its
     name, which then needs no data. ``sandbox``: of the gateway, for worlds that run commands. Raises ``ConfigError`` for
     settings that cannot work."""
-    own = provided("environments")
-    taken = {*ENVIRONMENTS, *own, *config.agentbench, *config.environments}
-    servers: dict[str, Mapping[str, Any]] = {
-        "agentbench": config.agentbench,
-        "openenv": config.openenv,
-        "gymnasium": config.gymnasium,
-    }
-    worlds = {name: load_extra("environments", name)(config, sandbox) for name in own if name not in config.agentbench}
-    for section, entries in servers.items():
-        for name, entry in entries.items():
+    own, replaced = provided("environments"), config.extra("agentbench") or {}
+    taken = {*ENVIRONMENTS, *own, *replaced, *config.environments}
+    worlds = {name: load_extra("environments", name)(config, sandbox) for name in own if name not in replaced}
+    for section in provided("servers"):
+        for name, entry in config.extra(section).items():
             if section != "agentbench" and name in taken:
                 raise ConfigError(
                     f"envgateway.{section}.{name}: the gateway has an environment of this name: write another name"
                 )
             taken.add(name)
-            known = section in provided("servers")
-            worlds[name] = load_extra("servers", section)(name, entry) if known else absent("servers", section)
+            worlds[name] = load_extra("servers", section)(name, entry)
     return worlds

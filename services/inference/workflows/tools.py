@@ -155,7 +155,7 @@ TOOLS: dict[str, str] = {
 
 def check_servers(names: Sequence[str], recipe: Recipe) -> None:
     """Raises ``ConfigError`` for an MCP server that the recipe does not have."""
-    servers = {} if recipe.envgateway is None else recipe.envgateway.mcp
+    servers = (recipe.envgateway and recipe.envgateway.extra("mcp")) or {}
     for name in names:
         server, _ = split_name(name)
         if server not in servers:

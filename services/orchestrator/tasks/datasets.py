@@ -332,7 +332,8 @@ def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], st
     field = workflow.settings.get("prompt_field")
     reward = workflow.reward
     opaque_tests = recipe.data.sections()[section].opaque_tests or ("leave_out" if is_training(section) else "together")
-    skips_run = recipe.envgateway is not None and recipe.envgateway.harbor.skip_run
+    harbor = None if recipe.envgateway is None else recipe.envgateway.extra("harbor")
+    skips_run = harbor is not None and harbor.skip_run
 
     def check(row: Mapping[str, Any], where: str) -> None:
         if not skips_run and HARBOR in row and (refusal := row[HARBOR]["refusal"]):

@@ -30,3 +30,23 @@ def test_a_folder_of_the_user_that_is_called_extras_hides_none(tmp_path: Path) -
         [sys.executable, "-c", paths + code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0 and done.stdout.strip() == "page", done.stderr
+
+
+def test_a_section_of_a_missing_extra_is_told_and_the_rest_loads() -> None:
+    code = (
+        "import services.common.extras as found; found.provided = lambda kind: {}\n"
+        "from services.common.config.loading import load_recipe\n"
+        "assert load_recipe(Path('quickstart'), (), {}).envgateway.extra('alfworld') is None\n"
+        "load_recipe(Path('quickstart'), ['envgateway.harbor.skip_run=true'], {})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"from pathlib import Path\n{code}"],
+        cwd=ROOT.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (
+        "envgateway.harbor: unknown key; no folder of extras/ provides 'harbor' of settings here: install"
+        in done.stderr
+    )

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from extras.worlds import webshop_pages
 from extras.worlds.alfworld import choose
 from extras.worlds.messages import read_action
+from extras.worlds.settings import GamesConfig, WebshopConfig
 from extras.worlds.tests.webshop_made import write_catalogue
 from extras.worlds.textworld import REFUSED, TextworldEpisode, is_of_the_game
 from extras.worlds.webshop_pages import WebshopWorld
-from services.common.config.envgateway import GamesConfig, WebshopConfig
 from services.envgateway.envs.base import (
     MOST_COMMAND_CHARS,
     ActionFailedError,

@@ -8,8 +8,9 @@ from typing import Any
 import orjson
 import pytest
 
+from extras.hub.settings import HarborConfig
 from services.common.config.data import DatasetConfig, WorkflowConfig
-from services.common.config.envgateway import EnvGatewayConfig, HarborConfig
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.recipe import Recipe
 from services.orchestrator.tasks.datasets import open_source, requirement
 

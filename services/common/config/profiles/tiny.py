@@ -169,12 +169,12 @@ def _gateway(gateway: Tree) -> None:
     gateway |= {"host": LOOPBACK, "port": 0, "node": 0}
     _at_most(gateway["sandbox"], "num_slots", 2)
     _at_most(gateway["math"], "num_workers", 1)
-    for world in ("alfworld", "textworld"):
-        _at_most(gateway[world]["engine"], "num_workers", 2)  # for two cores: each new game would start another process
     gateway["queue"]["redis_uri"] = ""  # judged here: workers elsewhere know nothing of this run
-    for server in ("http", "task_server"):
-        if gateway[server]["port"] is not None:
-            gateway[server]["port"] = 0
+    for section in gateway.values():
+        if isinstance(section, dict) and "engine" in section:
+            _at_most(section["engine"], "num_workers", 2)  # for two cores: each new game would start another process
+        if isinstance(section, dict) and section.get("port") is not None:
+            section["port"] = 0
 
 
 def _at_most(section: Tree, key: str, value: float) -> None:
