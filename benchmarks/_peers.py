@@ -21,7 +21,6 @@ from services.common.aio import TaskOwner, ended
 from services.common.errors import DeadlineError, InfrastructureError, LeaseLostError, RollmillError
 from services.common.pb import pool_pb2, pool_pb2_grpc, training_pb2, training_pb2_grpc, trajectory_pb2, weights_pb2
 from services.common.rpc.client import channel, translated_errors
-from services.common.wire import interval_to_proto
 from services.inference.records_out import LINGER_S, take_message
 
 REPORT_EVERY_S = 0.5
@@ -261,7 +260,7 @@ class ScriptedReplica:
             held_versions=self._held(),
             running_task_group_ids=list(self._running),
             num_generated_tokens=self.num_tokens,
-            emission_intervals=[interval_to_proto(interval) for interval in emission],
+            emission_intervals=[pool_pb2.Interval(start_s=begin, end_s=end) for begin, end in emission],
         )
         try:
             with translated_errors("orchestrator"):
@@ -389,7 +388,7 @@ class ScriptedTrainer:
             version=version,
             incarnation=self.incarnation,
             metrics={"loss": 1.0 / (number + 1)},
-            compute_intervals=[interval_to_proto(interval)] if interval else [],
+            compute_intervals=[pool_pb2.Interval(start_s=interval[0], end_s=interval[1])] if interval else [],
             checkpoint_step=checkpoint_step,
         )
         while True:

@@ -39,7 +39,7 @@ from services.common.rpc.interceptors import HANDSHAKE_S, MOST_CONNECTIONS
 from services.common.security import identity
 from services.common.security.identity import Identity, caller, check_bind, permit, server_context
 from services.common.telemetry.logs import Repeats
-from services.common.text.encodable import encodable
+from services.common.wire import encodable
 
 log = structlog.get_logger()
 

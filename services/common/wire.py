@@ -7,7 +7,8 @@ once, and a conversion takes no longer than one by hand.
     record                                        message
     int, float, bool, str, bytes                  the same
     Enum                                          an enum with the member's name behind a prefix; unknown numbers are refused
-    str                                           an enum with the text in capitals behind a prefix; empty for unknown numbers
+    str                                           an enum with the text in capitals behind a prefix; empty for unknown numbers,
+                                                  which a tuple of such leaves out
     NDArray[int32], NDArray[float32]              bytes, little-endian; reading gives a view without a copy
     tuple[X, ...], Mapping[str, X], X | None      repeated, map, a field with presence
     a dataclass                                   a message
@@ -49,7 +50,6 @@ from services.common.errors import CorruptDataError, InvalidRequestError
 from services.common.pb import pool_pb2, training_pb2, weights_pb2
 from services.common.records import (
     FetchPlan,
-    Interval,
     RefusalReason,
     RolloutFailure,
     RolloutPhase,
@@ -57,21 +57,11 @@ from services.common.records import (
     WeightTransfer,
 )
 from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
-from services.common.text.encodable import encodable
-from services.common.weights.snapshot import (
-    MANIFEST_WAIT_S,
-    AdapterIdentity,
-    BaseVersion,
-    Encoding,
-    Manifest,
-    Payload,
-    PayloadNotReadyError,
-    PayloadRequest,
-    TensorEntry,
-)
+from services.common.weights.snapshot import AdapterIdentity, Payload, TensorEntry, version_digest
 
 Kind = TypeVar("Kind")
 M = TypeVar("M", bound=Message)
+Text = TypeVar("Text")
 
 RENAMED: dict[type, dict[str, str]] = {
     ActivityTime: {"name": "activity"},
@@ -110,6 +100,21 @@ def json_object(data: bytes, what: str) -> dict[str, Any]:
         raise InvalidRequestError(f"{what} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{what} must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def encodable(value: Text) -> Text:
+    """The value with a question mark for each lone surrogate of its texts, which a policy, a program or a tool may write.
+
+    >>> encodable("a\\ud800"), encodable({"b": ["\\udfff"]})
+    ('a?', {'b': ['?']})
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="replace").decode()  # type: ignore[return-value]
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(encodable, value))  # type: ignore[return-value]
+    if isinstance(value, dict):
+        return {encodable(key): encodable(part) for key, part in value.items()}  # type: ignore[return-value]
     return value
 
 
@@ -161,12 +166,13 @@ def _refusal(message: Message, arrays: list[str], error: ValueError) -> InvalidR
     return InvalidRequestError(str(error))
 
 
-def _write_seconds(message: Any, seconds: float) -> None:
+def _write_seconds(message: Any, seconds: float) -> Any:
     whole = int(seconds // 1)
     message.seconds, message.nanos = whole, min(999_999_999, int((seconds - whole) * 1e9))
+    return message
 
 
-def _read_seconds(message: Any) -> float:
+def read_seconds(message: ProtoTimestamp | ProtoDuration) -> float:
     return float(message.seconds + message.nanos * 1e-9)
 
 
@@ -241,6 +247,9 @@ def _written(field: _Field, name: str, value: str, number: int, scope: dict[str,
     if field.message is not None:
         scope[f"w{number}"] = _writer(field.hint, field.message)
         return [f"{name}.SetInParent()", f"w{number}({value}, {name})"]
+    if wire.is_repeated and wire.enum_type is not None:
+        scope[f"e{number}"] = _texts(wire.enum_type)[0]
+        return [f"{name}.extend([e{number}[each] for each in {value}])"]
     if wire.is_repeated:
         return [f"{name}.extend({value})"]
     if wire.enum_type is not None:
@@ -266,7 +275,7 @@ def _reader(kind: type, descriptor: Descriptor) -> Callable[[Any, Mapping[str, A
         "finite": finite,
         "frombuffer": np.frombuffer,
         "arrays": [],
-        "read_seconds": _read_seconds,
+        "read_seconds": read_seconds,
         "json_object": json_object,
         "refusal": _refusal,
     }
@@ -302,6 +311,9 @@ def _read(field: _Field, name: str, number: int, scope: dict[str, Any], kind: ty
     if field.message is not None:
         scope[f"r{number}"] = _reader(field.hint, field.message)
         return f"r{number}({name}, {{}})"
+    if wire.is_repeated and wire.enum_type is not None:
+        scope[f"e{number}"] = _texts(wire.enum_type)[1]
+        return f"tuple([e{number}[each] for each in {name} if each in e{number}])"
     if wire.is_repeated:
         return f"tuple({name})"
     if wire.enum_type is not None:
@@ -332,40 +344,14 @@ def _dtype(hint: Any) -> np.dtype[Any]:
 
 
 REFUSAL_NUMBERS, REFUSAL_REASONS = members(RefusalReason, pool_pb2.RefusalReason.DESCRIPTOR)
-_ENCODING_NUMBERS, _ENCODINGS = members(Encoding, weights_pb2.WeightEncoding.DESCRIPTOR)
-# As ``weights.transports`` of the recipe writes them.
-TRANSPORTS = {
-    "grpc": weights_pb2.WEIGHT_TRANSPORT_GRPC,
-    "mapped": weights_pb2.WEIGHT_TRANSPORT_MAPPED,
-    "bulk": weights_pb2.WEIGHT_TRANSPORT_BULK,
-}
-TRANSPORT_NAMES = {number: name for name, number in TRANSPORTS.items()}
 
 
 def timestamp_to_proto(seconds: float) -> ProtoTimestamp:
-    whole = int(seconds // 1)
-    return ProtoTimestamp(seconds=whole, nanos=min(999_999_999, int((seconds - whole) * 1e9)))
-
-
-def timestamp_from_proto(proto: ProtoTimestamp) -> float:
-    return proto.seconds + proto.nanos * 1e-9
+    return _write_seconds(ProtoTimestamp(), seconds)
 
 
 def duration_to_proto(seconds: float) -> ProtoDuration:
-    whole = int(seconds)
-    return ProtoDuration(seconds=whole, nanos=int((seconds - whole) * 1e9))
-
-
-def duration_from_proto(proto: ProtoDuration) -> float:
-    return proto.seconds + proto.nanos * 1e-9
-
-
-def interval_to_proto(interval: Interval) -> pool_pb2.Interval:
-    return pool_pb2.Interval(start=timestamp_to_proto(interval[0]), end=timestamp_to_proto(interval[1]))
-
-
-def interval_from_proto(proto: pool_pb2.Interval) -> Interval:
-    return timestamp_from_proto(proto.start), timestamp_from_proto(proto.end)
+    return _write_seconds(ProtoDuration(), seconds)
 
 
 def batch_chunks(items: Iterable[TrainingSequence], most_bytes: int) -> Iterator[training_pb2.PullBatchResponse]:
@@ -385,101 +371,15 @@ def batch_chunks(items: Iterable[TrainingSequence], most_bytes: int) -> Iterator
         yield response
 
 
-# -- weights ------------------------------------------------------------------------------------------------------------
-
-
-def payload_to_proto(payload: Payload) -> weights_pb2.GetManifestResponse:
+def payload_from_proto(proto: weights_pb2.Payload) -> Payload:
+    """Raises ``CorruptDataError`` for values this end does not know, or a version digest that its tensors contradict."""
+    try:
+        payload = read(Payload, proto)
+    except InvalidRequestError as error:
+        raise CorruptDataError(f"the manifest has a value unknown here: {error.message}") from None
     target = payload.target
-    proto = weights_pb2.GetManifestResponse(
-        version=weights_pb2.WeightVersion(
-            policy=target.policy, number=target.version, digest=target.digest, run_id=target.run_id
-        ),
-        encoding=_ENCODING_NUMBERS[payload.encoding],  # type: ignore[arg-type]
-        base_version=payload.base.number if payload.base else None,
-        base_digest=payload.base.digest if payload.base else "",
-        payload_id=payload.payload_id,
-        payload_size_bytes=payload.size_bytes,
-        encode_time=duration_to_proto(payload.encode_s) if payload.encode_s else None,
-    )
-    for entry in target.tensors:
-        write(entry, proto.tensors.add())
-    if target.adapter is not None:
-        write(target.adapter, proto.adapter)
-    return proto
-
-
-def payload_from_proto(proto: weights_pb2.GetManifestResponse) -> Payload:
-    """Raises ``CorruptDataError`` for types this end does not know, or a version digest that its tensors contradict."""
-    encoding = _ENCODINGS.get(proto.encoding)
-    tensors = tuple([read(TensorEntry, tensor) for tensor in proto.tensors])
-    if encoding is None or not all(tensor.dtype for tensor in tensors):
-        raise CorruptDataError("the manifest has an encoding or element type unknown here")
-    manifest = Manifest.of(
-        run_id=proto.version.run_id,
-        policy=proto.version.policy,
-        version=proto.version.number,
-        tensors=tensors,
-        adapter=read(AdapterIdentity, proto.adapter) if proto.HasField("adapter") else None,
-    )
-    if manifest.digest != proto.version.digest:
+    if (made := version_digest(target.tensors, target.adapter)) != target.digest:
         raise CorruptDataError(
-            f"the manifest of version {manifest.version} names digest {proto.version.digest}, "
-            f"its tensors make {manifest.digest}"
+            f"the manifest of version {target.version} names digest {target.digest}, its tensors make {made}"
         )
-    return Payload(
-        payload_id=proto.payload_id,
-        encoding=encoding,
-        size_bytes=proto.payload_size_bytes,
-        target=manifest,
-        base=_base_of(proto),
-        encode_s=duration_from_proto(proto.encode_time),
-    )
-
-
-def _base_of(proto: weights_pb2.GetManifestRequest | weights_pb2.GetManifestResponse) -> BaseVersion | None:
-    return BaseVersion(number=proto.base_version, digest=proto.base_digest) if proto.HasField("base_version") else None
-
-
-def payload_request_to_proto(
-    request: PayloadRequest, transports: Iterable[str] = (), host: str = ""
-) -> weights_pb2.GetManifestRequest:
-    """``transports`` as ``weights.transports`` of the recipe writes them."""
-    base = request.base
-    return weights_pb2.GetManifestRequest(
-        run_id=request.run_id,
-        policy=request.policy,
-        version=request.version,
-        base_version=base.number if base else None,
-        base_digest=base.digest if base else "",
-        transports=[TRANSPORTS[name] for name in transports],
-        host=host,
-        wait=duration_to_proto(request.wait_s),
-    )
-
-
-def payload_request_from_proto(proto: weights_pb2.GetManifestRequest) -> PayloadRequest:
-    return PayloadRequest(
-        run_id=proto.run_id,
-        policy=proto.policy,
-        version=proto.version,
-        base=_base_of(proto),
-        wait_s=duration_from_proto(proto.wait) if proto.HasField("wait") else MANIFEST_WAIT_S,
-    )
-
-
-def transports_from_proto(proto: weights_pb2.GetManifestRequest) -> tuple[str, ...]:
-    """Those that this end knows; a receiver may know more."""
-    return tuple(TRANSPORT_NAMES[number] for number in proto.transports if number in TRANSPORT_NAMES)
-
-
-def not_ready_to_proto(error: PayloadNotReadyError) -> weights_pb2.GetManifestResponse:
-    return weights_pb2.GetManifestResponse(
-        not_ready=weights_pb2.PayloadNotReady(started=error.started, size_bytes=error.size_bytes)
-    )
-
-
-def not_ready_from_proto(proto: weights_pb2.GetManifestResponse, payload: str) -> PayloadNotReadyError | None:
-    """The answer "not ready" about ``payload``; None when the manifest is there."""
-    if not proto.HasField("not_ready"):
-        return None
-    return PayloadNotReadyError(payload, started=proto.not_ready.started, size_bytes=proto.not_ready.size_bytes)
+    return payload

@@ -26,8 +26,7 @@ from services.common.rpc.run_client import AWAY_S, FIRST_WORD_S, TELL_S
 from services.common.security.keys import Peer
 from services.common.telemetry.logs import LogEvent
 from services.common.telemetry.metrics import Lane
-from services.common.text.encodable import encodable
-from services.common.wire import duration_to_proto, json_object, read, write
+from services.common.wire import duration_to_proto, encodable, json_object, read, write
 from services.envgateway.calls import RewardOutcome, RewardResult, SharedCalls
 from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.judge.records import (

@@ -50,7 +50,7 @@ from services.common.telemetry.accounts import (
     weights,
 )
 from services.common.telemetry.logs import LogEvent
-from services.common.wire import duration_from_proto, interval_to_proto, read, write
+from services.common.wire import read, read_seconds, write
 from services.inference.gateway import GatewayClient
 from services.inference.loading import LoadedPolicy
 from services.inference.records_out import TrajectorySender
@@ -419,7 +419,7 @@ class Replica:
         proto = pool_pb2.StreamReportsRequest(
             replica_id=self._identity.replica_id,
             incarnation=self._identity.incarnation,
-            emission_intervals=[interval_to_proto(interval) for interval in self._unreported],
+            emission_intervals=[pool_pb2.Interval(start_s=begin, end_s=end) for begin, end in self._unreported],
         )
         request = write(replace(report, weight_transfers=tuple(self._transfers)), proto)
         try:
@@ -435,7 +435,7 @@ class Replica:
                 log.warning("pool.report_failed", error=error.message)
             return False
         self._last_answer_at = time.monotonic()
-        asked_s = min(duration_from_proto(answer.next_report), MOST_PERIOD_S)
+        asked_s = min(read_seconds(answer.next_report), MOST_PERIOD_S)
         self.report_period_s = max(self._least_period_s, asked_s)
         self._unreported.clear()
         self._transfers.clear()

@@ -29,7 +29,7 @@ from services.common.errors import (
     SupersededError,
     UserError,
 )
-from services.common.pb import account_pb2, training_pb2, training_pb2_grpc, weights_pb2
+from services.common.pb import account_pb2, pool_pb2, training_pb2, training_pb2_grpc, weights_pb2
 from services.common.records import (
     NO_TURN,
     DeviceTurn,
@@ -54,7 +54,7 @@ from services.common.telemetry.accounts import (
     publisher,
     trainer_component,
 )
-from services.common.wire import interval_to_proto, read, write
+from services.common.wire import read, write
 
 log = structlog.get_logger()
 REPORT_EVERY_S = 2.0
@@ -219,7 +219,7 @@ class GrpcLink:
             version=write(version, weights_pb2.WeightVersion(run_id=self._run_id)),
             incarnation=self._incarnation,
             metrics=metrics,
-            compute_intervals=[interval_to_proto(interval) for interval in intervals],
+            compute_intervals=[pool_pb2.Interval(start_s=begin, end_s=end) for begin, end in intervals],
             checkpoint_step=self.report.checkpoint_step,
             kept_checkpoint_steps=self.report.kept_checkpoint_steps,
         )

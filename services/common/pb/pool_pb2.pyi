@@ -10,7 +10,6 @@ import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
-import google.protobuf.timestamp_pb2
 import services.common.pb.account_pb2
 import services.common.pb.trajectory_pb2
 import services.common.pb.weights_pb2
@@ -589,28 +588,23 @@ Global___Drain: typing_extensions.TypeAlias = Drain
 
 @typing.final
 class Interval(google.protobuf.message.Message):
-    """A stretch of time."""
+    """A stretch of time, in seconds since 1970."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    START_FIELD_NUMBER: builtins.int
-    END_FIELD_NUMBER: builtins.int
-    @property
-    def start(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """Its begin."""
-
-    @property
-    def end(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """Its end."""
-
+    START_S_FIELD_NUMBER: builtins.int
+    END_S_FIELD_NUMBER: builtins.int
+    start_s: builtins.float
+    """Its begin."""
+    end_s: builtins.float
+    """Its end."""
     def __init__(
         self,
         *,
-        start: google.protobuf.timestamp_pb2.Timestamp | None = ...,
-        end: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        start_s: builtins.float = ...,
+        end_s: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["end", b"end", "start", b"start"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end", b"end", "start", b"start"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_s", b"end_s", "start_s", b"start_s"]) -> None: ...
 
 Global___Interval: typing_extensions.TypeAlias = Interval
 

@@ -27,39 +27,45 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from . import tensor_pb2 as rollmill_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollmill/v1/weights.proto\x12\x0brollmill.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18rollmill/v1/tensor.proto\"`\n\rWeightVersion\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0f\n\x07sources\x18\x04 \x03(\t\x12\x0e\n\x06run_id\x18\x05 \x01(\t\"\xef\x01\n\x12GetManifestRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x19\n\x0c\x62\x61se_version\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x0b\x62\x61se_digest\x18\x05 \x01(\t\x12\x30\n\ntransports\x18\x06 \x03(\x0e\x32\x1c.rollmill.v1.WeightTransport\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\'\n\x04wait\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0f\n\r_base_version\"\xec\x03\n\x13GetManifestResponse\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollmill.v1.WeightVersion\x12-\n\x08\x65ncoding\x18\x02 \x01(\x0e\x32\x1b.rollmill.v1.WeightEncoding\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x0b\x62\x61se_digest\x18\x04 \x01(\t\x12\x12\n\npayload_id\x18\x05 \x01(\t\x12\x1a\n\x12payload_size_bytes\x18\x06 \x01(\x03\x12,\n\x07tensors\x18\x07 \x03(\x0b\x32\x1b.rollmill.v1.TensorManifest\x12.\n\x0b\x65ncode_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x06mapped\x18\t \x01(\x0b\x32\x1a.rollmill.v1.MappedPayload\x12&\n\x04\x62ulk\x18\n \x01(\x0b\x32\x18.rollmill.v1.BulkPayload\x12%\n\x07\x61\x64\x61pter\x18\x0b \x01(\x0b\x32\x14.rollmill.v1.Adapter\x12/\n\tnot_ready\x18\x0c \x01(\x0b\x32\x1c.rollmill.v1.PayloadNotReadyB\x0f\n\r_base_version\"L\n\x07\x41\x64\x61pter\x12\x0c\n\x04rank\x18\x01 \x01(\x03\x12\r\n\x05\x61lpha\x18\x02 \x01(\x01\x12\x0f\n\x07targets\x18\x03 \x03(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x04 \x01(\t\"6\n\x0fPayloadNotReady\x12\x0f\n\x07started\x18\x01 \x01(\x08\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"-\n\rMappedPayload\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\"C\n\x0b\x42ulkPayload\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x12\n\nserver_key\x18\x03 \x01(\x0c\"\x90\x01\n\x0eTensorManifest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12!\n\x05\x64type\x18\x02 \x01(\x0e\x32\x12.rollmill.v1.DType\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x16\n\x0epayload_offset\x18\x04 \x01(\x03\x12\x16\n\x0epayload_length\x18\x05 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\"g\n\x13\x46\x65tchWeightsRequest\x12\x12\n\npayload_id\x18\x01 \x01(\t\x12\x14\n\x0cstart_offset\x18\x02 \x01(\x03\x12\x17\n\nend_offset\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\r\n\x0b_end_offset\"M\n\x14\x46\x65tchWeightsResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\x17\n\x0fremaining_bytes\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xc4\x04\n\x0eWeightTransfer\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12-\n\x08\x65ncoding\x18\x04 \x01(\x0e\x32\x1b.rollmill.v1.WeightEncoding\x12/\n\ttransport\x18\x05 \x01(\x0e\x32\x1c.rollmill.v1.WeightTransport\x12\x0f\n\x07sources\x18\x06 \x03(\t\x12\x1a\n\x12payload_size_bytes\x18\x07 \x01(\x03\x12\x17\n\x0f\x66ull_size_bytes\x18\x08 \x01(\x03\x12\x13\n\x0bnum_changes\x18\t \x01(\x03\x12.\n\nstart_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\x0b\x65ncode_time\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nfetch_time\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bverify_time\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nwrite_time\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\npause_time\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x65rror\x18\x10 \x01(\tB\x0f\n\r_base_version*f\n\x0eWeightEncoding\x12\x1f\n\x1bWEIGHT_ENCODING_UNSPECIFIED\x10\x00\x12\x18\n\x14WEIGHT_ENCODING_FULL\x10\x01\x12\x19\n\x15WEIGHT_ENCODING_DELTA\x10\x02*\x86\x01\n\x0fWeightTransport\x12 \n\x1cWEIGHT_TRANSPORT_UNSPECIFIED\x10\x00\x12\x19\n\x15WEIGHT_TRANSPORT_GRPC\x10\x01\x12\x1b\n\x17WEIGHT_TRANSPORT_MAPPED\x10\x02\x12\x19\n\x15WEIGHT_TRANSPORT_BULK\x10\x03\x32\xb8\x01\n\rWeightService\x12P\n\x0bGetManifest\x12\x1f.rollmill.v1.GetManifestRequest\x1a .rollmill.v1.GetManifestResponse\x12U\n\x0c\x46\x65tchWeights\x12 .rollmill.v1.FetchWeightsRequest\x1a!.rollmill.v1.FetchWeightsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollmill/v1/weights.proto\x12\x0brollmill.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18rollmill/v1/tensor.proto\"`\n\rWeightVersion\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0f\n\x07sources\x18\x04 \x03(\t\x12\x0e\n\x06run_id\x18\x05 \x01(\t\"\xd6\x01\n\x12GetManifestRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12&\n\x04\x62\x61se\x18\x04 \x01(\x0b\x32\x18.rollmill.v1.BaseVersion\x12\x30\n\ntransports\x18\x05 \x03(\x0e\x32\x1c.rollmill.v1.WeightTransport\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\'\n\x04wait\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"-\n\x0b\x42\x61seVersion\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"\xc1\x01\n\x13GetManifestResponse\x12%\n\x07payload\x18\x01 \x01(\x0b\x32\x14.rollmill.v1.Payload\x12*\n\x06mapped\x18\x02 \x01(\x0b\x32\x1a.rollmill.v1.MappedPayload\x12&\n\x04\x62ulk\x18\x03 \x01(\x0b\x32\x18.rollmill.v1.BulkPayload\x12/\n\tnot_ready\x18\x04 \x01(\x0b\x32\x1c.rollmill.v1.PayloadNotReady\"\xdf\x01\n\x07Payload\x12\x12\n\npayload_id\x18\x01 \x01(\t\x12-\n\x08\x65ncoding\x18\x02 \x01(\x0e\x32\x1b.rollmill.v1.WeightEncoding\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12%\n\x06target\x18\x04 \x01(\x0b\x32\x15.rollmill.v1.Manifest\x12&\n\x04\x62\x61se\x18\x05 \x01(\x0b\x32\x18.rollmill.v1.BaseVersion\x12.\n\x0b\x65ncode_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa0\x01\n\x08Manifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12,\n\x07tensors\x18\x05 \x03(\x0b\x32\x1b.rollmill.v1.TensorManifest\x12%\n\x07\x61\x64\x61pter\x18\x06 \x01(\x0b\x32\x14.rollmill.v1.Adapter\"L\n\x07\x41\x64\x61pter\x12\x0c\n\x04rank\x18\x01 \x01(\x03\x12\r\n\x05\x61lpha\x18\x02 \x01(\x01\x12\x0f\n\x07targets\x18\x03 \x03(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x04 \x01(\t\"6\n\x0fPayloadNotReady\x12\x0f\n\x07started\x18\x01 \x01(\x08\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"-\n\rMappedPayload\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\"C\n\x0b\x42ulkPayload\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x12\n\nserver_key\x18\x03 \x01(\x0c\"\x90\x01\n\x0eTensorManifest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12!\n\x05\x64type\x18\x02 \x01(\x0e\x32\x12.rollmill.v1.DType\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x16\n\x0epayload_offset\x18\x04 \x01(\x03\x12\x16\n\x0epayload_length\x18\x05 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\"g\n\x13\x46\x65tchWeightsRequest\x12\x12\n\npayload_id\x18\x01 \x01(\t\x12\x14\n\x0cstart_offset\x18\x02 \x01(\x03\x12\x17\n\nend_offset\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\r\n\x0b_end_offset\"M\n\x14\x46\x65tchWeightsResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\x17\n\x0fremaining_bytes\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xc4\x04\n\x0eWeightTransfer\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12-\n\x08\x65ncoding\x18\x04 \x01(\x0e\x32\x1b.rollmill.v1.WeightEncoding\x12/\n\ttransport\x18\x05 \x01(\x0e\x32\x1c.rollmill.v1.WeightTransport\x12\x0f\n\x07sources\x18\x06 \x03(\t\x12\x1a\n\x12payload_size_bytes\x18\x07 \x01(\x03\x12\x17\n\x0f\x66ull_size_bytes\x18\x08 \x01(\x03\x12\x13\n\x0bnum_changes\x18\t \x01(\x03\x12.\n\nstart_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\x0b\x65ncode_time\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nfetch_time\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bverify_time\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nwrite_time\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\npause_time\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x65rror\x18\x10 \x01(\tB\x0f\n\r_base_version*f\n\x0eWeightEncoding\x12\x1f\n\x1bWEIGHT_ENCODING_UNSPECIFIED\x10\x00\x12\x18\n\x14WEIGHT_ENCODING_FULL\x10\x01\x12\x19\n\x15WEIGHT_ENCODING_DELTA\x10\x02*\x86\x01\n\x0fWeightTransport\x12 \n\x1cWEIGHT_TRANSPORT_UNSPECIFIED\x10\x00\x12\x19\n\x15WEIGHT_TRANSPORT_GRPC\x10\x01\x12\x1b\n\x17WEIGHT_TRANSPORT_MAPPED\x10\x02\x12\x19\n\x15WEIGHT_TRANSPORT_BULK\x10\x03\x32\xb8\x01\n\rWeightService\x12P\n\x0bGetManifest\x12\x1f.rollmill.v1.GetManifestRequest\x1a .rollmill.v1.GetManifestResponse\x12U\n\x0c\x46\x65tchWeights\x12 .rollmill.v1.FetchWeightsRequest\x1a!.rollmill.v1.FetchWeightsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmill.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WEIGHTENCODING']._serialized_start=2132
-  _globals['_WEIGHTENCODING']._serialized_end=2234
-  _globals['_WEIGHTTRANSPORT']._serialized_start=2237
-  _globals['_WEIGHTTRANSPORT']._serialized_end=2371
+  _globals['_WEIGHTENCODING']._serialized_start=2244
+  _globals['_WEIGHTENCODING']._serialized_end=2346
+  _globals['_WEIGHTTRANSPORT']._serialized_start=2349
+  _globals['_WEIGHTTRANSPORT']._serialized_end=2483
   _globals['_WEIGHTVERSION']._serialized_start=133
   _globals['_WEIGHTVERSION']._serialized_end=229
   _globals['_GETMANIFESTREQUEST']._serialized_start=232
-  _globals['_GETMANIFESTREQUEST']._serialized_end=471
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=474
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=966
-  _globals['_ADAPTER']._serialized_start=968
-  _globals['_ADAPTER']._serialized_end=1044
-  _globals['_PAYLOADNOTREADY']._serialized_start=1046
-  _globals['_PAYLOADNOTREADY']._serialized_end=1100
-  _globals['_MAPPEDPAYLOAD']._serialized_start=1102
-  _globals['_MAPPEDPAYLOAD']._serialized_end=1147
-  _globals['_BULKPAYLOAD']._serialized_start=1149
-  _globals['_BULKPAYLOAD']._serialized_end=1216
-  _globals['_TENSORMANIFEST']._serialized_start=1219
-  _globals['_TENSORMANIFEST']._serialized_end=1363
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=1365
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=1468
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=1470
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=1547
-  _globals['_WEIGHTTRANSFER']._serialized_start=1550
-  _globals['_WEIGHTTRANSFER']._serialized_end=2130
-  _globals['_WEIGHTSERVICE']._serialized_start=2374
-  _globals['_WEIGHTSERVICE']._serialized_end=2558
+  _globals['_GETMANIFESTREQUEST']._serialized_end=446
+  _globals['_BASEVERSION']._serialized_start=448
+  _globals['_BASEVERSION']._serialized_end=493
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=496
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=689
+  _globals['_PAYLOAD']._serialized_start=692
+  _globals['_PAYLOAD']._serialized_end=915
+  _globals['_MANIFEST']._serialized_start=918
+  _globals['_MANIFEST']._serialized_end=1078
+  _globals['_ADAPTER']._serialized_start=1080
+  _globals['_ADAPTER']._serialized_end=1156
+  _globals['_PAYLOADNOTREADY']._serialized_start=1158
+  _globals['_PAYLOADNOTREADY']._serialized_end=1212
+  _globals['_MAPPEDPAYLOAD']._serialized_start=1214
+  _globals['_MAPPEDPAYLOAD']._serialized_end=1259
+  _globals['_BULKPAYLOAD']._serialized_start=1261
+  _globals['_BULKPAYLOAD']._serialized_end=1328
+  _globals['_TENSORMANIFEST']._serialized_start=1331
+  _globals['_TENSORMANIFEST']._serialized_end=1475
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=1477
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=1580
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=1582
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=1659
+  _globals['_WEIGHTTRANSFER']._serialized_start=1662
+  _globals['_WEIGHTTRANSFER']._serialized_end=2242
+  _globals['_WEIGHTSERVICE']._serialized_start=2486
+  _globals['_WEIGHTSERVICE']._serialized_end=2670
 # @@protoc_insertion_point(module_scope)

@@ -119,8 +119,7 @@ class GetManifestRequest(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
-    BASE_VERSION_FIELD_NUMBER: builtins.int
-    BASE_DIGEST_FIELD_NUMBER: builtins.int
+    BASE_FIELD_NUMBER: builtins.int
     TRANSPORTS_FIELD_NUMBER: builtins.int
     HOST_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
@@ -130,12 +129,12 @@ class GetManifestRequest(google.protobuf.message.Message):
     """The policy."""
     version: builtins.int
     """The version wanted."""
-    base_version: builtins.int
-    """A version that the receiver holds, as a base for a delta."""
-    base_digest: builtins.str
-    """The digest of that base."""
     host: builtins.str
     """Names the receiver's host; mapped files are offered to the same host only."""
+    @property
+    def base(self) -> Global___BaseVersion:
+        """A version that the receiver holds, as a base for a delta."""
+
     @property
     def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___WeightTransport.ValueType]:
         """What the receiver can use beside gRPC."""
@@ -150,17 +149,37 @@ class GetManifestRequest(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         policy: builtins.str = ...,
         version: builtins.int = ...,
-        base_version: builtins.int | None = ...,
-        base_digest: builtins.str = ...,
+        base: Global___BaseVersion | None = ...,
         transports: collections.abc.Iterable[Global___WeightTransport.ValueType] | None = ...,
         host: builtins.str = ...,
         wait: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_digest", b"base_digest", "base_version", b"base_version", "host", b"host", "policy", b"policy", "run_id", b"run_id", "transports", b"transports", "version", b"version", "wait", b"wait"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_base_version", b"_base_version"]) -> typing.Literal["base_version"] | None: ...
+    def HasField(self, field_name: typing.Literal["base", b"base", "wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "host", b"host", "policy", b"policy", "run_id", b"run_id", "transports", b"transports", "version", b"version", "wait", b"wait"]) -> None: ...
 
 Global___GetManifestRequest: typing_extensions.TypeAlias = GetManifestRequest
+
+@typing.final
+class BaseVersion(google.protobuf.message.Message):
+    """The version that a delta starts from; the delta is refused on any other."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Its number."""
+    digest: builtins.str
+    """Its digest."""
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        digest: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "number", b"number"]) -> None: ...
+
+Global___BaseVersion: typing_extensions.TypeAlias = BaseVersion
 
 @typing.final
 class GetManifestResponse(google.protobuf.message.Message):
@@ -168,39 +187,13 @@ class GetManifestResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    VERSION_FIELD_NUMBER: builtins.int
-    ENCODING_FIELD_NUMBER: builtins.int
-    BASE_VERSION_FIELD_NUMBER: builtins.int
-    BASE_DIGEST_FIELD_NUMBER: builtins.int
-    PAYLOAD_ID_FIELD_NUMBER: builtins.int
-    PAYLOAD_SIZE_BYTES_FIELD_NUMBER: builtins.int
-    TENSORS_FIELD_NUMBER: builtins.int
-    ENCODE_TIME_FIELD_NUMBER: builtins.int
+    PAYLOAD_FIELD_NUMBER: builtins.int
     MAPPED_FIELD_NUMBER: builtins.int
     BULK_FIELD_NUMBER: builtins.int
-    ADAPTER_FIELD_NUMBER: builtins.int
     NOT_READY_FIELD_NUMBER: builtins.int
-    encoding: Global___WeightEncoding.ValueType
-    """How the payload is coded."""
-    base_version: builtins.int
-    """The base of a delta."""
-    base_digest: builtins.str
-    """Its digest; a delta is refused on any other."""
-    payload_id: builtins.str
-    """Names this payload in FetchWeights, here and at every relay: the same name is the same bytes."""
-    payload_size_bytes: builtins.int
-    """Bytes of the payload."""
     @property
-    def version(self) -> Global___WeightVersion:
-        """The version that results."""
-
-    @property
-    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TensorManifest]:
-        """Every tensor, in payload order."""
-
-    @property
-    def encode_time(self) -> google.protobuf.duration_pb2.Duration:
-        """How long making the payload took; absent when it needed no making."""
+    def payload(self) -> Global___Payload:
+        """The payload to fetch."""
 
     @property
     def mapped(self) -> Global___MappedPayload:
@@ -211,34 +204,109 @@ class GetManifestResponse(google.protobuf.message.Message):
         """Offered when the receiver can use it."""
 
     @property
-    def adapter(self) -> Global___Adapter:
-        """Set when the tensors are those of an adapter and not all weights of a model. Covered by the version's digest."""
-
-    @property
     def not_ready(self) -> Global___PayloadNotReady:
         """Set when the payload is still being made: then no other field is set."""
 
     def __init__(
         self,
         *,
-        version: Global___WeightVersion | None = ...,
-        encoding: Global___WeightEncoding.ValueType = ...,
-        base_version: builtins.int | None = ...,
-        base_digest: builtins.str = ...,
-        payload_id: builtins.str = ...,
-        payload_size_bytes: builtins.int = ...,
-        tensors: collections.abc.Iterable[Global___TensorManifest] | None = ...,
-        encode_time: google.protobuf.duration_pb2.Duration | None = ...,
+        payload: Global___Payload | None = ...,
         mapped: Global___MappedPayload | None = ...,
         bulk: Global___BulkPayload | None = ...,
-        adapter: Global___Adapter | None = ...,
         not_ready: Global___PayloadNotReady | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version", "bulk", b"bulk", "encode_time", b"encode_time", "mapped", b"mapped", "not_ready", b"not_ready", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_digest", b"base_digest", "base_version", b"base_version", "bulk", b"bulk", "encode_time", b"encode_time", "encoding", b"encoding", "mapped", b"mapped", "not_ready", b"not_ready", "payload_id", b"payload_id", "payload_size_bytes", b"payload_size_bytes", "tensors", b"tensors", "version", b"version"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_base_version", b"_base_version"]) -> typing.Literal["base_version"] | None: ...
+    def HasField(self, field_name: typing.Literal["bulk", b"bulk", "mapped", b"mapped", "not_ready", b"not_ready", "payload", b"payload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bulk", b"bulk", "mapped", b"mapped", "not_ready", b"not_ready", "payload", b"payload"]) -> None: ...
 
 Global___GetManifestResponse: typing_extensions.TypeAlias = GetManifestResponse
+
+@typing.final
+class Payload(google.protobuf.message.Message):
+    """The bytes that make a version of what the receiver holds."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PAYLOAD_ID_FIELD_NUMBER: builtins.int
+    ENCODING_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    TARGET_FIELD_NUMBER: builtins.int
+    BASE_FIELD_NUMBER: builtins.int
+    ENCODE_TIME_FIELD_NUMBER: builtins.int
+    payload_id: builtins.str
+    """Names this payload in FetchWeights, here and at every relay: the same name is the same bytes."""
+    encoding: Global___WeightEncoding.ValueType
+    """How the payload is coded."""
+    size_bytes: builtins.int
+    """Bytes of the payload."""
+    @property
+    def target(self) -> Global___Manifest:
+        """The version that results, with its places in the payload."""
+
+    @property
+    def base(self) -> Global___BaseVersion:
+        """The base of a delta."""
+
+    @property
+    def encode_time(self) -> google.protobuf.duration_pb2.Duration:
+        """How long making the payload took; absent when it needed no making."""
+
+    def __init__(
+        self,
+        *,
+        payload_id: builtins.str = ...,
+        encoding: Global___WeightEncoding.ValueType = ...,
+        size_bytes: builtins.int = ...,
+        target: Global___Manifest | None = ...,
+        base: Global___BaseVersion | None = ...,
+        encode_time: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["base", b"base", "encode_time", b"encode_time", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "encode_time", b"encode_time", "encoding", b"encoding", "payload_id", b"payload_id", "size_bytes", b"size_bytes", "target", b"target"]) -> None: ...
+
+Global___Payload: typing_extensions.TypeAlias = Payload
+
+@typing.final
+class Manifest(google.protobuf.message.Message):
+    """A version and its tensors."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
+    run_id: builtins.str
+    """The run."""
+    policy: builtins.str
+    """The policy."""
+    version: builtins.int
+    """Its number."""
+    digest: builtins.str
+    """As in WeightVersion."""
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TensorManifest]:
+        """Every tensor, in payload order."""
+
+    @property
+    def adapter(self) -> Global___Adapter:
+        """Set when the tensors are those of an adapter and not all weights of a model. Covered by the digest."""
+
+    def __init__(
+        self,
+        *,
+        run_id: builtins.str = ...,
+        policy: builtins.str = ...,
+        version: builtins.int = ...,
+        digest: builtins.str = ...,
+        tensors: collections.abc.Iterable[Global___TensorManifest] | None = ...,
+        adapter: Global___Adapter | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["adapter", b"adapter"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "digest", b"digest", "policy", b"policy", "run_id", b"run_id", "tensors", b"tensors", "version", b"version"]) -> None: ...
+
+Global___Manifest: typing_extensions.TypeAlias = Manifest
 
 @typing.final
 class Adapter(google.protobuf.message.Message):

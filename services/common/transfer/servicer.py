@@ -18,13 +18,8 @@ from services.common.net.hosts import host_identity
 from services.common.pb import weights_pb2, weights_pb2_grpc
 from services.common.rpc.server import Server
 from services.common.transfer.bulk import BulkServer, PayloadSource, SendBudget
-from services.common.weights.snapshot import PayloadNotReadyError
-from services.common.wire import (
-    not_ready_to_proto,
-    payload_request_from_proto,
-    payload_to_proto,
-    transports_from_proto,
-)
+from services.common.weights.snapshot import PayloadNotReadyError, PayloadRequest
+from services.common.wire import read, write
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -46,17 +41,18 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         if source is None:
             raise UnknownPolicyError(f"served here: {sorted(self._sources)}; not {request.policy!r}")
         # In a thread: a delta of a large model takes seconds to encode, and others are being served.
-        transports = transports_from_proto(request)
-        can_map = "mapped" in transports and bool(request.host) and request.host == host_identity()
+        asked = read(PayloadRequest, request)
+        can_map = "mapped" in asked.transports and bool(asked.host) and asked.host == host_identity()
+        response = weights_pb2.GetManifestResponse()
         try:
-            asked = replace(payload_request_from_proto(request), can_map=can_map)
-            payload = await asyncio.to_thread(source.payload, asked)
+            payload = await asyncio.to_thread(source.payload, replace(asked, can_map=can_map))
         except PayloadNotReadyError as error:
-            return not_ready_to_proto(error)
-        response = payload_to_proto(payload)
+            response.not_ready.started, response.not_ready.size_bytes = error.started, error.size_bytes
+            return response
+        write(payload, response.payload)
         if can_map and payload.file is not None:  # gone meanwhile, the receiver asks for another transport
             response.mapped.path, response.mapped.offset = str(payload.file[0]), payload.file[1]
-        if "bulk" in transports and self._bulk is not None and payload.size_bytes >= self._bulk.from_bytes:
+        if "bulk" in asked.transports and self._bulk is not None and payload.size_bytes >= self._bulk.from_bytes:
             response.bulk.endpoint = self._bulk.endpoint
             response.bulk.ticket = self._bulk.tickets.give(source, payload.payload_id)
             response.bulk.server_key = self._bulk.public_key

@@ -321,6 +321,8 @@ class PayloadRequest:
     version: int
     base: BaseVersion | None = None  # held by the receiver; None asks for the full snapshot
     wait_s: float = MANIFEST_WAIT_S  # longest wait for the answer
+    transports: tuple[str, ...] = ()  # that the receiver can use, as ``weights.transports`` of the recipe writes them
+    host: str = ""  # names the receiver's host
     can_map: bool = False  # the receiver is on the source's host and maps files
 
 

@@ -22,9 +22,9 @@ from typing import Any
 
 from services.common.telemetry.metrics import Lane
 from services.common.text.asserted_calls import AssertedCall
-from services.common.text.encodable import encodable
 from services.common.text.literals import to_tree
 from services.common.text.programs import UnusableTestsError
+from services.common.wire import encodable
 from services.envgateway.judge import test_code
 from services.envgateway.judge.checks import Check, TextCheck, ValueCheck, failure, packed
 from services.envgateway.judge.compare import VALUE_MODES, value_rule

@@ -56,13 +56,14 @@ from services.common.weights.snapshot import (
     Encoding,
     Manifest,
     Payload,
+    PayloadNotReadyError,
     PayloadRequest,
     TensorEntry,
     align,
     full_payload_id,
     lay_out,
 )
-from services.common.wire import not_ready_from_proto, payload_from_proto, payload_request_to_proto
+from services.common.wire import payload_from_proto, write
 from services.inference.weights.mirror import Mirror
 
 # --- Brings the bytes of a payload over a connection from one source into a buffer: gRPC chunks, or the bulk plane.
@@ -225,19 +226,26 @@ class WeightSource:
             VersionUnavailableError: the source does not hold the version.
             CorruptDataError: the source offers another version than the ledger's, or a delta from another base.
         """
-        request = PayloadRequest(run_id=self._run_id, policy=version.policy, version=version.number, base=base)
+        request = PayloadRequest(
+            run_id=self._run_id,
+            policy=version.policy,
+            version=version.number,
+            base=base,
+            transports=self._transports,
+            host=host_identity(),
+        )
         with translated_errors(f"weights at {self.address}"):
             response = await self._stub.GetManifest(
-                payload_request_to_proto(request, self._transports, host_identity()),
+                write(request, weights_pb2.GetManifestRequest()),
                 timeout=DEADLINES["GetManifest"],
                 metadata=call_metadata(self._run_id),
                 # No wait for an absent source: another source, or another attempt, comes sooner.
                 wait_for_ready=False,
             )
-        not_ready = not_ready_from_proto(response, f"version {version.number} of {version.policy} at {self.address}")
-        if not_ready is not None:
-            raise not_ready
-        payload = payload_from_proto(response)
+        if response.HasField("not_ready"):
+            what, wait = f"version {version.number} of {version.policy} at {self.address}", response.not_ready
+            raise PayloadNotReadyError(what, started=wait.started, size_bytes=wait.size_bytes)
+        payload = payload_from_proto(response.payload)
         if payload.target.digest != version.digest or payload.target.version != version.number:
             raise CorruptDataError(
                 f"{self.address} offers version {payload.target.version} with digest {payload.target.digest}, "

@@ -40,7 +40,7 @@ from services.common.records import (
 )
 from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.telemetry.logs import LogEvent
-from services.common.wire import REFUSAL_NUMBERS, duration_to_proto, interval_from_proto, read, write
+from services.common.wire import REFUSAL_NUMBERS, duration_to_proto, read, write
 from services.orchestrator.groups import Outcome
 from services.orchestrator.ingest import (
     INVALID_RECORD,
@@ -344,7 +344,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
             request.incarnation,
             held=self._held(request.held_versions),
             num_tokens=check_number("num_generated_tokens", request.num_generated_tokens, 0, MOST_SAMPLED),
-            emission=possible_intervals(interval_from_proto(interval) for interval in request.emission_intervals),
+            emission=possible_intervals((each.start_s, each.end_s) for each in request.emission_intervals),
             running=request.running_task_group_ids if request.accounts else None,
             accounts=tuple([read(AccountState, account) for account in request.accounts]),
             peers=tuple([read(PeerState, peer) for peer in request.peers]),

@@ -22,7 +22,7 @@ from services.common.pb import (
 from services.common.records import DeviceTurn, Interval, WeightVersion
 from services.common.telemetry.accounts import AccountState, PeerState, TrainerState
 from services.common.telemetry.logs import LogEvent
-from services.common.wire import batch_chunks, duration_to_proto, interval_from_proto, read, write
+from services.common.wire import batch_chunks, duration_to_proto, read, write
 from services.orchestrator.buffer.assembly import MOST_AT_ONCE, Batch
 from services.orchestrator.ingest import (
     MOST_RANKS,
@@ -267,7 +267,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             check_version(read(WeightVersion, request.version)),
             request.incarnation,
             metrics=dict(request.metrics),
-            compute=possible_intervals(interval_from_proto(interval) for interval in request.compute_intervals),
+            compute=possible_intervals((each.start_s, each.end_s) for each in request.compute_intervals),
             checkpoint_step=self._checkpoint_step(request.version.policy, request.checkpoint_step),
             kept_checkpoint_steps=self._kept_steps(request.version.policy, request.kept_checkpoint_steps),
         )

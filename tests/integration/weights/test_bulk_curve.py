@@ -20,7 +20,7 @@ from services.common.security.keys import Peer, Role
 from services.common.telemetry.logs import LogEvent
 from services.common.transfer.bulk import KEY_BYTES, REQUEST, new_keys
 from services.common.weights.snapshot import PayloadRequest
-from services.common.wire import payload_request_to_proto
+from services.common.wire import write
 from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, fetched, sending
 from tests.keys import as_role, make_keys
 from tests.waiting import WAIT_S
@@ -42,7 +42,9 @@ async def publishing(keys: Keyring, source: MemorySource) -> AsyncIterator[Sende
 
 
 async def manifest(sender: Sender, role: Role, keys: Keyring) -> weights_pb2.GetManifestResponse:
-    request = payload_request_to_proto(PayloadRequest(run_id=RUN, policy=POLICY, version=1), ["bulk"])
+    request = write(
+        PayloadRequest(run_id=RUN, policy=POLICY, version=1, transports=("bulk",)), weights_pb2.GetManifestRequest()
+    )
     with identity.used(as_role(keys, role)):
         async with channel(sender.address, Peer.WEIGHTS) as connection:
             with translated_errors("publisher"):

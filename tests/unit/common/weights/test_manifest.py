@@ -17,7 +17,6 @@ from services.common.weights.snapshot import (
     Encoding,
     Manifest,
     Payload,
-    PayloadNotReadyError,
     PayloadRequest,
     TensorEntry,
     TensorSpec,
@@ -27,14 +26,7 @@ from services.common.weights.snapshot import (
     tensor_digest,
     version_digest,
 )
-from services.common.wire import (
-    not_ready_from_proto,
-    not_ready_to_proto,
-    payload_from_proto,
-    payload_request_from_proto,
-    payload_request_to_proto,
-    payload_to_proto,
-)
+from services.common.wire import payload_from_proto, read, write
 
 ALGORITHMS: list[DigestAlgorithm] = ["xxh3-128", "blake3"]
 algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -112,13 +104,13 @@ def payload(encoding: Encoding, adapter: AdapterIdentity | None = None) -> Paylo
 @pytest.mark.parametrize("encoding", list(Encoding))
 def test_a_payload_crosses_the_wire_unchanged(encoding: Encoding, adapter: AdapterIdentity | None) -> None:
     sent = payload(encoding, adapter)
-    assert payload_from_proto(payload_to_proto(sent)) == sent
+    assert payload_from_proto(write(sent, weights_pb2.Payload())) == sent
 
 
 def test_a_version_that_lost_or_changed_its_adapter_on_the_way_is_refused() -> None:
     for change in ("adapter", "alpha", "base_digest"):
-        proto = payload_to_proto(payload(Encoding.FULL, ADAPTER))
-        (proto if change == "adapter" else proto.adapter).ClearField(change)  # type: ignore[arg-type]
+        proto = write(payload(Encoding.FULL, ADAPTER), weights_pb2.Payload())
+        (proto.target if change == "adapter" else proto.target.adapter).ClearField(change)  # type: ignore[arg-type]
         with pytest.raises(CorruptDataError, match=r"names digest .*, its tensors make"):
             payload_from_proto(proto)
 
@@ -144,7 +136,7 @@ def test_every_part_of_an_adapter_changes_the_digest(rank: int, alpha: float, ta
 
 @pytest.mark.parametrize("encoding", [0, 9])
 def test_an_unknown_encoding_is_refused(encoding: weights_pb2.WeightEncoding) -> None:
-    proto = payload_to_proto(payload(Encoding.FULL))
+    proto = write(payload(Encoding.FULL), weights_pb2.Payload())
     proto.encoding = encoding
     with pytest.raises(CorruptDataError, match="unknown here"):
         payload_from_proto(proto)
@@ -158,14 +150,9 @@ def test_a_request_crosses_the_wire_unchanged(wait_s: float) -> None:
         version=7,
         base=BaseVersion(number=0, digest="xxh3-128:1"),
         wait_s=wait_s,
+        transports=("mapped", "grpc"),
+        host="here",
     )
-    assert payload_request_from_proto(payload_request_to_proto(asked)) == asked
-
-
-@pytest.mark.parametrize("started", [True, False])
-def test_not_ready_crosses_the_wire(started: bool) -> None:
-    sent = PayloadNotReadyError("the delta", started=started, size_bytes=1 << 34)
-    read = not_ready_from_proto(not_ready_to_proto(sent), "the delta")
-    assert read is not None and str(read) == str(sent)
-    assert (read.started, read.size_bytes) == (started, 1 << 34)
-    assert not_ready_from_proto(payload_to_proto(payload(Encoding.FULL)), "x") is None
+    message = write(asked, weights_pb2.GetManifestRequest())
+    message.transports.append(9)  # type: ignore[arg-type]
+    assert read(PayloadRequest, message) == asked, "and a way that this end does not know is left out"
