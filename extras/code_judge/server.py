@@ -27,8 +27,8 @@ from services.common.aio import ended
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError, RollmillError
 from services.common.http import Listener, json_answer
+from services.common.records import encodable
 from services.common.telemetry.metrics import Lane
-from services.common.wire import encodable
 from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.compare import difference
 from services.envgateway.judge.records import (

@@ -35,11 +35,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 from services.common.aio import TaskOwner
 from services.common.errors import AccessError, ConfigError, InvalidRequestError, PermissionDeniedError, RollmillError
 from services.common.net.hosts import peer_of_host
+from services.common.records import encodable
 from services.common.rpc.interceptors import HANDSHAKE_S, MOST_CONNECTIONS
 from services.common.security import identity
 from services.common.security.identity import Identity, caller, check_bind, permit, server_context
 from services.common.telemetry.logs import Repeats
-from services.common.wire import encodable
 
 log = structlog.get_logger()
 

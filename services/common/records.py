@@ -23,6 +23,7 @@ from services.common import kept_tokens
 TokenIds = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 Part = TypeVar("Part")
+Text = TypeVar("Text")
 Interval = tuple[float, float]  # begin and end, in seconds since the epoch
 EMPTY_LOGPROBS: Logprobs = np.zeros(0, dtype=np.float32)
 
@@ -551,3 +552,18 @@ def counter_of(reason: RefusalReason) -> str:
     'refused_token_id'
     """
     return COUNTER + reason.value
+
+
+def encodable(value: Text) -> Text:
+    """The value with a question mark for each lone surrogate of its texts, which a policy, a program or a tool may write.
+
+    >>> encodable("a\\ud800"), encodable({"b": ["\\udfff"]})
+    ('a?', {'b': ['?']})
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="replace").decode()  # type: ignore[return-value]
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(encodable, value))  # type: ignore[return-value]
+    if isinstance(value, dict):
+        return {encodable(key): encodable(part) for key, part in value.items()}  # type: ignore[return-value]
+    return value

@@ -55,13 +55,14 @@ from services.common.records import (
     RolloutPhase,
     TrainingSequence,
     WeightTransfer,
+    encodable,
 )
 from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
 from services.common.weights.snapshot import AdapterIdentity, Payload, TensorEntry, version_digest
 
 Kind = TypeVar("Kind")
 M = TypeVar("M", bound=Message)
-Text = TypeVar("Text")
+S = TypeVar("S", ProtoTimestamp, ProtoDuration)
 
 RENAMED: dict[type, dict[str, str]] = {
     ActivityTime: {"name": "activity"},
@@ -100,21 +101,6 @@ def json_object(data: bytes, what: str) -> dict[str, Any]:
         raise InvalidRequestError(f"{what} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{what} must be a JSON object, got {type(value).__name__}")
-    return value
-
-
-def encodable(value: Text) -> Text:
-    """The value with a question mark for each lone surrogate of its texts, which a policy, a program or a tool may write.
-
-    >>> encodable("a\\ud800"), encodable({"b": ["\\udfff"]})
-    ('a?', {'b': ['?']})
-    """
-    if isinstance(value, str):
-        return value if value.isascii() else value.encode(errors="replace").decode()  # type: ignore[return-value]
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(encodable, value))  # type: ignore[return-value]
-    if isinstance(value, dict):
-        return {encodable(key): encodable(part) for key, part in value.items()}  # type: ignore[return-value]
     return value
 
 
@@ -166,7 +152,7 @@ def _refusal(message: Message, arrays: list[str], error: ValueError) -> InvalidR
     return InvalidRequestError(str(error))
 
 
-def _write_seconds(message: Any, seconds: float) -> Any:
+def _write_seconds(message: S, seconds: float) -> S:
     whole = int(seconds // 1)
     message.seconds, message.nanos = whole, min(999_999_999, int((seconds - whole) * 1e9))
     return message

@@ -20,13 +20,14 @@ from services.common.pb import environment_pb2, judge_pb2_grpc, pool_pb2, pool_p
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2 as judge_pb
+from services.common.records import encodable
 from services.common.rpc.client import channel, refusal_behind, translated_errors
 from services.common.rpc.interceptors import Context
 from services.common.rpc.run_client import AWAY_S, FIRST_WORD_S, TELL_S
 from services.common.security.keys import Peer
 from services.common.telemetry.logs import LogEvent
 from services.common.telemetry.metrics import Lane
-from services.common.wire import duration_to_proto, encodable, json_object, read, write
+from services.common.wire import duration_to_proto, json_object, read, write
 from services.envgateway.calls import RewardOutcome, RewardResult, SharedCalls
 from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.judge.records import (

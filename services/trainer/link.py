@@ -40,7 +40,7 @@ from services.common.records import (
     WeightVersion,
     by_name,
 )
-from services.common.rpc.client import DEADLINES, call_metadata, channel, refusal_behind, translated_errors
+from services.common.rpc.client import DEADLINES, channel, refusal_behind, translated_errors
 from services.common.security.keys import Peer
 from services.common.telemetry.accounts import (
     NOBODY,
@@ -147,7 +147,7 @@ class GrpcLink:
 
     async def _open(self) -> None:
         """Create what belongs to the running loop."""
-        self._channel = channel(self._address, Peer.ORCHESTRATOR)
+        self._channel = channel(self._address, Peer.ORCHESTRATOR, self._run_id)
         self._stub = training_pb2_grpc.TrainingServiceStub(self._channel)
         self._tasks = TaskOwner()
         self._interrupt = asyncio.Event()  # set by a command or a failure: waits for batches end
@@ -333,7 +333,7 @@ class GrpcLink:
             kept_checkpoint_steps=self.report.kept_checkpoint_steps,
             vocab_size=self.vocab_size,
         )
-        async for response in self._stub.JoinTraining(request, metadata=call_metadata(self._run_id)):
+        async for response in self._stub.JoinTraining(request):
             command = response.WhichOneof("command")
             log.info("trainer.command", command=command)
             match command:
@@ -404,7 +404,6 @@ class GrpcLink:
                 policy=self.policy, incarnation=self._incarnation, rank=self.rank, **told
             ),
             timeout=DEADLINES["ReportTrainer"],
-            metadata=call_metadata(self._run_id),
         )
 
     # -- batches and versions ----------------------------------------------------------------------------------------
@@ -414,7 +413,7 @@ class GrpcLink:
         request = training_pb2.PullBatchRequest(
             policy=self.policy, training_step=training_step, rank=self.rank, num_ranks=self._num_ranks
         )
-        call = self._stub.PullBatch(request, metadata=call_metadata(self._run_id))
+        call = self._stub.PullBatch(request)
         pulling = asyncio.ensure_future(self._read_batch(call, training_step))
         interrupt = asyncio.ensure_future(self._interrupt.wait())
         try:
@@ -476,9 +475,7 @@ class GrpcLink:
 
     async def _send_version(self, request: training_pb2.PublishVersionRequest) -> None:
         with translated_errors(self._peer):
-            await self._stub.PublishVersion(
-                request, timeout=DEADLINES["PublishVersion"], metadata=call_metadata(self._run_id)
-            )
+            await self._stub.PublishVersion(request, timeout=DEADLINES["PublishVersion"])
 
 
 _WAITS = (TrainerState.WAITING_FOR_BATCH, TrainerState.REPLAYING, TrainerState.PAUSED, TrainerState.FINISHED)

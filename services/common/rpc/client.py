@@ -15,8 +15,9 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any
 
 import grpc
@@ -243,24 +244,17 @@ def fixed_window(num_bytes: int) -> list[tuple[str, Any]]:
 MEMBER_WINDOW = fixed_window(4 << 20)
 
 
-def call_metadata(run_id: str = "", request_id: str = "") -> tuple[tuple[str, str], ...]:
-    """Metadata of one call; missing ids come from the logs' context, and a missing request id is created."""
-    bound = structlog.contextvars.get_contextvars()
-    ids = {
-        "run": run_id or str(bound.get("run", "")),
-        "request": request_id or str(bound.get("request", "")) or uuid.uuid4().hex,
-    }
-    # HTTP/2 refuses other characters, and a call must not fail for the sake of its log lines.
-    return tuple(
-        (_KEYS[name], value) for name, value in ids.items() if value and value.isascii() and value.isprintable()
-    )
-
-
-def completed(metadata: Iterable[tuple[str, Any]] | None) -> tuple[tuple[str, Any], ...]:
-    """The given metadata, with the missing ids added."""
+def with_ids(metadata: Iterable[tuple[str, Any]] | None = None, run_id: str = "") -> tuple[tuple[str, Any], ...]:
+    """The metadata of a call; missing ids come from the logs' context, and a missing request id is created."""
     given = tuple(metadata or ())
-    keys = {key for key, _ in given}
-    return given + tuple((key, value) for key, value in call_metadata() if key not in keys)
+    bound, present = structlog.contextvars.get_contextvars(), {key for key, _ in given}
+    ids = {"run": run_id or str(bound.get("run", "")), "request": str(bound.get("request", "")) or uuid.uuid4().hex}
+    # HTTP/2 refuses other characters, and a call must not fail for the sake of its log lines.
+    return given + tuple(
+        (_KEYS[name], value)
+        for name, value in ids.items()
+        if value and value.isascii() and value.isprintable() and _KEYS[name] not in present
+    )
 
 
 def ids_from_metadata(metadata: Iterable[tuple[str, Any]]) -> Mapping[str, str]:
@@ -269,12 +263,12 @@ def ids_from_metadata(metadata: Iterable[tuple[str, Any]]) -> Mapping[str, str]:
     return {name: found[key] for name, key in _KEYS.items() if key in found}
 
 
-def channel(address: str, peer: Peer = Peer.MEMBER) -> ServiceChannel:
-    """A channel to a service; connects on first use and reconnects by itself.
+def channel(address: str, peer: Peer = Peer.MEMBER, run_id: str = "") -> ServiceChannel:
+    """A channel to a service; connects on first use and reconnects by itself. ``run_id``: where the logs have none.
 
     A process with keys (``services.common.security.identity``) speaks TLS, and only to a ``peer`` of its run.
     """
-    return ServiceChannel(address, peer, identity.current())
+    return ServiceChannel(address, peer, identity.current(), run_id)
 
 
 class ServiceChannel(grpc.aio.Channel):
@@ -284,10 +278,11 @@ class ServiceChannel(grpc.aio.Channel):
     Not client interceptors: grpc.aio gives each intercepted call a task and a queue of its own.
     """
 
-    def __init__(self, address: str, peer: Peer, who: identity.Identity | None) -> None:
+    def __init__(self, address: str, peer: Peer, who: identity.Identity | None, run_id: str = "") -> None:
         self.address = address
         self.peer = peer
         self.who = who
+        self.run_id = run_id
         self._generation = 0 if who is None else who.generation
         self._shown: tuple[tuple[str, str], ...] = ()
         self._older: list[grpc.aio.Channel] = []
@@ -321,19 +316,7 @@ class ServiceChannel(grpc.aio.Channel):
     async def channel_ready(self) -> None:
         await self._wrapped.channel_ready()
 
-    def unary_unary(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._called("unary_unary", arguments, keywords)
-
-    def unary_stream(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._called("unary_stream", arguments, keywords)
-
-    def stream_unary(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._called("stream_unary", arguments, keywords)
-
-    def stream_stream(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._called("stream_stream", arguments, keywords)
-
-    def _called(self, kind: str, made_with: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def _called(self, kind: str, *made_with: Any, **options: Any) -> Any:
         through = self._wrapped
         call = getattr(through, kind)(*made_with, **options)
 
@@ -344,9 +327,14 @@ class ServiceChannel(grpc.aio.Channel):
             if through is not self._wrapped:
                 through = self._wrapped
                 call = getattr(through, kind)(*made_with, **options)
-            return call(*arguments, metadata=(*completed(metadata), *self._shown), **keywords)
+            return call(*arguments, metadata=(*with_ids(metadata, self.run_id), *self._shown), **keywords)
 
         return called
+
+    unary_unary = partialmethod(_called, "unary_unary")
+    unary_stream = partialmethod(_called, "unary_stream")
+    stream_unary = partialmethod(_called, "stream_unary")
+    stream_stream = partialmethod(_called, "stream_stream")
 
     def _follow_renewals(self, who: identity.Identity) -> None:
         _ = who.bundle  # looks for renewed files
@@ -356,7 +344,8 @@ class ServiceChannel(grpc.aio.Channel):
             self._wrapped = self._connect()
 
 
-class translated_errors:
+@contextmanager
+def translated_errors(peer: str, stream: str = "") -> Iterator[None]:
     """Raise the peer's error instead of ``grpc.RpcError``; ``peer`` names the peer in messages.
 
     ``stream`` names the call whose stream the body reads. grpc.aio confuses the cancellation of such a call with that of
@@ -367,33 +356,17 @@ class translated_errors:
     * The task was cancelled: ``CancelledError``, also where the call failed at the same moment. grpc.aio then raises the
       call's error only, and a loop that reconnects would never end.
     """
-
-    __slots__ = ("_cancelling", "_peer", "_stream")
-
-    def __init__(self, peer: str, stream: str = "") -> None:
-        self._peer = peer
-        self._stream = stream
-        self._cancelling = 0
-
-    def __enter__(self) -> None:
-        if self._stream:
-            self._cancelling = _num_cancellations()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        was_cancelled = bool(self._stream) and _num_cancellations() > self._cancelling
-        if isinstance(error, grpc.RpcError):
-            raise (asyncio.CancelledError() if was_cancelled else from_call(error, self._peer)) from None
-        if self._stream and isinstance(error, asyncio.CancelledError) and not was_cancelled:
-            raise InfrastructureError(f"{self._stream}: the call was cancelled") from None
-
-
-def _num_cancellations() -> int:
-    """Number of pending cancellations of the current task."""
-    task = asyncio.current_task()
-    assert task is not None, "a stream is read in a task"
-    return task.cancelling()
+    task = asyncio.current_task() if stream else None
+    before = 0 if task is None else task.cancelling()
+    try:
+        yield
+    except grpc.RpcError as error:
+        was_cancelled = task is not None and task.cancelling() > before
+        raise (asyncio.CancelledError() if was_cancelled else from_call(error, peer)) from None
+    except asyncio.CancelledError:
+        if task is None or task.cancelling() > before:
+            raise
+        raise InfrastructureError(f"{stream}: the call was cancelled") from None
 
 
 def _service_config() -> str:

@@ -24,7 +24,7 @@ from services.common.config.recipe import Recipe
 from services.common.errors import DeadlineError, InfrastructureError, RollmillError, UserError
 from services.common.net.hosts import check_place
 from services.common.pb import run_pb2, run_pb2_grpc, status_pb2, status_pb2_grpc
-from services.common.rpc.client import DEADLINES, call_metadata, channel, refusal_behind, translated_errors
+from services.common.rpc.client import DEADLINES, channel, refusal_behind, translated_errors
 from services.common.security.keys import Peer
 from services.common.telemetry.accounts import AccountState, Component, PeerState
 from services.common.wire import read
@@ -141,9 +141,7 @@ async def _ask(address: str, obstacles: list[str]) -> run_pb2.GetRunResponse:
         for delay in backoff(0.2, 2.0):
             try:
                 with translated_errors(f"orchestrator {address}"):
-                    return await stub.GetRun(
-                        run_pb2.GetRunRequest(), timeout=DEADLINES["GetRun"], metadata=call_metadata()
-                    )
+                    return await stub.GetRun(run_pb2.GetRunRequest(), timeout=DEADLINES["GetRun"])
             except (InfrastructureError, DeadlineError) as error:
                 obstacles[:] = [error.message]
                 if (refused := await refusal_behind(error, connection)) is not None:

@@ -278,19 +278,17 @@ class PeerState:
     accounts: tuple[AccountState, ...] = ()
 
 
+@dataclass(slots=True, eq=False)
 class Wait:
-    """An activity of a lane: in the body of a ``with``, or below those. ``note`` adds a detail.
+    """An activity of a lane: in the body of a ``with``, or below those. ``note`` adds a detail. Without a lane, no time is
+    counted.
 
     A class, not a generator: a rollout enters half a dozen, and a generator costs three times as much.
     """
 
-    __slots__ = ("activity", "detail", "lane")
-
-    def __init__(self, activity: Activity, lane: Lane | None = None) -> None:
-        """Without a lane, no time is counted."""
-        self.activity = activity
-        self.lane = lane
-        self.detail = ""
+    activity: Activity
+    lane: Lane | None = None
+    detail: str = ""
 
     def __enter__(self) -> Wait:
         if self.lane is not None:
@@ -302,9 +300,16 @@ class Wait:
 
     def __exit__(self, *_: object) -> None:
         if self.lane is not None:
-            account = self.lane.account
+            account, entries = self.lane.account, self.lane.entries
             with account.lock:
-                account.leave(self.lane, self, account.clock())
+                if entries[-1] is self:
+                    account.settle(self.lane, account.clock())
+                    entries.pop()
+                elif self in entries:
+                    entries.remove(self)
+                else:  # the lane was released before this activity ended
+                    return
+                account.num_done[self.activity] += 1
 
     def note(self, detail: str) -> None:
         self.detail = detail
@@ -343,7 +348,7 @@ class TimeAccount:
         self._lanes = [Lane(self, [Wait(rest)], now) for _ in range(num_lanes)]
         self._free = list(reversed(self._lanes)) if num_lanes > 1 else []
         self._seconds: defaultdict[Activity, float] = defaultdict(float)
-        self._num_done: Counter[Activity] = Counter()
+        self.num_done: Counter[Activity] = Counter()
         self._progress = 0
 
     # -- activities of lanes ------------------------------------------------------------------------------------------
@@ -362,10 +367,10 @@ class TimeAccount:
             _LANE.reset(token)
             if lane is not None:
                 with self.lock:
-                    now = self.clock()
-                    while len(lane.entries) > 1:
-                        self.leave(lane, lane.entries[-1], now)
-                    self._replace(lane, Activity(*self._rest), now)
+                    self.settle(lane, now := self.clock())
+                    self.num_done.update([entry.activity for entry in lane.entries[1:]])
+                    del lane.entries[1:]
+                    self._replace(lane, self._rest, now)
                     self._free.append(lane)
 
     def during(self, name: AnyActivity, on: Component = NOBODY, lane: Lane | None = None) -> Wait:
@@ -420,7 +425,7 @@ class TimeAccount:
                 entry = lane.entries[-1]
                 current[entry.activity].append((now - lane.since, entry.detail))
             activities = []
-            for activity in dict.fromkeys([*self._seconds, *self._num_done, *current]):
+            for activity in dict.fromkeys([*self._seconds, *self.num_done, *current]):
                 lanes = current.get(activity, [])
                 longest_s, detail = max(lanes, default=(0.0, ""))
                 activities.append(
@@ -430,7 +435,7 @@ class TimeAccount:
                         seconds=self._seconds.get(activity, 0.0) + sum(seconds for seconds, _ in lanes),
                         num_now=len(lanes),
                         longest_now_s=longest_s,
-                        num_done=self._num_done[activity],
+                        num_done=self.num_done[activity],
                         detail=detail,
                     )
                 )
@@ -444,16 +449,6 @@ class TimeAccount:
 
     # -- bookkeeping, under the lock ---------------------------------------------------------------------------------
 
-    def leave(self, lane: Lane, entry: Wait, now: float) -> None:
-        if lane.entries[-1] is entry:
-            self.settle(lane, now)
-            lane.entries.pop()
-        elif entry in lane.entries:
-            lane.entries.remove(entry)
-        else:  # the lane was released before this activity ended
-            return
-        self._num_done[entry.activity] += 1
-
     def _replace(self, lane: Lane, activity: Activity, now: float) -> None:
         """The lowest entry becomes another one."""
         lowest = lane.entries[0]
@@ -461,7 +456,7 @@ class TimeAccount:
             return
         if len(lane.entries) == 1:
             self.settle(lane, now)
-        self._num_done[lowest.activity] += 1
+        self.num_done[lowest.activity] += 1
         lane.entries[0] = Wait(activity)
 
     def settle(self, lane: Lane, now: float) -> None:

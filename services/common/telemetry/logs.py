@@ -93,7 +93,6 @@ def configure(service: str, run_dir: Path | None = None, instance: str | None = 
             _sink,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=_Terminal,
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(handlers=[_LibraryHandler()], level=logging.WARNING, force=True)
@@ -140,7 +139,8 @@ def _tamed(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
 
 
 class _Sink:
-    """The last processor: one JSON line to the file, one readable line to the terminal."""
+    """The last processor: one JSON line to the file, one readable line to standard error, which a launcher may have pointed
+    at a file on a disk that is full. Nothing is left for a logger of structlog."""
 
     def __init__(self, file: BinaryIO | None, identity: dict[str, str], console_level: int) -> None:
         self._file = file
@@ -157,30 +157,18 @@ class _Sink:
                 self._file.write(redacted(line.decode()).encode())
             except OSError:
                 pass  # a full disk must not stop a service; the terminal still gets the event
-        if _LEVELS.get(method, 40) < self._console_level:
-            raise structlog.DropEvent
-        return redacted(str(self._render(logger, method, event)))
+        if _LEVELS.get(method, 40) >= self._console_level:
+            try:
+                sys.stderr.write(redacted(str(self._render(logger, method, event))) + "\n")
+                sys.stderr.flush()
+            except OSError:
+                pass  # no log is left for the error, and a service must not end because of it
+        raise structlog.DropEvent
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-class _Terminal:
-    """Writes events to standard error, which a launcher may have pointed at a file on a disk that is full."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def msg(self, message: str) -> None:
-        try:
-            sys.stderr.write(message + "\n")
-            sys.stderr.flush()
-        except OSError:
-            pass  # no log is left for the error, and a service must not end because of it
-
-    log = debug = info = warning = warn = error = critical = exception = fatal = failure = msg
 
 
 _sink: _Sink | None = None  # the one that is configured

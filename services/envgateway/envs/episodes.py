@@ -35,7 +35,7 @@ from services.common.errors import (
 )
 from services.common.extras import load_extra, provided
 from services.common.importing import check_methods, load_object, place_of_error
-from services.common.wire import encodable
+from services.common.records import encodable
 from services.envgateway.calls import THREADS
 from services.envgateway.envs.base import (
     DATA_ERRORS,

@@ -20,11 +20,11 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+from services.common.records import encodable
 from services.common.telemetry.metrics import Lane
 from services.common.text.asserted_calls import AssertedCall
 from services.common.text.literals import to_tree
 from services.common.text.programs import UnusableTestsError
-from services.common.wire import encodable
 from services.envgateway.judge import test_code
 from services.envgateway.judge.checks import Check, TextCheck, ValueCheck, failure, packed
 from services.envgateway.judge.compare import VALUE_MODES, value_rule

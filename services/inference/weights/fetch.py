@@ -36,7 +36,7 @@ from services.common.errors import (
 from services.common.net.hosts import bracketed, host_identity, host_of, is_loopback
 from services.common.pb import weights_pb2, weights_pb2_grpc
 from services.common.records import FetchPlan, WeightVersion
-from services.common.rpc.client import DEADLINES, call_metadata, channel, translated_errors
+from services.common.rpc.client import DEADLINES, channel, translated_errors
 from services.common.security.keys import Peer
 from services.common.telemetry.logs import LogEvent
 from services.common.transfer.bulk import (
@@ -206,7 +206,7 @@ class WeightSource:
         self.transport = "grpc"  # that brought the last bytes
         self._run_id = run_id
         self._transports = tuple(transports)
-        self._channel = channel(address, Peer.WEIGHTS)
+        self._channel = channel(address, Peer.WEIGHTS, run_id)
         self._stub: weights_pb2_grpc.WeightServiceAsyncStub = weights_pb2_grpc.WeightServiceStub(self._channel)
         self._mapped: tuple[str, int] | None = None  # the offered file, and the payload's offset in it
         self._bulk: BulkTransport | None = None
@@ -238,7 +238,6 @@ class WeightSource:
             response = await self._stub.GetManifest(
                 write(request, weights_pb2.GetManifestRequest()),
                 timeout=DEADLINES["GetManifest"],
-                metadata=call_metadata(self._run_id),
                 # No wait for an absent source: another source, or another attempt, comes sooner.
                 wait_for_ready=False,
             )
@@ -330,7 +329,7 @@ class WeightSource:
         request = weights_pb2.FetchWeightsRequest(payload_id=payload.payload_id, start_offset=wanted.offset)
         if wanted.end != payload.size_bytes:
             request.end_offset = wanted.end
-        call = self._stub.FetchWeights(request, metadata=call_metadata())
+        call = self._stub.FetchWeights(request)
         try:
             with translated_errors(f"weights at {self.address}", "FetchWeights"):
                 while True:
