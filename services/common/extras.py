@@ -29,7 +29,6 @@ Kind = Literal[
     "engines",
     "trackers",
     "metrics",
-    "clusters",
     "commands",
 ]
 
