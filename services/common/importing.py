@@ -6,11 +6,11 @@ looks anyway.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import importlib
 import inspect
 import os
+import symtable
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -172,26 +172,18 @@ def load_object(path: str) -> Any:
     Raises:
         ConfigError: with the part that was not found, or the file and line where a module failed.
     """
-    module_name, colon, name = path.partition(":")
-    if not colon or not module_name or not name:
-        raise ConfigError(f"{path!r} is no import path; write it as package.module:name")
-    _make_findable()
+    module_name, name = _parts(path)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise _not_found(path, module_name, error) from error
     except RAISED as error:  # the user's code runs here, and can raise anything
-        raise ConfigError(
-            f"{place_of_error(error)}{path}: importing {module_name} failed: {told(error)}{_old_name(error)}"
-        ) from error
+        raise _failed(path, module_name, error) from error
     target: Any = module
     for part in name.split("."):
         if not hasattr(target, part):
-            known = ", ".join(n for n in vars(module) if not n.startswith("_"))
-            raise ConfigError(
-                f"{_file_of(module)}{path}: {module_name} has no {part!r}; it has "
-                f"{known or 'no public names'}{_hidden(module_name)}"
-            )
+            file = getattr(module, "__file__", None)
+            raise _lacks(f"{file}: " if file else "", path, part, vars(module))
         target = getattr(target, part)
     return target
 
@@ -205,10 +197,7 @@ def check_can_be_loaded(path: str) -> None:
     Raises:
         ConfigError: as ``load_object``.
     """
-    module_name, colon, name = path.partition(":")
-    if not colon or not module_name or not name:
-        raise ConfigError(f"{path!r} is no import path; write it as package.module:name")
-    _make_findable()
+    module_name, name = _parts(path)
     package, *parts = module_name.split(".")
     spec = find_spec(package)  # of a name with dots it would import the packages
     for part in (package, *parts):
@@ -220,55 +209,55 @@ def check_can_be_loaded(path: str) -> None:
     if spec.origin is None or not spec.origin.endswith(".py"):
         return
     try:
-        tree = ast.parse(Path(spec.origin).read_bytes())
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        symbols = symtable.symtable(source, spec.origin, "exec").get_symbols()
     except SyntaxError as error:
         raise ConfigError(f"{spec.origin}:{error.lineno or 1}: {path} cannot be read: {error.msg}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {spec.origin} cannot be read: {error}") from error
-    names = _names_of(tree)
+    names = sorted(symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported())
     first = name.split(".")[0]
-    if "*" not in names and first not in names:
-        known = ", ".join(sorted(n for n in names if not n.startswith("_")))
-        raise ConfigError(
-            f"{spec.origin}: {path}: {module_name} has no {first!r}; it has {known or 'no public names'}{_hidden(module_name)}"
-        )
+    if first not in names and "import *" not in source:
+        raise _lacks(f"{spec.origin}: ", path, first, names)
 
 
-def _file_of(module: Any) -> str:
-    file = getattr(module, "__file__", None)
-    return f"{file}: " if file else ""
-
-
-def _make_findable() -> None:
-    """The user's modules come before installed ones: the current directory first, then those of ``look_in``."""
+def _parts(path: str) -> tuple[str, str]:
+    """Module and name; makes the module findable: the current directory first, then those of ``look_in``, then installed ones."""
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"{path!r} is no import path; write it as package.module:name")
     for place in reversed(directories()):
         if place not in sys.path:
             sys.path.insert(0, place)
+    return module_name, name
+
+
+def _lacks(place: str, path: str, part: str, names: Iterable[str]) -> ConfigError:
+    module_name = path.partition(":")[0]
+    known = ", ".join(name for name in names if not name.startswith("_")) or "no public names"
+    return ConfigError(f"{place}{path}: {module_name} has no {part!r}; it has {known}{_hidden(module_name)}")
 
 
 def _not_found(path: str, module_name: str, error: ModuleNotFoundError) -> ConfigError:
-    if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):
-        if error.name.partition(".")[0] == "services":
-            return ConfigError(
-                f"{place_of_error(error)}{path}: importing {module_name} failed: {error}{_old_name(error)}"
-            )
-        return ConfigError(
-            f"{place_of_error(error)}{path}: importing {module_name} needs {error.name!r}, which is not installed"
-        )
-    return ConfigError(f"{path}: there is no module {error.name!r}; {_where_looked()}{_hidden(module_name)}")
+    if error.name is None or f"{module_name}.".startswith(f"{error.name}."):
+        return ConfigError(f"{path}: there is no module {error.name!r}; {_where_looked()}{_hidden(module_name)}")
+    if error.name.partition(".")[0] == "services":
+        return _failed(path, module_name, error)
+    return ConfigError(
+        f"{place_of_error(error)}{path}: importing {module_name} needs {error.name!r}, which is not installed"
+    )
+
+
+def _failed(path: str, module_name: str, error: BaseException) -> ConfigError:
+    text = told(error)
+    if isinstance(error, ImportError) and (inside := error.name or "").partition(".")[0] == "services":
+        text += f". Import public names from `rollmill` (import rollmill; docs/reference){_hidden(inside)}"
+    return ConfigError(f"{place_of_error(error)}{path}: importing {module_name} failed: {text}")
 
 
 def _where_looked() -> str:
     others = "".join(f" or {place}" for place in _directories)
     return f"is it spelt right, and is the current directory ({os.getcwd()}){others} the one that holds it?"
-
-
-def _old_name(error: BaseException) -> str:
-    """The correction of an import of an internal module, which users do not name."""
-    name = getattr(error, "name", None) or ""
-    if isinstance(error, ImportError) and name.partition(".")[0] == "services":
-        return f". Import public names from `rollmill` (import rollmill; docs/reference){_hidden(name)}"
-    return ""
 
 
 def _hidden(module_name: str) -> str:
@@ -287,23 +276,6 @@ def _hidden(module_name: str) -> str:
             if file is None or not Path(file).resolve().is_relative_to(own.resolve()):
                 return f". {own} is hidden by another {top!r} ({file or 'built in'}): give yours another name"
     return ""
-
-
-def _names_of(tree: ast.AST) -> set[str]:
-    """The names that a module binds outside its functions and classes; ``*`` where an import hides the names."""
-    names: set[str] = set()
-    pending: list[ast.AST] = list(ast.iter_child_nodes(tree))
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-            continue
-        if isinstance(node, ast.alias):
-            names.add((node.asname or node.name).split(".")[0])
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        pending.extend(ast.iter_child_nodes(node))
-    return names
 
 
 # --- Lists the public names of the package ``rollmill``, each with its place of definition.
