@@ -6,6 +6,7 @@ looks anyway.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import importlib
 import inspect
@@ -14,6 +15,7 @@ import symtable
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -278,63 +280,23 @@ def _hidden(module_name: str) -> str:
     return ""
 
 
-# --- Lists the public names of the package ``rollmill``, each with its place of definition.
+# --- The public names of the package ``rollmill``, each with its place of definition.
 
 
-PUBLIC: dict[str, str] = {
-    # tasks and what comes of them
-    "Task": "services.common.records:Task",
-    "Outcome": "services.inference.workflows.base:Outcome",
-    "StopReason": "services.common.records:StopReason",
-    "Sampling": "services.common.records:Sampling",
-    # workflows
-    "Workflow": "services.inference.workflows.single:Workflow",
-    "WorkflowSettings": "services.inference.workflows.single:WorkflowSettings",
-    "WorkflowContext": "services.inference.workflows.base:WorkflowContext",
-    "Dialogue": "services.inference.workflows.single:Dialogue",
-    "Conversation": "services.inference.workflows.base:Conversation",
-    "Gateway": "services.inference.workflows.base:Gateway",
-    # rewards
-    "RewardFunction": "services.inference.workflows.base:RewardFunction",
-    "answer_of": "services.common.dataset_rows:truth_in",
-    "last_boxed": "services.common.dataset_rows:last_boxed",
-    # tools
-    "tool": "services.common.tools:tool",
-    "Tool": "services.common.tools:Tool",
-    "ToolResult": "services.common.tools:ToolResult",
-    "ToolError": "services.common.tools:ToolError",
-    # environments
-    "Environment": "services.envgateway.envs.base:Environment",
-    "EnvironmentContext": "services.envgateway.envs.base:EnvironmentContext",
-    "Observation": "services.envgateway.envs.base:Observation",
-    "StepResult": "services.envgateway.envs.base:StepResult",
-    # losses
-    "LossFunction": "services.trainer.losses:LossFunction",
-    "TokenBatch": "services.trainer.losses:TokenBatch",
-    "PolicyLoss": "services.trainer.losses:PolicyLoss",
-    "log_ratio": "services.trainer.losses:log_ratio",
-    "masked": "services.trainer.losses:masked",
-    # engines
-    "Engine": "services.inference.engine.streaming:StreamingEngine",
-    "EngineSetup": "services.inference.engine.streaming:EngineSetup",
-    "GenerationRequest": "services.inference.engine.base:GenerationRequest",
-    "WeightUpdate": "services.inference.engine.base:WeightUpdate",
-    "Cue": "services.inference.workflows.scripts:Cue",
-    # models
-    "tiny_model": "services.common.tiny:build",
-    # errors
-    "RollmillError": "services.common.errors:RollmillError",
-    "ConfigError": "services.common.errors:ConfigError",
-    "InfrastructureError": "services.common.errors:InfrastructureError",
-    "InvalidRequestError": "services.common.errors:InvalidRequestError",
-}
+@cache
+def public_names() -> dict[str, str]:
+    """``package.module:name`` by public name, as ``rollmill/__init__.py`` imports them for type checkers: it is read, and not
+    imported."""
+    tree = ast.parse(Path(_SERVICES).with_name("rollmill").joinpath("__init__.py").read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.col_offset]
+    return {str(alias.asname): f"{node.module}:{alias.name}" for node in imports for alias in node.names}
 
 
 def new_name(path: str) -> str:
     """What to write instead of ``services.some.module:name``."""
     name = path.partition(":")[2].partition(".")[0]
-    same = next((public for public, where in PUBLIC.items() if where == path), None)
-    public = same or (name if name in PUBLIC else None)
+    same = next((public for public, where in public_names().items() if where == path), None)
+    public = same or (name if name in public_names() else None)
     if public:
         return f"write rollmill:{public}"
     return (
