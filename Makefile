@@ -148,7 +148,7 @@ test-vllm: $(STAMP) ## the tests that need the true vLLM server, on a CPU
 	@tests/server_stage.sh vLLM $(BIN)/python $(VLLM)-cpu
 
 test-skypilot: $(STAMP) $(SKYPILOT)/.installed ## the tests that need SkyPilot, in an environment of its own
-	ROLLMILL_SKYPILOT_PYTHON=$(CURDIR)/$(SKYPILOT)/bin/python ROLLMILL_REQUIRE=skypilot $(BIN)/python -m pytest -q extras/clusters/tests/test_clusters.py
+	ROLLMILL_SKYPILOT_PYTHON=$(CURDIR)/$(SKYPILOT)/bin/python ROLLMILL_REQUIRE=skypilot $(BIN)/python -m pytest -q extras/deploy/tests/test_clusters.py
 
 $(SKYPILOT)/.installed:
 	$(PYTHON) -m venv $(SKYPILOT)

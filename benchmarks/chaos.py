@@ -170,8 +170,7 @@ class World:
             "OMP_NUM_THREADS": "1",
         }
         self._forks = forks
-        self._processes = Processes(self.run_dir, max_restarts=1_000_000, stop_grace_s=0.5)
-        self._processes.fork_where_possible(forks)
+        self._processes = Processes(self.run_dir, max_restarts=1_000_000, stop_grace_s=0.5, forks=forks)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)

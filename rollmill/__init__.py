@@ -57,9 +57,9 @@ def _use_own_services() -> None:
 
 _use_own_services()
 
-from services.common.importing import PUBLIC as _PUBLIC  # noqa: E402
+from services.common.importing import public_names as _public_names  # noqa: E402
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the list of the public names, which is read at the import
     from rollmill.runs import Rows as Rows
     from rollmill.runs import Run as Run
     from rollmill.runs import run as run
@@ -100,9 +100,9 @@ if TYPE_CHECKING:
     from services.trainer.losses import log_ratio as log_ratio
     from services.trainer.losses import masked as masked
 
-_WHERE = {**_PUBLIC, "run": "rollmill.runs:run", "Run": "rollmill.runs:Run", "Rows": "rollmill.runs:Rows"}
+_WHERE = _public_names()
 
-__all__ = list(_WHERE)
+__all__ = sorted(_WHERE)
 
 
 def __getattr__(name: str) -> Any:

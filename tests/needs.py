@@ -96,11 +96,6 @@ def _fails(command: Sequence[str]) -> str | None:
     return (done.stderr.strip() or f"{command[0]} exits with {done.returncode}") if done.returncode else None
 
 
-def _no_iptables() -> str | None:
-    # In a network of its own, as tests use it: listing also loads what the kernel needs for it.
-    return _program("iptables")() or _fails(["unshare", "--net", "iptables", "-w", "-L", "-n"])
-
-
 def _no_tmpfs() -> str | None:
     with tempfile.TemporaryDirectory() as place:
         refused = _fails(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place])
@@ -197,7 +192,6 @@ NEEDS = {
         Need("chromium", _program("chromium"), "apt-get install chromium"),
         Need("shellcheck", _program("shellcheck"), _DEV),
         Need("hadolint", _program("hadolint"), _DEV),
-        Need("iptables", _no_iptables, "apt-get install iptables"),
         Need("C++ compiler", lambda: None if os.access(native.COMPILER, os.X_OK) else f"there is no {native.COMPILER}",
              "apt-get install g++"),
         Need("two machines", two_machines.why_not, f"apt-get install iproute2, and {_PRIVILEGED}"),

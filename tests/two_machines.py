@@ -5,7 +5,7 @@
 A machine is a set of Linux namespaces held by a process that is the first of its pid namespace, so a machine that is
 switched off loses all its processes at once, as by kill -9, without closing connections. Each has its own loopback, its
 own /dev/shm (so that no process takes both for one host) and its own directory, invisible to the other. Needs
-root, `ip`, `unshare` and `nsenter`, and `iptables` where packets are to vanish.
+root, `ip`, `unshare` and `nsenter`.
 """
 
 from __future__ import annotations
@@ -160,16 +160,6 @@ class TwoMachines:
 
     def plug_in(self) -> None:
         self.node1.do("ip", "link", "set", "cable", "up")
-
-    @contextmanager
-    def swallowing(self) -> Iterator[None]:
-        """Packets that reach node1 vanish; the cable looks sound to both."""
-        rule = ["INPUT", "-i", "cable", "-j", "DROP"]
-        self.node1.do("iptables", "-w", "-I", *rule)
-        try:
-            yield
-        finally:
-            self.node1.do("iptables", "-w", "-D", *rule)
 
     def switch_off(self) -> None:
         for machine in (self.node1, self.node0):

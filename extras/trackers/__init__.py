@@ -2,4 +2,7 @@
 
 _FOLLOW = "extras.trackers.follow:send_rows"
 
-PROVIDES = {"trackers": {"wandb": _FOLLOW, "trackio": _FOLLOW, "otlp": _FOLLOW}}
+PROVIDES = {
+    "trackers": {"wandb": _FOLLOW, "trackio": _FOLLOW, "otlp": _FOLLOW},
+    "commands": {"track": "extras.trackers.command:track"},
+}

@@ -21,8 +21,7 @@ from services.cli.keys_command import keys_app
 from services.cli.run_commands import journal_app, reading_app, results_app
 from services.common.errors import InfrastructureError, RollmillError
 from services.common.extras import provided
-from services.common.system.surroundings import settle
-from services.common.telemetry.logs import quiet_grpc
+from services.common.telemetry.logs import quiet_grpc, settle
 from services.start import raise_open_files
 
 app = typer.Typer(

@@ -298,34 +298,6 @@ def start(
     )
 
 
-@recipe_app.command()
-def deploy(
-    recipe: RecipeArgument,
-    target: Annotated[
-        str,
-        typer.Option(
-            help="`compose`: containers, a file for each node. `scripts`: processes, a script for each. `slurm`: scripts and a "
-            "job for sbatch. `kubernetes`: manifests for kubectl. `skypilot`: a task for sky."
-        ),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write to.")],
-    set_: SetOption = None,
-    profile: ProfileOption = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu",
-            help="The kind of GPU, as the target names it: with slurm, kubernetes and skypilot, which need it for a recipe with GPUs.",
-        ),
-    ] = None,
-) -> None:
-    """Write the files of a deployment from the resolved recipe (docs/deploy.md)."""
-    from services.cli.deploy.deploy import deploy as write_deployment
-
-    for path in write_deployment(recipe, target, output, set_ or (), profile, gpu):
-        say(console, str(path))
-
-
 live_app = typer.Typer()
 
 RunningArgument = Annotated[

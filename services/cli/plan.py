@@ -182,18 +182,13 @@ def _of_node_0(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def taken_ports(recipe: Recipe) -> list[tuple[str, int]]:
     """Settings with a port that another process holds on this machine, node 0, and that port."""
-    elsewhere = {
-        f"inference.{name}.{port}"
-        for name, service in recipe.inference.items()
-        if service.node != 0
-        for port in ("port", "endpoint.port")
-    }
-    elsewhere |= {"envgateway.port"} if recipe.envgateway and recipe.envgateway.node != 0 else set()
+    elsewhere = [f"inference.{name}." for name, service in recipe.inference.items() if service.node != 0]
+    elsewhere += ["envgateway."] if recipe.envgateway and recipe.envgateway.node != 0 else []
     hosts = recipe.hosts
     taken = []
     for where, port in recipe.ports():
         host = hosts.get(f"{where.removesuffix('.port')}.host", LOOPBACK)
-        if port and where not in elsewhere and is_here(host) and not is_free(port, host):
+        if port and not where.startswith(tuple(elsewhere)) and is_here(host) and not is_free(port, host):
             taken.append((where, port))
     return taken
 
@@ -280,26 +275,37 @@ def address_of_node_0(environment: Mapping[str, str] = os.environ) -> str:
     Raises:
         ConfigError: as ``with_addresses``.
     """
-    variable = next((name for name in (NODE_HOST, HOST_VARIABLE) if environment.get(name)), None)
-    name = environment[variable] if variable else socket.gethostname()
-    found = [address for address in _addresses(name) if not is_loopback(address)]
-    own = next((address for address in found if is_here(address)), None)
-    if own is not None:
-        return own
-    if variable is not None:
-        what = (
-            f"which is {', '.join(found)}" if found else "which is no name that leads to another address than loopback"
-        )
+    own = _named_address(environment, NODE_HOST, HOST_VARIABLE)
+    own = own or _address_here(socket.gethostname()) or _outward_address()
+    if own is None:
         raise ConfigError(
-            f"{variable} is {name}, {what}: it must be a name or address of this machine that the other nodes reach "
-            "(`ip -brief address` lists them)"
+            f"this recipe has processes on other nodes, but {socket.gethostname()} leads to no address that they could dial: set "
+            f"{NODE_HOST} to the name or address of this machine that they reach"
         )
-    if (outward := _outward_address()) is not None:
-        return outward
-    raise ConfigError(
-        f"this recipe has processes on other nodes, but {name} leads to no address that they could dial: set {NODE_HOST} to "
-        "the name or address of this machine that they reach"
-    )
+    return own
+
+
+def _named_address(environment: Mapping[str, str], *variables: str) -> str | None:
+    """The address of this machine that the first variable with a value names; None where none has one.
+
+    Raises:
+        ConfigError: it is no name of this machine, or leads to loopback.
+    """
+    variable = next((each for each in variables if environment.get(each)), None)
+    if variable is None:
+        return None
+    if (own := _address_here(environment[variable])) is None:
+        found = ", ".join(_addresses(environment[variable])) or "no address"
+        raise ConfigError(
+            f"{variable} is {environment[variable]}, which leads to {found}: it must be a name or address of this machine that the "
+            "other nodes reach (`ip -brief address` lists them)"
+        )
+    return own
+
+
+def _address_here(name: str) -> str | None:
+    """The first address of a name that is this machine's and no loopback."""
+    return next((each for each in _addresses(name) if not is_loopback(each) and is_here(each)), None)
 
 
 def name_of_node_0(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> str:
@@ -367,16 +373,7 @@ def listening_host(environment: Mapping[str, str] = os.environ) -> str:
     Raises:
         ConfigError: it is no address of this machine.
     """
-    name = environment.get(NODE_HOST, "")
-    if not name:
-        return LOOPBACK
-    own = next((address for address in _addresses(name) if is_here(address)), None)
-    if own is None:
-        raise ConfigError(
-            f"{NODE_HOST} is {name}, which is no name or address of this machine: write one, or leave {NODE_HOST} out: "
-            "then no other machine fetches weights from here"
-        )
-    return own
+    return _named_address(environment, NODE_HOST) or LOOPBACK
 
 
 def gateway_host(node_0: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -386,8 +383,8 @@ def gateway_host(node_0: str, environment: Mapping[str, str] = os.environ) -> st
     Raises:
         ConfigError: it is no address of this machine, or there is no way to node 0.
     """
-    if environment.get(NODE_HOST):
-        return listening_host(environment)
+    if (named := _named_address(environment, NODE_HOST)) is not None:
+        return named
     for place in _addresses(node_0):
         if is_loopback(place):
             return LOOPBACK

@@ -30,7 +30,6 @@ Kind = Literal[
     "engines",
     "trackers",
     "metrics",
-    "clusters",
     "commands",
 ]
 

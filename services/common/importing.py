@@ -11,9 +11,11 @@ import asyncio
 import importlib
 import inspect
 import os
+import symtable
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -172,26 +174,18 @@ def load_object(path: str) -> Any:
     Raises:
         ConfigError: with the part that was not found, or the file and line where a module failed.
     """
-    module_name, colon, name = path.partition(":")
-    if not colon or not module_name or not name:
-        raise ConfigError(f"{path!r} is no import path; write it as package.module:name")
-    _make_findable()
+    module_name, name = _parts(path)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise _not_found(path, module_name, error) from error
     except RAISED as error:  # the user's code runs here, and can raise anything
-        raise ConfigError(
-            f"{place_of_error(error)}{path}: importing {module_name} failed: {told(error)}{_old_name(error)}"
-        ) from error
+        raise _failed(path, module_name, error) from error
     target: Any = module
     for part in name.split("."):
         if not hasattr(target, part):
-            known = ", ".join(n for n in vars(module) if not n.startswith("_"))
-            raise ConfigError(
-                f"{_file_of(module)}{path}: {module_name} has no {part!r}; it has "
-                f"{known or 'no public names'}{_hidden(module_name)}"
-            )
+            file = getattr(module, "__file__", None)
+            raise _lacks(f"{file}: " if file else "", path, part, vars(module))
         target = getattr(target, part)
     return target
 
@@ -205,10 +199,7 @@ def check_can_be_loaded(path: str) -> None:
     Raises:
         ConfigError: as ``load_object``.
     """
-    module_name, colon, name = path.partition(":")
-    if not colon or not module_name or not name:
-        raise ConfigError(f"{path!r} is no import path; write it as package.module:name")
-    _make_findable()
+    module_name, name = _parts(path)
     package, *parts = module_name.split(".")
     spec = find_spec(package)  # of a name with dots it would import the packages
     for part in (package, *parts):
@@ -220,55 +211,55 @@ def check_can_be_loaded(path: str) -> None:
     if spec.origin is None or not spec.origin.endswith(".py"):
         return
     try:
-        tree = ast.parse(Path(spec.origin).read_bytes())
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        symbols = symtable.symtable(source, spec.origin, "exec").get_symbols()
     except SyntaxError as error:
         raise ConfigError(f"{spec.origin}:{error.lineno or 1}: {path} cannot be read: {error.msg}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {spec.origin} cannot be read: {error}") from error
-    names = _names_of(tree)
+    names = sorted(symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported())
     first = name.split(".")[0]
-    if "*" not in names and first not in names:
-        known = ", ".join(sorted(n for n in names if not n.startswith("_")))
-        raise ConfigError(
-            f"{spec.origin}: {path}: {module_name} has no {first!r}; it has {known or 'no public names'}{_hidden(module_name)}"
-        )
+    if first not in names and "import *" not in source:
+        raise _lacks(f"{spec.origin}: ", path, first, names)
 
 
-def _file_of(module: Any) -> str:
-    file = getattr(module, "__file__", None)
-    return f"{file}: " if file else ""
-
-
-def _make_findable() -> None:
-    """The user's modules come before installed ones: the current directory first, then those of ``look_in``."""
+def _parts(path: str) -> tuple[str, str]:
+    """Module and name; makes the module findable: the current directory first, then those of ``look_in``, then installed ones."""
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"{path!r} is no import path; write it as package.module:name")
     for place in reversed(directories()):
         if place not in sys.path:
             sys.path.insert(0, place)
+    return module_name, name
+
+
+def _lacks(place: str, path: str, part: str, names: Iterable[str]) -> ConfigError:
+    module_name = path.partition(":")[0]
+    known = ", ".join(name for name in names if not name.startswith("_")) or "no public names"
+    return ConfigError(f"{place}{path}: {module_name} has no {part!r}; it has {known}{_hidden(module_name)}")
 
 
 def _not_found(path: str, module_name: str, error: ModuleNotFoundError) -> ConfigError:
-    if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):
-        if error.name.partition(".")[0] == "services":
-            return ConfigError(
-                f"{place_of_error(error)}{path}: importing {module_name} failed: {error}{_old_name(error)}"
-            )
-        return ConfigError(
-            f"{place_of_error(error)}{path}: importing {module_name} needs {error.name!r}, which is not installed"
-        )
-    return ConfigError(f"{path}: there is no module {error.name!r}; {_where_looked()}{_hidden(module_name)}")
+    if error.name is None or f"{module_name}.".startswith(f"{error.name}."):
+        return ConfigError(f"{path}: there is no module {error.name!r}; {_where_looked()}{_hidden(module_name)}")
+    if error.name.partition(".")[0] == "services":
+        return _failed(path, module_name, error)
+    return ConfigError(
+        f"{place_of_error(error)}{path}: importing {module_name} needs {error.name!r}, which is not installed"
+    )
+
+
+def _failed(path: str, module_name: str, error: BaseException) -> ConfigError:
+    text = told(error)
+    if isinstance(error, ImportError) and (inside := error.name or "").partition(".")[0] == "services":
+        text += f". Import public names from `rollmill` (import rollmill; docs/reference){_hidden(inside)}"
+    return ConfigError(f"{place_of_error(error)}{path}: importing {module_name} failed: {text}")
 
 
 def _where_looked() -> str:
     others = "".join(f" or {place}" for place in _directories)
     return f"is it spelt right, and is the current directory ({os.getcwd()}){others} the one that holds it?"
-
-
-def _old_name(error: BaseException) -> str:
-    """The correction of an import of an internal module, which users do not name."""
-    name = getattr(error, "name", None) or ""
-    if isinstance(error, ImportError) and name.partition(".")[0] == "services":
-        return f". Import public names from `rollmill` (import rollmill; docs/reference){_hidden(name)}"
-    return ""
 
 
 def _hidden(module_name: str) -> str:
@@ -289,80 +280,23 @@ def _hidden(module_name: str) -> str:
     return ""
 
 
-def _names_of(tree: ast.AST) -> set[str]:
-    """The names that a module binds outside its functions and classes; ``*`` where an import hides the names."""
-    names: set[str] = set()
-    pending: list[ast.AST] = list(ast.iter_child_nodes(tree))
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-            continue
-        if isinstance(node, ast.alias):
-            names.add((node.asname or node.name).split(".")[0])
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        pending.extend(ast.iter_child_nodes(node))
-    return names
+# --- The public names of the package ``rollmill``, each with its place of definition.
 
 
-# --- Lists the public names of the package ``rollmill``, each with its place of definition.
-
-
-PUBLIC: dict[str, str] = {
-    # tasks and what comes of them
-    "Task": "services.common.records:Task",
-    "Outcome": "services.inference.workflows.base:Outcome",
-    "StopReason": "services.common.records:StopReason",
-    "Sampling": "services.common.records:Sampling",
-    # workflows
-    "Workflow": "services.inference.workflows.single:Workflow",
-    "WorkflowSettings": "services.inference.workflows.single:WorkflowSettings",
-    "WorkflowContext": "services.inference.workflows.base:WorkflowContext",
-    "Dialogue": "services.inference.workflows.single:Dialogue",
-    "Conversation": "services.inference.workflows.base:Conversation",
-    "Gateway": "services.inference.workflows.base:Gateway",
-    # rewards
-    "RewardFunction": "services.inference.workflows.base:RewardFunction",
-    "answer_of": "services.common.dataset_rows:truth_in",
-    "last_boxed": "services.common.dataset_rows:last_boxed",
-    # tools
-    "tool": "services.common.tools:tool",
-    "Tool": "services.common.tools:Tool",
-    "ToolResult": "services.common.tools:ToolResult",
-    "ToolError": "services.common.tools:ToolError",
-    # environments
-    "Environment": "services.envgateway.envs.base:Environment",
-    "EnvironmentContext": "services.envgateway.envs.base:EnvironmentContext",
-    "Observation": "services.envgateway.envs.base:Observation",
-    "StepResult": "services.envgateway.envs.base:StepResult",
-    # losses
-    "LossFunction": "services.trainer.losses:LossFunction",
-    "TokenBatch": "services.trainer.losses:TokenBatch",
-    "PolicyLoss": "services.trainer.losses:PolicyLoss",
-    "log_ratio": "services.trainer.losses:log_ratio",
-    "masked": "services.trainer.losses:masked",
-    # engines
-    "Engine": "services.inference.engine.streaming:StreamingEngine",
-    "EngineSetup": "services.inference.engine.streaming:EngineSetup",
-    "GenerationRequest": "services.inference.engine.base:GenerationRequest",
-    "WeightUpdate": "services.inference.engine.base:WeightUpdate",
-    "Cue": "services.inference.workflows.scripts:Cue",
-    # models
-    "tiny_model": "services.common.tiny:build",
-    # errors
-    "RollmillError": "services.common.errors:RollmillError",
-    "ConfigError": "services.common.errors:ConfigError",
-    "InfrastructureError": "services.common.errors:InfrastructureError",
-    "InvalidRequestError": "services.common.errors:InvalidRequestError",
-}
+@cache
+def public_names() -> dict[str, str]:
+    """``package.module:name`` by public name, as ``rollmill/__init__.py`` imports them for type checkers: it is read, and not
+    imported."""
+    tree = ast.parse(Path(_SERVICES).with_name("rollmill").joinpath("__init__.py").read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.col_offset]
+    return {str(alias.asname): f"{node.module}:{alias.name}" for node in imports for alias in node.names}
 
 
 def new_name(path: str) -> str:
     """What to write instead of ``services.some.module:name``."""
     name = path.partition(":")[2].partition(".")[0]
-    same = next((public for public, where in PUBLIC.items() if where == path), None)
-    public = same or (name if name in PUBLIC else None)
+    same = next((public for public, where in public_names().items() if where == path), None)
+    public = same or (name if name in public_names() else None)
     if public:
         return f"write rollmill:{public}"
     return (

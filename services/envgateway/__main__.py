@@ -18,8 +18,8 @@ from services.common.security import identity
 from services.common.security.identity import check_keys_are_there
 from services.common.security.keys import Role
 from services.common.system.child import START_AGAIN, die_with_parent_if_asked, module_command
-from services.common.system.surroundings import settle
 from services.common.telemetry import logs
+from services.common.telemetry.logs import settle
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.variables import VARIABLES, port_variables, runs_worker, with_variables
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from services.common.errors import DeadlineError, InfrastructureError, RollmillError
 from services.common.system.child import DIE_WITH_PARENT, LEFT, START_AGAIN, die_with_parent_if_asked
-from services.common.system.surroundings import settle
-from services.common.telemetry.logs import quiet_grpc
+from services.common.telemetry.logs import quiet_grpc, settle
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ def run() -> int:
     from services.common.security.keys import Role
     from services.common.system.child import START_AGAIN, die_with_parent_if_asked
     from services.common.system.machine import says_full
-    from services.common.system.surroundings import settle
+    from services.common.telemetry.logs import settle
     from services.orchestrator.app import main
 
     die_with_parent_if_asked()

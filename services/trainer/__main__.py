@@ -8,8 +8,7 @@ import sys
 
 from services.common.errors import DeadlineError, InfrastructureError, RollmillError, UserError
 from services.common.system.child import START_AGAIN, die_with_parent_if_asked, run_and_leave
-from services.common.system.surroundings import settle
-from services.common.telemetry.logs import quiet_grpc
+from services.common.telemetry.logs import quiet_grpc, settle
 from services.trainer.config import parse, set_defaults
 
 

@@ -31,8 +31,7 @@ from services.common.importing import load_object
 from services.common.system.child import die_with_parent_if_asked
 from services.common.system.devices import log_device
 from services.common.system.machine import keep_freed_memory
-from services.common.system.surroundings import settle
-from services.common.telemetry.logs import configure
+from services.common.telemetry.logs import configure, settle
 from services.common.telemetry.metrics import MetricsWriter, RowKind
 
 if TYPE_CHECKING:

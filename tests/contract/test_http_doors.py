@@ -166,7 +166,7 @@ async def door(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
 OPENERS = {
     "AppRunner": "services/common/http.py",
     "TCPSite": "services/common/http.py",
-    "start_server": "services/cli/deploy/forwarder.py",  # hands on the bytes of the orchestrator's gRPC port
+    "start_server": "extras/deploy/forwarder.py",  # hands on the bytes of the orchestrator's gRPC port
     "add_insecure_port": "services/common/rpc/server.py",
     "add_secure_port": "services/common/rpc/server.py",
 }

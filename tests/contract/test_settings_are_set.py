@@ -24,7 +24,7 @@ from services.common.config.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 PLACES = (
-    "recipes", "examples", "tests", "extras", "services/cli/profiles.py", "services/common/tiny.py", "services/cli/deploy",
+    "recipes", "examples", "tests", "extras", "services/cli/profiles.py", "services/common/tiny.py",
 )  # fmt: skip
 
 # Section.key -> why it is a setting although nothing in the repository sets it to another value.

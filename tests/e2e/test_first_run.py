@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -11,8 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from rollmill import Run
+from services.cli.__main__ import app
 from tests.documented import blocks, files
 from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S
 from tests.waiting import PROCESS_S
@@ -40,17 +43,12 @@ def rollmill(here: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_new_folder_runs_at_once_and_commands_find_its_run(tmp_path: Path) -> None:
-    rollmill(tmp_path, "new", "mine")
-    told = rollmill(tmp_path, "run", "mine", *SHORT)
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    assert json.loads((run_dir / "summary.json").read_text())["state"] == "finished"
-    assert "rollmill trajectories" in told
-    assert f"runs/{run_dir.name}: finished" in rollmill(tmp_path, "status")
-    assert "Largest of" in rollmill(tmp_path, "trajectories", "--last", "1")
-    rollmill(tmp_path, "export", "-o", "weights")
-    files = list((tmp_path / "weights").glob("*.safetensors")) + list(run_dir.glob("warm_start/*/*.safetensors"))
-    assert len(files) == 2 and all(file.stat().st_mode & 0o777 == 0o644 for file in files)
+def read(here: Path, *arguments: str) -> str:
+    """The output of a command that starts no process, without one of its own."""
+    with contextlib.chdir(here):
+        done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.output
 
 
 FLOW = """
@@ -68,8 +66,10 @@ class Flow(rollmill.Workflow):
 """
 
 
-def test_a_run_whose_rollouts_all_fail_ends_with_the_reason_and_goes_on_once_repaired(tmp_path: Path) -> None:
-    rollmill(tmp_path, "new", "mine")
+def test_a_run_whose_rollouts_all_fail_ends_with_the_reason_goes_on_once_repaired_and_commands_find_it(
+    tmp_path: Path,
+) -> None:
+    read(tmp_path, "new", "mine")
     flow = tmp_path / "mine" / "flow.py"
     flow.write_text(FLOW.replace("LIMIT", "100"))
     done = ended(tmp_path, "run", "mine", *SHORT, "--set", "workflow.name=flow:Flow", "--set", "run.steps=9")
@@ -78,10 +78,18 @@ def test_a_run_whose_rollouts_all_fail_ends_with_the_reason_and_goes_on_once_rep
     said = " ".join((done.stdout + done.stderr).split())
     assert "Without a terminal the run ends here" in said and "KeyError" in said and f"{flow}:11: 'lookup'" in said
     assert "rollmill run --resume" in said and str(run_dir) in said and not (run_dir / "summary.json").exists()
-    assert "interrupted" in rollmill(tmp_path, "status")
+    assert "interrupted" in read(tmp_path, "status")
     flow.write_text(FLOW.replace("LIMIT", "1000000"))
-    rollmill(tmp_path, "run", "--resume", str(run_dir), "--set", "run.steps=8")
+    told = rollmill(tmp_path, "run", "--resume", str(run_dir), "--set", "run.steps=8")
     assert json.loads((run_dir / "summary.json").read_text())["state"] == "finished"
+    assert "rollmill trajectories" in told
+    assert f"runs/{run_dir.name}: finished" in read(tmp_path, "status")
+    assert "Largest of" in read(tmp_path, "trajectories", "--last", "1")
+    read(tmp_path, "plot", "-o", "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    read(tmp_path, "export", "-o", "weights")
+    files = list((tmp_path / "weights").glob("*.safetensors")) + list(run_dir.glob("warm_start/*/*.safetensors"))
+    assert len(files) == 2 and all(file.stat().st_mode & 0o777 == 0o644 for file in files)
 
 
 # --- docs/my-environment.md (the other guides: tests/unit/test_guides.py)

@@ -7,13 +7,12 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S
-from tests.e2e.test_first_run import SHORT, rollmill
+from tests.e2e.test_first_run import SHORT, read
 
 pytestmark = pytest.mark.slow
 PROXIES = dict.fromkeys(
@@ -32,45 +31,39 @@ calls = itertools.count()
 
 def leaves(task, completion):
     number = next(calls)
-    if number % 3 == 1:
-        raise [asyncio.CancelledError, SystemExit, KeyboardInterrupt][number // 3 % 3](0)
+    return leaves_later(number) if number % 2 else left(number)
+
+
+async def leaves_later(number):
+    return left(number)
+
+
+def left(number):
+    if number % 4 > 1:
+        raise [asyncio.CancelledError, SystemExit, KeyboardInterrupt][number // 4 % 3](0)
     print("reward \\u2264 1 \\U0001f389")
-    return float(number % 2)
-
-
-async def leaves_later(task, completion):
-    return leaves(task, completion)
+    return float(number // 4 % 2)
 """
 
 
-@pytest.mark.parametrize(
-    ("shell", "variables", "settings", "reward"),
-    [
-        (
-            '"$@" | head -1',
-            {**PROXIES, **JOB, **ASCII},
-            ("policies.model0.trainer.num_ranks=2", "description=reward ≤ 1 🎉", "run.dir=./ü ≤"),
-            "leaves",
-        ),
-        ("trap '' CHLD HUP PIPE; exec \"$@\" <&- >/dev/full 2>&-", {**JOB, "PYTHONIOENCODING": "ascii"}, (), "leaves_later"),
-    ],
-    ids=["proxies, two ranks in a job, ascii and a reader that leaves", "ignored signals, closed streams, a full output"],
-)  # fmt: skip
-def test_a_run_trains_to_its_end_and_a_reward_that_leaves_or_cancels_fails_its_rollouts_by_name(
-    shell: str, variables: Mapping[str, str], settings: tuple[str, ...], reward: str, tmp_path: Path
-) -> None:
-    rollmill(tmp_path, "new", "mine")
+def test_a_run_trains_to_its_end_and_a_reward_that_leaves_or_cancels_fails_its_rollouts_by_name(tmp_path: Path) -> None:
+    """Proxies, two ranks in another job, ignored signals, ASCII, a closed input, a full output. Without a run:
+    tests/unit/common/test_surroundings.py."""
+    read(tmp_path, "new", "mine")
     (tmp_path / "mine" / "wild.py").write_text(REWARDS)
-    sets = [part for each in (*settings, f"workflow.settings.reward=wild:{reward}") for part in ("--set", each)]
+    settings = ("policies.model0.trainer.num_ranks=2", "description=reward ≤ 1 🎉", "run.dir=./ü ≤",
+                "workflow.settings.reward=wild:leaves")  # fmt: skip
+    sets = [part for each in settings for part in ("--set", each)]
+    shell = "trap '' CHLD HUP PIPE; exec \"$@\" <&- >/dev/full"
     done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {shell}", "shell", sys.executable, "-m", "services.cli", "run", "mine", *SHORT, *sets],
+        ["bash", "-c", shell, "shell", sys.executable, "-m", "services.cli", "run", "mine", *SHORT, *sets],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **PROXIES, **JOB, **ASCII},
+        stderr=subprocess.PIPE,
         timeout=RUN_TIMEOUT_S,
         check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr).decode(errors="replace")
+    )
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
     (run_dir,) = tmp_path.glob("*/mine-*")
     assert json.loads((run_dir / "summary.json").read_text())["state"] == "finished"
     events = [json.loads(line) for line in (run_dir / "logs" / "inference-a.jsonl").read_text().splitlines()]

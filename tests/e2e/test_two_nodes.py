@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.keys import Keyring
 from services.common.telemetry.logs import LogEvent
 from tests import needs
 from tests.e2e.two_node_run import TwoNodeRun, failures, slots_with_two_records
 from tests.two_machines import TwoMachines, two_machines
 
 pytestmark = pytest.mark.slow
-
-BOUNDED_S = 120.0  # a process that waits for 2 s, and its start
 
 
 @pytest.fixture
@@ -62,25 +59,3 @@ def test_node_1_plays_and_judges_over_tls_is_lost_twice_and_comes_back_and_no_sl
     assert run.transfers("mode") == {"delta", "full"}, "changes, and all after an absence"
     assert run.events(LogEvent.RUN_ENDED, run.logs_of_node1()), "the gateway left with the run"
     assert [file.name for file in (run.run_dir / "logs").iterdir() if "envgateway" in file.name] == []
-
-
-@pytest.mark.needs("iptables")
-def test_what_is_in_the_way_is_said_on_node_1(machines: TwoMachines, tmp_path: Path) -> None:
-    """Needs no run: a bundle of one, and a node 0 that does not answer. Without packets: tests/integration/cli/test_wait_ready."""
-    bundle = machines.node1.checkout / "runs" / "mine"
-    Keyring.make(bundle / "keys", "mine")
-    recipe = json.dumps({"extends": "../../recipes/quickstart/recipe.yaml", "inference": {"a": {"node": 1}}})
-    (bundle / "recipe.yaml").write_text(recipe)
-    settings = ["launch.ready_timeout_s=2", "orchestrator.port=50050"]
-    arguments = ["start", "runs/mine", "inference-a", *(part for setting in settings for part in ("--set", setting))]
-    run = TwoNodeRun(machines, tmp_path)
-
-    def told(node_0: str) -> str:
-        variables = {"ORCHESTRATOR_HOST_EXTERNAL": node_0, "ROLLMILL_KEYS": "runs/mine/keys/inference"}
-        process = run.rollmill(machines.node1, *arguments, output="told", **variables)
-        assert process.wait(BOUNDED_S) != 0
-        return run.output("told")
-
-    assert "10.77.0.9 cannot be reached: No route to host, for" in told("10.77.0.9")
-    with machines.swallowing():
-        assert "no answer from node0 at port 50050, for" in told("node0")

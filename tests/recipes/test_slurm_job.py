@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.cli.deploy.deploy import deploy
+from extras.deploy.command import write_deployment as deploy
 from services.cli.plan import address_of_node_0
 from tests import needs
 from tests.ports import free_port

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.cli.deploy.deploy import deploy
+from extras.deploy.command import write_deployment as deploy
 from services.common.installing import COMPLETE
 from tests import needs
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from services.cli.check.models import check_model_name, model_instead
 from services.cli.console import Column, FittingTable, format_change, format_reward, pyplot
@@ -20,7 +19,7 @@ from services.common import run_files
 from services.common.config.loading import RESOLVED, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.telemetry.metrics import DatasetSummary, EstimateSummary, EvaluationSummary
+from services.common.telemetry.metrics import EstimateSummary, EvaluationSummary
 from services.orchestrator.evaluation import kind_of
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import Estimate, EvaluationResult, compared, overall_difference
@@ -202,53 +201,30 @@ def failed_items(evaluations: Mapping[str, EvaluationSummary]) -> list[str]:
 
 
 def plot_scores(evaluations: Mapping[str, EvaluationSummary], title: str, output: Path) -> Path:
-    """A bar for each dataset and pass, with its 95% interval, beside a panel of the compared changes."""
+    """A bar for each dataset and pass, with its 95% interval; above it the change, where they were compared."""
     names = list(dict.fromkeys(f["name"] for result in evaluations.values() for f in result["datasets"]))
     plt = pyplot()
-    was_compared = any(result.get("compared_with") for result in evaluations.values())
-    wide = max(5.0, 1.6 * len(names) + 2)
-    figure, axes = plt.subplots(
-        1, 1 + was_compared, figsize=(wide * (1 + was_compared), 4), layout="constrained", squeeze=False, sharex=True
-    )
-    ax = axes[0, 0]
+    figure, ax = plt.subplots(figsize=(max(5.0, 1.6 * len(names) + 2), 4), layout="constrained")
     width = 0.8 / max(1, len(evaluations))
     for number, (name, result) in enumerate(evaluations.items()):
-        datasets = [found for found in result["datasets"] if found["mean_reward"] is not None]
-        scores = {found["name"]: mean for found in datasets if (mean := found["mean_reward"]) is not None}
-        places = [names.index(dataset) + (number - (len(evaluations) - 1) / 2) * width for dataset in scores]
-        values = [100 * score["value"] for score in scores.values()]
-        below = [100 * (score["value"] - score["low"]) for score in scores.values()]
-        above = [100 * (score["high"] - score["value"]) for score in scores.values()]
-        bars = ax.bar(places, values, width * 0.92, yerr=[below, above], capsize=3, label=name.partition("/")[2])
+        found = [
+            (each["name"], mean, each["difference"]) for each in result["datasets"] if (mean := each["mean_reward"])
+        ]
+        places = [names.index(dataset) + (number - (len(evaluations) - 1) / 2) * width for dataset, *_ in found]
+        values = [100 * mean["value"] for _, mean, _ in found]
+        errors = [
+            [100 * (m["value"] - m["low"]) for _, m, _ in found],
+            [100 * (m["high"] - m["value"]) for _, m, _ in found],
+        ]
+        bars = ax.bar(places, values, width * 0.92, yerr=errors, capsize=3, label=name.partition("/")[2])
         ax.bar_label(bars, fmt="%.1f", fontsize=8, label_type="center", color="white")
-        if was_compared:
-            _draw_changes(axes[0, 1], datasets, places, f"C{number}")
+        ax.bar_label(bars, labels=[_change(difference) for *_, difference in found], fontsize=8, padding=3)
     ax.set_xticks(range(len(names)), names)
     ax.set_ylabel("avg@k (95%)")
     ax.set_ylim(0, max(100.0, ax.get_ylim()[1]))
     ax.set_title(title, fontsize=11)
-    if was_compared:
-        with_run = [result["compared_with"] for result in evaluations.values() if result.get("compared_with")]
-        against = with_run[0].rpartition(" ")[0]
-        axes[0, 1].axhline(0.0, color="grey", linewidth=0.8)
-        axes[0, 1].set_title(f"change from {against}, paired by tasks (95%)", fontsize=11)
     ax.legend(fontsize=8, loc="lower right")
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=110)
     plt.close(figure)
     return output
-
-
-def _draw_changes(ax: Any, datasets: Sequence[DatasetSummary], places: Sequence[float], color: str) -> None:
-    for place, found in zip(places, datasets, strict=True):
-        if change := found["difference"]:
-            below, above = change["value"] - change["low"], change["high"] - change["value"]
-            ends = [[100 * below], [100 * above]]
-            ax.errorbar([place], [100 * change["value"]], yerr=ends, fmt="o", capsize=4, color=color)
-            ax.annotate(
-                f"{100 * change['value']:+.1f}",
-                (place, 100 * change["value"]),
-                (6, 0),
-                textcoords="offset points",
-                fontsize=8,
-            )

@@ -55,7 +55,7 @@ from services.cli.plan import (
     with_addresses,
 )
 from services.cli.run.directory import with_other_ports
-from services.cli.run.processes import WATCH_S, Processes, children_cpu_seconds
+from services.cli.run.processes import WATCH_S, ForkServer, Processes, children_cpu_seconds
 from services.cli.watch import (
     OrchestratorClient,
     OrchestratorLiveness,
@@ -72,7 +72,6 @@ from services.common.errors import AccessError, ConfigError, DeadlineError, Infr
 from services.common.net.hosts import address, host_and_port, is_here
 from services.common.rpc.client import HEALTH_DEADLINE_S, sync_channel, translated_errors
 from services.common.security import identity
-from services.common.security import identity as handshake
 from services.common.security.keys import Peer
 from services.common.system.devices import inside
 from services.common.system.machine import LOOPBACK, num_cores
@@ -117,12 +116,12 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
         write_bundles(recipe, run_dir, keys)
     check_dates(operate(keys))
     begun, load = time.monotonic(), round(os.getloadavg()[0], 2)
+    specs = [with_keys(spec, keys) for spec in plan(recipe, run_dir)]
+    # One import of torch for warm starts and services.
+    forks = ForkServer(run_files.logs(run_dir) / "fork-server.stderr") if any(spec.forked for spec in specs) else None
+    processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s, forks=forks)
     stop = StopSignal()
-    processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
-        specs = [with_keys(spec, keys) for spec in plan(recipe, run_dir)]
-        if any(spec.forked for spec in specs):
-            processes.fork_where_possible()  # one import of torch for warm starts and services
         warm_start(recipe, run_dir, processes, console, stop)
         shared = {
             trainer_name(name, 0) for name, policy in recipe.trained_policies.items() if len(policy.trainer.nodes) > 1
@@ -150,6 +149,8 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
             processes.stop(stop.again())
             _sweep(run_dir)
         finally:
+            if forks is not None:
+                forks.stop()
             stop.restore()
     seconds = time.monotonic() - begun
     summary = _summary(run_dir, seconds, load)
@@ -551,9 +552,9 @@ def wait_for_orchestrator(place: str, silent_s: float, console: Console, wait_s:
         DeadlineError: a machine answers, but no orchestrator is ready there within ``wait_s``.
     """
     begun = answered_at = time.monotonic()
-    reported_at: float | None = None
-    while not _is_ready(place):
-        obstacle, is_silent = _obstacle(place)
+    told_at = -math.inf
+    while (found := _obstacle(place)) is not None:
+        obstacle, is_silent = found
         now = time.monotonic()
         if not is_silent:
             answered_at = now
@@ -567,29 +568,15 @@ def wait_for_orchestrator(place: str, silent_s: float, console: Console, wait_s:
                 f"the orchestrator at {place} did not answer within {wait_s:g} s ({obstacle}): is it running, and is the "
                 "address right? (deploy/launch/2_orchestrator.sh RECIPE)"
             )
-        if reported_at is None or now - reported_at > REPORT_S:
+        if now - told_at > REPORT_S:
             say(console, f"waiting for the orchestrator at {place}: {obstacle}")
-            reported_at = now
+            told_at = now
         time.sleep(POLL_S)
 
 
-def _is_ready(place: str) -> bool:
-    """Whether the orchestrator reports SERVING. Raises ``AccessError`` when our keys are rejected."""
-    with sync_channel(place, Peer.ORCHESTRATOR) as channel:
-        try:
-            with translated_errors(f"orchestrator {place}"):
-                answer = health_pb2_grpc.HealthStub(channel).Check(
-                    health_pb2.HealthCheckRequest(), timeout=HEALTH_DEADLINE_S
-                )
-        except AccessError:
-            raise
-        except RollmillError:
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-def _obstacle(place: str) -> tuple[str, bool]:
-    """The obstacle, and whether the machine does not answer. Raises errors that waiting cannot fix."""
+def _obstacle(place: str) -> tuple[str, bool] | None:
+    """None where the orchestrator reports SERVING; else the obstacle, and whether the machine does not answer. Raises errors
+    that waiting cannot fix, such as ``AccessError`` for keys of another run."""
     host, port = host_and_port(place)
     try:
         socket.create_connection((host, port), CONNECT_S).close()
@@ -603,7 +590,17 @@ def _obstacle(place: str) -> tuple[str, bool]:
         return f"no answer from {host} at port {port}", True
     except OSError as error:
         return f"{host} cannot be reached: {error.strerror}", True
-    refusal = handshake.refusal(place, identity.current(), Peer.ORCHESTRATOR)
-    if refusal is not None:
+    if (refusal := identity.refusal(place, identity.current(), Peer.ORCHESTRATOR)) is not None:
         raise refusal
+    with sync_channel(place, Peer.ORCHESTRATOR) as channel:
+        try:
+            with translated_errors(f"orchestrator {place}"):
+                request = health_pb2.HealthCheckRequest()
+                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=HEALTH_DEADLINE_S)
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return None
+        except AccessError:
+            raise
+        except RollmillError:
+            pass  # it starts, or is another server
     return f"a server answers at {place}, but no orchestrator that is ready", False

@@ -182,28 +182,21 @@ class Processes:
     """The processes of one run on this node."""
 
     def __init__(
-        self, run_dir: Path, max_restarts: int, stop_grace_s: float, well_after_s: float = WELL_AFTER_S
+        self,
+        run_dir: Path,
+        max_restarts: int,
+        stop_grace_s: float,
+        well_after_s: float = WELL_AFTER_S,
+        forks: ForkServer | None = None,
     ) -> None:
+        """``forks``: where specs that are ``forked`` start, now and again; the caller stops it after these processes."""
         self._logs = run_files.logs(run_dir)
         self._logs.mkdir(parents=True, exist_ok=True)
         self._max_restarts = max_restarts
         self._stop_grace_s = stop_grace_s
         self._well_after_s = well_after_s
         self._running: dict[str, Running] = {}
-        self._forks: ForkServer | None = None
-        self._own_forks = False
-
-    def fork_where_possible(self, server: ForkServer | None = None) -> None:
-        """Fork specs that are ``forked`` from one process that has imported their modules, at the start and at
-        restarts.
-
-        ``server``: a fork server that several launches share; else one for these processes, which ends with them. A
-        second call has no effect.
-        """
-        if self._forks is not None:
-            return
-        self._own_forks = server is None
-        self._forks = server or ForkServer(self._logs / "fork-server.stderr")
+        self._forks = forks
 
     def start(self, spec: ProcessSpec) -> None:
         self._running[spec.name] = Running(spec, self._popen(spec))
@@ -329,10 +322,6 @@ class Processes:
             for earlier in process.earlier:
                 signal_group(earlier)
         self._running.clear()
-        if self._forks is not None:
-            if self._own_forks:
-                self._forks.stop()
-            self._forks = None
         return killed
 
     def _popen(self, spec: ProcessSpec) -> ChildProcess:

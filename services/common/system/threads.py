@@ -1,8 +1,8 @@
 """Threads for functions of others, which may stall, and a watchdog that logs the stack of what is blocked.
 
 asyncio's own executor has a few threads, and a function that never returns takes one for good: a handful of stalled
-environments or rewards would stop every other one, and the process's end. Here a call that its caller has given up on takes
-its thread with it, and the others get a fresh one.
+environments or rewards would stop every other one, and the process's end. Here each call has a thread of its own, and one that
+its caller has given up on gives its place to the next.
 
 An observer outside only sees silence; the stack in the log has the line of code:
 
@@ -17,13 +17,13 @@ import contextlib
 import contextvars
 import functools
 import inspect
-import queue
 import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
@@ -142,15 +142,23 @@ def stack_of(thread_id: int) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    work: Callable[[], Any]
-    loop: asyncio.AbstractEventLoop
+    what: str
     answer: asyncio.Future[Any]
-    what: str = ""
-    on_begin: Callable[[], None] | None = None
-    begun: bool = False
-    begun_at: float = 0.0
+    begun_at: float = field(default_factory=time.monotonic)
     thread_id: int = 0
     abandoned: bool = False
+
+    def work(self, function: Callable[[], Any], ended: Callable[[_Call], None]) -> None:
+        """Run in a thread of its own; ``ended`` is called there before the answer is given."""
+        self.thread_id = threading.get_ident()
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:  # noqa: BLE001 - any error goes to the waiting caller
+            error = raised
+        ended(self)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
+            self.answer.get_loop().call_soon_threadsafe(_answer, self.answer, result, error)
 
 
 class EndedByCodeError(RuntimeError):
@@ -158,51 +166,77 @@ class EndedByCodeError(RuntimeError):
 
 
 class DaemonThreads:
-    """At most ``most`` calls at once, not counting those that were given up on. Threads are started when they are needed
-    and do not keep the process alive."""
+    """At most ``most`` calls at once, not counting those that were given up on. Each has a thread of its own, which does not
+    keep the process alive. For one event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._waiting: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards what follows, and a call's fate
-        self._num_threads = 0
-        self._num_idle = 0
-        self._num_waiting = 0  # calls that no thread has begun or skipped
-        self.num_stalled = 0
+        self._num_places = 0  # that are taken
+        self._waiting: deque[asyncio.Future[None]] = deque()  # for a place, the first one first
         self._running: set[_Call] = set()  # given up or not
 
     def allow(self, most: int) -> None:
         """Let at least ``most`` calls run at once from now on."""
-        with self._lock:
-            self._most = max(self._most, most)
+        self._most = max(self._most, most)
+
+    @property
+    def num_stalled(self) -> int:
+        """Threads of calls that were given up on."""
+        return sum(call.abandoned for call in tuple(self._running))
 
     async def run(
         self, function: Callable[..., Any], *arguments: Any, on_begin: Callable[[], None] | None = None
     ) -> Any:
         """Like ``asyncio.to_thread``; cancelling abandons the call, in any state.
 
-        ``on_begin`` is called in the loop when a thread begins the call, for a clock that shall not count the wait before.
+        ``on_begin`` is called when the call begins, for a clock that shall not count the wait before.
+
+        Raises:
+            RuntimeError: the machine has no thread to give, or the function raised it.
         """
-        loop = asyncio.get_running_loop()
-        context = contextvars.copy_context()
-        call = _Call(
-            lambda: context.run(function, *arguments), loop, loop.create_future(), _name_of(function), on_begin
-        )
-        with self._lock:
-            self._waiting.put(call)
-            self._num_waiting += 1
-            if self._num_idle < self._num_waiting and self._num_threads < self._most:
-                try:
-                    self._start_one()
-                except RuntimeError:  # the machine has no thread to give
-                    if not self._num_threads:
-                        call.abandoned = True
-                        raise
+        await self._take_place()
         try:
-            return await call.answer
+            if on_begin is not None:
+                on_begin()
+            call = _Call(_name_of(function), asyncio.get_running_loop().create_future())
+            bound = functools.partial(contextvars.copy_context().run, function, *arguments)
+            thread = threading.Thread(
+                target=call.work, args=(bound, self._running.discard), name="call of foreign code", daemon=True
+            )
+            self._running.add(call)
+            try:
+                thread.start()
+            except RuntimeError:
+                self._running.discard(call)
+                raise
+            try:
+                return await call.answer
+            except asyncio.CancelledError:
+                call.abandoned = True
+                raise
+        finally:
+            self._hand_on_place()
+
+    async def _take_place(self) -> None:
+        if self._num_places < self._most:
+            self._num_places += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
         except asyncio.CancelledError:
-            self._give_up(call)
+            if not turn.cancelled():  # it got the place in the same moment
+                self._hand_on_place()
             raise
+
+    def _hand_on_place(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else its caller has left
+                turn.set_result(None)
+                return
+        self._num_places -= 1
 
     async def call(
         self, function: Callable[..., Any], *arguments: Any, on_begin: Callable[[], None] | None = None, **named: Any
@@ -230,57 +264,10 @@ class DaemonThreads:
 
     def overdue(self, limit_s: float) -> StuckThread | None:
         """The call that has run longest, given up or not, if that is longer than this."""
-        with self._lock:
-            oldest = min(self._running, key=lambda call: call.begun_at, default=None)
-            if oldest is None or (seconds := time.monotonic() - oldest.begun_at) < limit_s:
-                return None
-            return StuckThread(oldest.what, seconds, oldest.thread_id)
-
-    def _start_one(self) -> None:
-        threading.Thread(target=self._work, name="call of foreign code", daemon=True).start()
-        self._num_threads += 1
-
-    def _give_up(self, call: _Call) -> None:
-        with self._lock:
-            call.abandoned = True
-            if call.begun:  # its thread is lost until the function returns, if it ever does
-                self.num_stalled += 1
-                self._num_threads -= 1
-                if self._num_idle < self._num_waiting:
-                    with contextlib.suppress(RuntimeError):  # the next call tries again
-                        self._start_one()
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                self._num_idle += 1
-            call = self._waiting.get()
-            with self._lock:
-                self._num_idle -= 1
-                self._num_waiting -= 1
-                if call.abandoned:
-                    continue
-                call.begun = True
-                call.begun_at, call.thread_id = time.monotonic(), threading.get_ident()
-                self._running.add(call)
-            result, error = None, None
-            try:
-                if call.on_begin is not None:
-                    call.loop.call_soon_threadsafe(call.on_begin)
-                result = call.work()
-            except BaseException as raised:  # noqa: BLE001 - any error goes to the waiting caller
-                error = raised
-            with self._lock:
-                self._running.discard(call)
-                if call.abandoned:  # another thread has replaced this one
-                    self.num_stalled -= 1
-                    return
-                call.begun = False
-            try:
-                call.loop.call_soon_threadsafe(_answer, call.answer, result, error)
-            except RuntimeError:
-                pass  # the loop is closed: no caller waits
-            del call, result, error  # or an idle thread would keep them
+        oldest = min(tuple(self._running), key=lambda call: call.begun_at, default=None)
+        if oldest is None or (seconds := time.monotonic() - oldest.begun_at) < limit_s:
+            return None
+        return StuckThread(oldest.what, seconds, oldest.thread_id)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

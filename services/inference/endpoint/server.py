@@ -45,7 +45,7 @@ from services.common.net import hosts
 from services.common.security import identity
 from services.common.security.identity import Identity
 from services.common.security.keys import Role
-from services.common.system.surroundings import reach_directly
+from services.common.telemetry.logs import reach_directly
 from services.common.text.chat import Message
 from services.common.text.tools import OPEN
 from services.inference.endpoint.dialects import CHAT, DIALECTS, MESSAGES, RESPONSES, AnswerWriter

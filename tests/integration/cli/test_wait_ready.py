@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -90,15 +92,18 @@ async def test_one_that_accepts_and_says_nothing_is_named() -> None:
             await wait_at(place, None)
 
 
-async def test_a_machine_that_never_answers_is_told_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As behind a firewall that drops; with real packets in tests/e2e/test_two_nodes.py."""
-
-    def no_answer(*_: object) -> socket.socket:
-        raise TimeoutError
-
-    monkeypatch.setattr("services.cli.run.launch.socket.create_connection", no_answer)
-    told = r"no answer from 192\.0\.2\.1 at port 1, for \d+ s: is node 0 up, .* let the port through"
-    with pytest.raises(InfrastructureError, match=told):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (TimeoutError(), r"no answer from 192\.0\.2\.1 at port 1"),  # as behind a firewall that drops
+        (OSError(errno.EHOSTUNREACH, "No route to host"), r"192\.0\.2\.1 cannot be reached: No route to host"),
+    ],
+)
+async def test_a_machine_that_never_answers_is_told_within_the_time(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, said: str
+) -> None:
+    monkeypatch.setattr("services.cli.run.launch.socket.create_connection", Mock(side_effect=error))
+    with pytest.raises(InfrastructureError, match=rf"{said}, for \d+ s: is node 0 up, .* let the port through"):
         await wait_at("192.0.2.1:1", None, silent_s=0.5, wait_s=60.0)
 
 

@@ -84,10 +84,11 @@ def test_where_node_0_is(variables: dict[str, str], expected: str) -> None:
 
 @pytest.mark.parametrize("name", ["elsewhere.example", "nobody.example", "localhost"])
 def test_a_name_that_is_not_this_machines_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{nodes.NODE_HOST} is {name}, .* this machine that the other nodes reach"):
-        address_of_node_0({nodes.NODE_HOST: name})
-    with pytest.raises(ConfigError, match=f"{nodes.NODE_HOST} is {name}, which is no name or address of this machine"):
-        listening_host({nodes.NODE_HOST: name})
+    for find_host in (address_of_node_0, listening_host):
+        with pytest.raises(
+            ConfigError, match=rf"{nodes.NODE_HOST} is {name}, .* this machine that the other nodes reach"
+        ):
+            find_host({nodes.NODE_HOST: name})
 
 
 def test_a_machine_without_a_way_out_asks_for_its_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import extras
 from services.common.extras import Kind, load_extra, provided
 
 ROOT = Path(extras.__file__).parent
-KINDS: tuple[Kind, ...] = ("environments", "engines", "trackers", "metrics", "clusters", "commands")
+KINDS: tuple[Kind, ...] = ("environments", "engines", "trackers", "metrics", "commands")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from services.common.system.surroundings import reach_directly
+from services.common.telemetry.logs import reach_directly
 from tests.waiting import WAIT_S
 
-BEGIN = "import os, subprocess, sys\nfrom services.common.system.surroundings import settle\n"
+BEGIN = "import os, subprocess, sys\nfrom services.common.telemetry.logs import settle\n"
 OURS = "127.0.0.1,localhost,::1"
 
 

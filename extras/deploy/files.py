@@ -27,7 +27,6 @@ from services.cli.profiles import load_for_any_machine
 from services.common.config.loading import port_variables, set_at, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.extras import load_extra, provided
 from services.common.installing import IN_CHECKOUT, ROOT
 from services.common.net.hosts import host_and_port
 from services.common.security.keys import VARIABLE as KEYS_VARIABLE
@@ -70,8 +69,10 @@ class Layout:
 
     recipe: Recipe
     path: str  # relative to the checkout, which images and nodes have as their working directory; else absolute
+    source: Path  # as the user named it
     overrides: tuple[str, ...]
     profile: str | None
+    gpu: str | None  # the kind of GPU that a scheduler is asked for
     ports: Mapping[str, str]  # variable -> port
     metrics_ports: Mapping[str, int] = field(default_factory=dict)  # process -> port; empty where metrics are off
 
@@ -154,7 +155,7 @@ class Layout:
         return [str(path) for path in found if not any(other in path.parents for other in found)]
 
 
-def lay_out(path: Path, overrides: Sequence[str] = (), profile: str | None = None) -> Layout:
+def lay_out(path: Path, overrides: Sequence[str] = (), profile: str | None = None, gpu: str | None = None) -> Layout:
     """Read a recipe and give every open port (0) a number of its own.
 
     Environment variables and files of this machine do not count: the output depends on the recipe, the overrides
@@ -189,8 +190,10 @@ def lay_out(path: Path, overrides: Sequence[str] = (), profile: str | None = Non
     return Layout(
         recipe=recipe,
         path=place,
+        source=path,
         overrides=tuple(overrides),
         profile=profile,
+        gpu=gpu,
         ports={name: str(port) for name, port in given.items() if port is not None},
         metrics_ports=metrics_ports,
     )
@@ -219,9 +222,9 @@ def options(layout: Layout, more: Sequence[str] = ()) -> list[str]:
     return [*(part for override in (*layout.overrides, *more) for part in ("--set", override)), *profile]
 
 
-def written_by(layout: Layout, target: str, gpu: str | None = None) -> str:
+def written_by(layout: Layout, target: str) -> str:
     """The command that writes the layout again, without the directory."""
-    kind = [] if gpu is None else ["--gpu", gpu]
+    kind = [] if layout.gpu is None or target == "scripts" else ["--gpu", layout.gpu]
     return shlex.join(["rollmill", "deploy", layout.path, "--target", target, *options(layout), *kind])
 
 
@@ -249,7 +252,7 @@ def plain_yaml(tree: Mapping[str, Any]) -> str:
     return yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
 
 
-def launch_scripts(layout: Layout) -> dict[str, str]:
+def launch_scripts(layout: Layout, _place: Path) -> dict[str, str]:
     """File name -> text, for every node of the recipe: ``node0.sh``, ``node0-orchestrator.sh``, ...
 
     Every script passes its own arguments on, such as ``--profile tiny``, so they must be the same on every node.
@@ -353,7 +356,7 @@ _STARTED = {"condition": "service_started"}
 _COMPLETED = {"condition": "service_completed_successfully"}
 
 
-def compose_files(layout: Layout, context: str) -> dict[str, str]:
+def compose_files(layout: Layout, place: Path) -> dict[str, str]:
     """File name -> text: ``compose.yaml`` and ``compose.gpu.yaml``, with the prefix ``nodeN.`` for several nodes; with
     metrics also ``prometheus.yml`` and the dashboard of Grafana.
 
@@ -367,13 +370,15 @@ def compose_files(layout: Layout, context: str) -> dict[str, str]:
     port: podman-compose cannot share either. The gateway runs untrusted programs, shares neither, and has no access to
     the run directory.
 
-    ``context`` is the path from their directory to the checkout.
+    ``place`` is their directory.
 
     Raises:
-        ConfigError: a host on one node is not loopback, or another node needs files that node 0 makes, or
+        ConfigError: this is no checkout, a host on one node is not loopback, or another node needs files that node 0 makes, or
             an engine has no image.
     """
-    several = len(layout.nodes) > 1
+    if not IN_CHECKOUT:
+        raise ConfigError("compose takes files of a checkout: run `rollmill deploy` of one, or write --target scripts")
+    context, several = os.path.relpath(CHECKOUT, place), len(layout.nodes) > 1
     if not several and not layout.recipe.is_on_loopback:
         raise ConfigError(
             "a host of the recipe is not loopback, and containers of one node share a loopback that nothing else reaches: "
@@ -560,54 +565,3 @@ class _Node:
             f"# docs/deploy.md says how it is used. {reached}.\n"
         )
         return head + isolation + plain_yaml(tree)
-
-
-# --- the command
-
-
-def deploy(
-    recipe: Path,
-    target: str,
-    output: Path,
-    overrides: Sequence[str] = (),
-    profile: str | None = None,
-    gpu: str | None = None,
-) -> list[Path]:
-    """Write the files of a target, scripts executable, and return their paths.
-
-    ``target``: compose, scripts, or one of an extra. ``gpu``: the kind of GPU that a scheduler is asked for.
-
-    Raises:
-        ConfigError: the recipe cannot run, cannot be deployed this way, or no extra has the target.
-    """
-    if gpu is not None and not gpu.replace("-", "").replace("_", "").replace(".", "").isalnum():
-        raise ConfigError(
-            f"--gpu {gpu!r} is no kind of GPU: write its name alone, such as H100; the recipe has the number"
-        )
-    place = output.resolve()
-    if target in ("compose", "scripts"):
-        if gpu is not None:
-            raise ConfigError(f"--gpu asks a scheduler for a kind of GPU, and {target} has none: leave it out")
-        if target == "compose" and not IN_CHECKOUT:
-            raise ConfigError(
-                "compose takes files of a checkout: run `rollmill deploy` of one, or write --target scripts"
-            )
-        layout = lay_out(recipe, overrides, profile)
-        files = (
-            compose_files(layout, os.path.relpath(CHECKOUT, place)) if target == "compose" else launch_scripts(layout)
-        )
-    elif target in provided("clusters"):
-        files = load_extra("clusters", target)(recipe, overrides, profile, gpu, place)
-    else:
-        there = ", ".join(["compose", "scripts", *provided("clusters")])
-        raise ConfigError(
-            f"there is no target {target!r}: write one of {there} (slurm, kubernetes and skypilot are of extras/clusters)"
-        )
-    output.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, text in files.items():
-        paths.append(output / name)
-        paths[-1].write_text(text, encoding="utf-8")
-        if name.endswith((".sh", ".sbatch")):
-            paths[-1].chmod(0o755)
-    return paths

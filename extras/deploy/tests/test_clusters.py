@@ -15,8 +15,9 @@ import pytest
 import yaml
 from rich.console import Console
 
-from extras.clusters.targets import Size, size_of, size_of_node
-from services.cli.deploy.deploy import deploy, lay_out
+from extras.deploy.clusters import Size, size_of, size_of_node
+from extras.deploy.command import write_deployment as deploy
+from extras.deploy.files import lay_out
 from services.cli.plan import at_addresses_of
 from services.cli.run.launch import find, start
 from services.common.config.loading import load_recipe

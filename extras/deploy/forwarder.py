@@ -1,4 +1,4 @@
-"""Forwards connections from this machine to a port of the pod's loopback: ``python -m services.cli.deploy.forwarder
+"""Forwards connections from this machine to a port of the pod's loopback: ``python -m extras.deploy.forwarder
 PORT``.
 
 Without keys services bind loopback, and a published port arrives at the pod's other address. This process listens
@@ -96,7 +96,7 @@ async def _serve(here: str, port: int, callers: set[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m services.cli.deploy.forwarder", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m extras.deploy.forwarder", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("port", type=int, help="the port, on the pod's loopback and on its other address")
     port = parser.parse_args().port

@@ -22,8 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.cli.check.memory import GIB, HostEstimate, ModelShape, host_estimates, shared_memory_gib
-from services.cli.deploy.deploy import (
+from extras.deploy.files import (
     APP,
     CHECKOUT,
     COMPUTING,
@@ -32,6 +31,7 @@ from services.cli.deploy.deploy import (
     MODELS,
     ONCE,
     RUNS,
+    TEMPLATES,
     USER,
     WORLDS,
     Layout,
@@ -50,6 +50,7 @@ from services.cli.deploy.deploy import (
     settings_in_containers,
     written_by,
 )
+from services.cli.check.memory import GIB, HostEstimate, ModelShape, host_estimates, shared_memory_gib
 from services.cli.keys import role_of
 from services.cli.plan import HOST_VARIABLE, NODE_HOST, WARM_START, ProcessSpec
 from services.cli.plan import WORLDS as MAKE_WORLDS
@@ -60,7 +61,6 @@ from services.common.net.hosts import host_and_port
 from services.common.security.keys import FILES, Role
 from services.orchestrator.tasks.rows import DATA_ROOT
 
-TEMPLATES = Path(__file__).parent / "templates"
 _MANIFESTS = TEMPLATES / "kubernetes.yaml"
 _PROCESS_GIB = 2  # an interpreter with its libraries
 _SPARE = 1.2
@@ -174,26 +174,18 @@ def _replica_variables(layout: Layout, name: str, size: Size) -> dict[str, str]:
 # --- Slurm
 
 
-def slurm_files(
-    path: Path, overrides: Sequence[str], profile: str | None, gpu: str | None, output: Path
-) -> dict[str, str]:
-    """File name -> text. ``output``: their directory, which the nodes see at the same path or in their checkout.
-
-    Raises:
-        ConfigError: the recipe cannot run.
-    """
-    layout = lay_out(path, overrides, profile)
+def slurm_files(layout: Layout, output: Path) -> dict[str, str]:
+    """File name -> text. ``output``: their directory, which the nodes see at the same path or in their checkout."""
     place = output.relative_to(CHECKOUT).as_posix() if output.is_relative_to(CHECKOUT) else str(output)
-    files = launch_scripts(layout)
+    files = launch_scripts(layout, output)
     several = len(layout.nodes) > 1
-    common = {"place": shlex.quote(place), "written_by": written_by(layout, "slurm", gpu)}
+    common = {"place": shlex.quote(place), "written_by": written_by(layout, "slurm")}
     files["job.sbatch"] = fill(
         TEMPLATES / "job.sbatch",
         what=f"All of {layout.path} in one job: {len(layout.nodes)} node{'s' if several else ''}, a task on each.",
         options=_sbatch(
             layout,
             largest(layout),
-            gpu,
             # the signal before the time limit, in which the job is requeued
             (f"--nodes={len(layout.nodes)}", "--ntasks-per-node=1", "--signal=B:USR1@180"),
         ),
@@ -214,7 +206,7 @@ def slurm_files(
         files[f"replica-{name}.sbatch"] = fill(
             TEMPLATES / "replica.sbatch",
             what=f"More replicas of {process} for a run of {layout.path} that goes on.",
-            options=_sbatch(layout, size, gpu, ("--nodes=1", "--ntasks=1"), f"-{name}"),
+            options=_sbatch(layout, size, ("--nodes=1", "--ntasks=1"), f"-{name}"),
             file=f"replica-{name}.sbatch",
             arguments=shlex.join([layout.path, process, *options(layout)]),
             ports=" ".join(f"{key}={value}" for key, value in variables.items()),
@@ -224,9 +216,9 @@ def slurm_files(
     return files
 
 
-def _sbatch(layout: Layout, size: Size, gpu: str | None, own: tuple[str, ...], more: str = "") -> str:
+def _sbatch(layout: Layout, size: Size, own: tuple[str, ...], more: str = "") -> str:
     """The lines of sbatch. ``--mem=0`` is all memory of a node, where the need is not known before the run."""
-    kind = "" if gpu is None else f"{gpu}:"
+    kind = "" if layout.gpu is None else f"{layout.gpu}:"
     lines = [
         f"--job-name={container_name(layout.recipe.name)}{more}",
         *own,
@@ -248,15 +240,12 @@ _PROBE_S = 20
 _HUNG_AFTER = 30  # probes without an answer, one after another: ten minutes
 
 
-def kubernetes_files(
-    path: Path, overrides: Sequence[str], profile: str | None, gpu: str | None, _output: Path
-) -> dict[str, str]:
+def kubernetes_files(asked: Layout, _output: Path) -> dict[str, str]:
     """File name -> text of the manifests.
 
     Raises:
         ConfigError: the recipe has no TLS, names a host, which no pod has before it runs, or an engine without an image.
     """
-    asked = lay_out(path, overrides, profile)
     if asked.recipe.security.tls == "off":
         raise ConfigError("pods reach each other over a network: leave out security.tls: off, so that the run has keys")
     if not asked.recipe.is_on_loopback:
@@ -268,7 +257,7 @@ def kubernetes_files(
     services = [f"inference-{name}" for name in asked.recipe.inference]
     first = max((node for node, names in asked.names.items() if not set(names) <= set(services)), default=0) + 1
     spread = [f"inference.{name}.node={first + place}" for place, name in enumerate(asked.recipe.inference)]
-    layout = lay_out(path, [*overrides, *spread], profile)
+    layout = lay_out(asked.source, [*asked.overrides, *spread], asked.profile, asked.gpu)
     run = _dns_name(layout.run_id)
     documents: dict[str, list[Tree]] = {"run.yaml": [], "replicas.yaml": []}
     used: set[str] = set()
@@ -277,12 +266,12 @@ def kubernetes_files(
         replicas = [process for process in processes if node and process.name.startswith("inference-")]
         if others := [process for process in processes if process not in replicas]:
             name = f"{run}-node{node}"
-            template = _Pod(layout, run, node, gpu).template(name, "OnFailure", others, used)
+            template = _Pod(layout, run, node).template(name, "OnFailure", others, used)
             restarts = max(layout.recipe.launch.restarts * len(others), 1)
             documents["run.yaml"].append(_document("job", run, name, restarts=restarts, template=template))
         for process in replicas:
             name = f"{run}-{_dns_name(process.name)}"
-            template = _Pod(layout, run, node, gpu).template(name, "Always", [process], used)
+            template = _Pod(layout, run, node).template(name, "Always", [process], used)
             documents["replicas.yaml"].append(_document("deployment", run, name, name=name, template=template))
     port = int(layout.ports["ORCHESTRATOR_PORT"])
     documents["run.yaml"] += [
@@ -291,7 +280,7 @@ def kubernetes_files(
     ]
     documents["volumes.yaml"] = [_document("claim", run, f"{run}-{volume}") for volume in _VOLUMES if volume in used]
     head = (
-        f"# Written, not edited: {written_by(asked, 'kubernetes', gpu)} -o DIR\n"
+        f"# Written, not edited: {written_by(asked, 'kubernetes')} -o DIR\n"
         "# docs/cluster.md says how it is used; changes of your own belong into a kustomization that has this one as resource.\n"
     )
     files = {file: head + "---\n".join(map(plain_yaml, trees)) for file, trees in documents.items() if trees}
@@ -340,7 +329,6 @@ class _Pod:
     layout: Layout
     run: str
     node: int
-    gpu: str | None
 
     def template(self, name: str, restart: str, processes: Sequence[ProcessSpec], used: set[str]) -> Tree:
         """The template of a Job or a Deployment; ``name`` labels its pods. Adds its volumes to ``used``."""
@@ -356,8 +344,8 @@ class _Pod:
         if once:
             spec["initContainers"] = once
         spec["containers"] = containers
-        if self.gpu is not None and any(GPU in each["resources"].get("limits", {}) for each in containers):
-            spec["nodeSelector"] = {f"{GPU}.product": self.gpu}  # the label of NVIDIA's feature discovery
+        if layout.gpu is not None and any(GPU in each["resources"].get("limits", {}) for each in containers):
+            spec["nodeSelector"] = {f"{GPU}.product": layout.gpu}  # the label of NVIDIA's feature discovery
         volumes = dict.fromkeys(m["name"] for each in [*once, *containers] for m in each.get("volumeMounts", []))
         spec["volumes"] = [{"name": volume, **self._volume(volume)} for volume in volumes]
         used |= {*volumes} & {*_VOLUMES}
@@ -466,18 +454,15 @@ _SERVERS = (
 )
 
 
-def skypilot_files(
-    path: Path, overrides: Sequence[str], profile: str | None, gpu: str | None, _output: Path
-) -> dict[str, str]:
+def skypilot_files(layout: Layout, _output: Path) -> dict[str, str]:
     """File name -> text.
 
     Raises:
-        ConfigError: outside of a checkout, the recipe takes GPUs and ``gpu`` names no kind, or other nodes need files that
+        ConfigError: outside of a checkout, the recipe takes GPUs and no kind is named, or other nodes need files that
             node 0 makes.
     """
     if not IN_CHECKOUT:
         raise ConfigError("skypilot takes files of a checkout: run `rollmill deploy` of one, or write --target scripts")
-    layout = lay_out(path, overrides, profile)
     recipe, several = layout.recipe, len(layout.nodes) > 1
     if several and recipe.warm_start:
         raise ConfigError(
@@ -495,9 +480,9 @@ def skypilot_files(
         **_shell_lists(layout),
     )
     names = [name for named in layout.names.values() for name in named]
-    task = _task(layout, container_name(recipe.name), largest(layout), gpu, names, secrets, run)
+    task = _task(layout, container_name(recipe.name), largest(layout), names, secrets, run)
     task["num_nodes"] = len(layout.nodes)
-    files = {"task.yaml": _text(layout, gpu, secrets, f"All of {layout.path}", "sky jobs launch task.yaml", task)}
+    files = {"task.yaml": _text(layout, secrets, f"All of {layout.path}", "sky jobs launch task.yaml", task)}
     for name, service in recipe.inference.items() if several else ():
         # Each of its nodes is one more replica, which dials the orchestrator.
         process, secret = f"inference-{name}", _SECRET.format("INFERENCE")
@@ -510,26 +495,24 @@ def skypilot_files(
             arguments=shlex.join([layout.path, process, *options(layout)]),
             name=name,
         )
-        replica = _task(layout, f"{container_name(recipe.name)}-{name}", size, gpu, [process], [secret], run)
+        replica = _task(layout, f"{container_name(recipe.name)}-{name}", size, [process], [secret], run)
         replica["envs"] = {HOST_VARIABLE: None, **replica.get("envs", {})}
         launch = f"sky launch --num-nodes 4 --env {HOST_VARIABLE}=... replica-{name}.yaml"
         what = f"More replicas of {process} for a run of {layout.path} that goes on"
-        files[f"replica-{name}.yaml"] = _text(layout, gpu, [secret], what, launch, replica)
+        files[f"replica-{name}.yaml"] = _text(layout, [secret], what, launch, replica)
     return files
 
 
-def _task(
-    layout: Layout, name: str, size: Size, gpu: str | None, processes: list[str], secrets: list[str], run: str
-) -> Tree:
+def _task(layout: Layout, name: str, size: Size, processes: list[str], secrets: list[str], run: str) -> Tree:
     resources: Tree = {"cpus": f"{size.cpus}+"}
     if size.memory_gib is not None:
         resources["memory"] = f"{size.memory_gib}+"
     if size.gpus:
-        if gpu is None:
+        if layout.gpu is None:
             raise ConfigError(
                 f"{name} takes {size.gpus} GPUs on a machine, and SkyPilot asks which: write --gpu H100, or another"
             )
-        resources["accelerators"] = f"{gpu}:{size.gpus}"
+        resources["accelerators"] = f"{layout.gpu}:{size.gpus}"
     # For `sky jobs launch`; a machine that is taken away counts apart.
     resources["job_recovery"] = {"strategy": "FAILOVER", "max_restarts_on_errors": layout.recipe.launch.restarts}
     task: Tree = {"name": name, "workdir": ".", "resources": resources}
@@ -572,10 +555,10 @@ def _setup(layout: Layout, processes: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _text(layout: Layout, gpu: str | None, secrets: list[str], what: str, launch: str, task: Tree) -> str:
+def _text(layout: Layout, secrets: list[str], what: str, launch: str, task: Tree) -> str:
     command, _, file = launch.rpartition(" ")
     shown = " ".join([command, *(f"--secret {name}" for name in secrets), f"DIR/{file}"])
-    head = f"# {what}. Written, not edited: {written_by(layout, 'skypilot', gpu)} -o DIR\n# In the checkout: {shown}\n"
+    head = f"# {what}. Written, not edited: {written_by(layout, 'skypilot')} -o DIR\n# In the checkout: {shown}\n"
     if secrets:
         head += (
             f"# Before: rollmill keys {shlex.quote(layout.path)} -o keys, and for each ROLE in keys\n"

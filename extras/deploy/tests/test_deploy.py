@@ -17,8 +17,9 @@ import jsonschema
 import pytest
 import yaml
 
-from services.cli.deploy.deploy import deploy, lay_out
-from services.cli.deploy.forwarder import MAX_CONNECTIONS, gateways, listen
+from extras.deploy.command import write_deployment as deploy
+from extras.deploy.files import lay_out
+from extras.deploy.forwarder import MAX_CONNECTIONS, gateways, listen
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 from services.common.system.machine import LOOPBACK, free_ports
