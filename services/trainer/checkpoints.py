@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -73,7 +74,7 @@ from services.common.text.chat import named_weights
 from services.common.weights.snapshot import AdapterIdentity, check_same_adapter
 from services.trainer.model.optimizer import MOMENTS, PolicyOptimizer
 from services.trainer.model.policy_model import PolicyModel
-from services.trainer.ranks import HostGroup, Ranks, local_rows, own_part, whole_tensors
+from services.trainer.ranks import HostGroup, Ranks, even_shares, local_rows, own_part, whole_tensors
 
 log = structlog.get_logger()
 
@@ -392,7 +393,7 @@ class Checkpoints:
         self._agree(
             "checking whose checkpoint it is", lambda: self._check(path, manifest, model, optimizer), ModelMismatchError
         )
-        own = shares(manifest.files, self._ranks.world_size)[self._ranks.rank]
+        own = even_shares(manifest.files, attrgetter("size_bytes"), self._ranks.world_size)[self._ranks.rank]
         self._refuse_damaged(
             path,
             self._agree("verifying a checkpoint", lambda: names.find_damage(path, own), InfrastructureError),
@@ -448,14 +449,6 @@ class Checkpoints:
                 f"{own.get(first, 'missing')} here ({len(wrong)} tensors differ): remove it, or use another run directory"
             )
         return ""
-
-
-def shares(files: tuple[StoredFile, ...] | list[StoredFile], num_ranks: int) -> list[list[StoredFile]]:
-    """The files that each rank reads, with about the same number of bytes for each."""
-    shares: list[list[StoredFile]] = [[] for _ in range(num_ranks)]
-    for file in sorted(files, key=lambda each: (-each.size_bytes, each.name)):
-        min(shares, key=lambda share: sum(each.size_bytes for each in share)).append(file)
-    return shares
 
 
 # -- the state of a model and its optimizer, in names and parts --------------------------------------------------------------

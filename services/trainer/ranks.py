@@ -23,11 +23,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import structlog
@@ -42,6 +42,7 @@ from services.common.errors import DeadlineError, InfrastructureError, RollmillE
 
 log = structlog.get_logger()
 TIMEOUT_S = 300.0
+T = TypeVar("T")
 _GLOO = "gloo"
 _GLOO_WORDS = ("closed by peer", "reset by peer", "broken pipe", "timed out", "connection refused", "connect timeout")
 
@@ -196,6 +197,17 @@ def own_part(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, int]:
     if not isinstance(tensor, DTensor) and not ranks.is_first:
         flat = flat[:0]
     return flat, first * math.prod(tensor.shape[1:])
+
+
+def even_shares(items: Iterable[T], size: Callable[[T], int], num_ranks: int) -> list[list[T]]:
+    """The items of each rank, with about the same total size: the largest first, each to the rank with the least."""
+    shares: list[list[T]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for item in sorted(items, key=size, reverse=True):
+        rank = loads.index(min(loads))
+        shares[rank].append(item)
+        loads[rank] += size(item)
+    return shares
 
 
 def whole_tensors(

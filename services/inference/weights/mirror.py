@@ -182,7 +182,7 @@ class Mirror:
         assert self.manifest is not None
         views = {}
         for entry in self.manifest.tensors:
-            signed = self._bits[entry.name].view(f"i{element_type(entry.dtype).size_bytes}")
+            signed = self._bits[entry.name].view(f"i{element_type(entry.dtype).bits_dtype.itemsize}")
             kind: torch.dtype = getattr(torch, entry.dtype)
             views[entry.name] = torch.from_numpy(signed).view(kind).view(entry.shape)
         return views

@@ -95,7 +95,7 @@ class World:
         return pack(kept_rows(np.tile(kept, (count, 1)), np.full(count, len(kept)), np.array(answer)), count)
 
     def train(self, number: int = 1, version: int | None = None) -> None:
-        self.step.run(self.batch(number, version), self.gate.check)
+        self.step.run(self.batch(number, version), self.gate.check if self.gate.left else None)
 
     def refusal(self, number: int = 1) -> str:
         before = copy.deepcopy(self.step.model.state_dict())

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,7 +100,7 @@ class Trainer:
             device=DeviceTurns(self.step, link, Ranks.single(), directory) if shared else None,
             num_steps=STEPS,
             checkpoint_every=checkpoint_every,
-            check=check,
+            gate=None if check is None else SimpleNamespace(check=check, left=1),
         )
 
     def live(self) -> int:
