@@ -40,7 +40,7 @@ import torch
 from services.common.errors import ConfigError
 from services.common.records import MinibatchTotals, RankBatch
 from services.trainer.losses import KL_ESTIMATORS, LOG_RATIO_CLAMP, RESERVED_COUNTS, PolicyLoss, TokenBatch, clamped
-from services.trainer.micro_batches import MicroTensors
+from services.trainer.micro_batches import MicroBatch
 from services.trainer.model.optimizer import Update
 from services.trainer.model.policy_model import PolicyModel
 from services.trainer.ranks import Ranks
@@ -247,7 +247,7 @@ def add_zero_gradients(sums: Sums, tokens: TokenBatch, loss: PolicyLoss) -> None
 
 
 @torch.no_grad()
-def add_ratios(sums: Sums, minibatch: int, batch: MicroTensors, logprobs: torch.Tensor) -> torch.Tensor:
+def add_ratios(sums: Sums, minibatch: int, batch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
     """Add the ratios policy / behaviour of a micro-batch to its minibatch; returns their sum. []"""
     ratios = clamped(logprobs.detach() - batch.behaviour).double().exp()
     total = ratios.sum()
@@ -256,7 +256,7 @@ def add_ratios(sums: Sums, minibatch: int, batch: MicroTensors, logprobs: torch.
     return total
 
 
-def add_mismatch(sums: Sums, batch: MicroTensors, logprobs: torch.Tensor, fresh_version: int) -> None:
+def add_mismatch(sums: Sums, batch: MicroBatch, logprobs: torch.Tensor, fresh_version: int) -> None:
     """Add the difference between the trainer's and the engines' log-probabilities; KL(behaviour || trainer) by k3."""
     gap = batch.behaviour - logprobs
     kl = KL_ESTIMATORS["k3"](gap.clamp(-20.0, 20.0))
@@ -332,10 +332,10 @@ class Usage:
         if self._ranks.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._ranks.device)
 
-    def add(self, batch: MicroTensors, sums: Sums) -> None:
+    def add(self, batch: MicroBatch, sums: Sums) -> None:
         """Count one trained micro-batch; dummies do not count."""
         if self.is_dense:
-            flops = self.flops(batch.num_tokens, batch.targets.num_distinct, batch.documents.num_pairs)
+            flops = self.flops(len(batch.token_ids), len(batch.targets.predecessors), batch.documents.num_pairs)
             sums.add(_SUM, 0.0 if batch.is_dummy else flops)
 
     def flops(self, num_tokens: int, num_targets: int, num_pairs: int) -> float:

@@ -26,6 +26,7 @@ import structlog
 import torch
 
 from services.common.config.algorithm import AlgorithmConfig
+from services.common.errors import InvalidRequestError
 from services.common.records import MinibatchTotals, RankBatch
 from services.trainer.advantages import (
     Moments,
@@ -61,28 +62,25 @@ from services.trainer.metrics import (
     step_metrics,
 )
 from services.trainer.micro_batches import (
-    Logprobs,
-    MicroTensors,
+    Document,
+    MicroBatch,
     MinibatchContext,
     check_batch,
-    check_taught,
     forward,
-    forward_with_values,
     logprob_dtype,
     minibatch_context,
     pack_for_ranks,
 )
 from services.trainer.model.optimizer import PolicyOptimizer, Update
 from services.trainer.model.policy_model import PolicyModel, Scorer
-from services.trainer.packing import Document
 from services.trainer.ranks import Ranks
 
 log = structlog.get_logger(__name__)
-Minibatches = Seq[Seq[MicroTensors]]
+Minibatches = Seq[Seq[MicroBatch]]
 BeforeUpdate = Callable[[RankBatch, torch.Tensor, torch.Tensor], None]
 
 
-def with_teacher(batch: MicroTensors, logprobs: torch.Tensor, config: AlgorithmConfig) -> MicroTensors:
+def with_teacher(batch: MicroBatch, logprobs: torch.Tensor, config: AlgorithmConfig) -> MicroBatch:
     """Add the teacher's term to the advantages, given the policy's own log-probabilities. No change without a teacher."""
     if config.distillation is None or batch.teacher is None:
         return batch
@@ -176,7 +174,7 @@ class TrainStep:
 
     # -- preparation -------------------------------------------------------------------------------------------------
 
-    def _pack(self, batch: RankBatch, sums: Sums) -> list[list[MicroTensors]]:
+    def _pack(self, batch: RankBatch, sums: Sums) -> list[list[MicroBatch]]:
         check_batch(batch, self.ranks, self.vocab_size)
         advantages = sequence_advantages(batch.sequences, self.config)
         trained = np.array([s.sequence.num_trained_tokens for s in batch.sequences], dtype=np.float64)
@@ -191,18 +189,21 @@ class TrainStep:
         sums.add("staleness", sum(s.staleness for s in batch.sequences))
         if not self._has_credit:
             sums.add("advantage_abs", float((abs(advantages) * trained).sum()))
+        # Without the teacher's scores a sequence would silently be trained on the task alone.
+        asks_teacher = self.config.distillation is not None and self.config.distillation.teacher is not None
         minibatches: list[list[Document]] = [[] for _ in batch.minibatches]
         for item, advantage in zip(batch.sequences, advantages.tolist(), strict=True):
             document = Document.from_training_sequence(item, advantage)
-            check_taught(item.sequence_id, document, self.config)
+            if asks_teacher and document.teacher is None and document.num_trained_tokens:
+                raise InvalidRequestError(f"sequence {item.sequence_id} lacks the log-probabilities of the teacher")
             minibatches[item.minibatch].append(document)
         packed = pack_for_ranks(minibatches, self.max_tokens, self.ranks, self._dtype)
         return self._with_credit(packed, sums) if self._has_credit else packed
 
     @torch.no_grad()
-    def _with_credit(self, minibatches: Minibatches, sums: Sums) -> list[list[MicroTensors]]:
+    def _with_credit(self, minibatches: Minibatches, sums: Sums) -> list[list[MicroBatch]]:
         """The micro-batches with an advantage per token, by the weights at step start. A collective."""
-        result: list[list[MicroTensors]] = []
+        result: list[list[MicroBatch]] = []
         for minibatch in minibatches:
             result.append([])
             for batch in minibatch:
@@ -224,23 +225,23 @@ class TrainStep:
                 sums.add("advantage_abs", taught.advantages.abs().sum(dtype=torch.float64))
         return result
 
-    def _credited(self, batch: MicroTensors, sums: Sums) -> MicroTensors:
+    def _credited(self, batch: MicroBatch, sums: Sums) -> MicroBatch:
         config, index = self.config, batch.sequence_index
-        sums.add("credited", batch.num_targets)
+        sums.add("credited", len(batch.behaviour))
         rewards = at_last_token(batch.advantages.double(), index)
         if config.kl_reward_coefficient > 0.0:
             assert self.reference is not None
-            reference, _ = forward(self.reference, batch, self.temperature)
+            reference, *_ = forward(self.reference, batch, self.temperature)
             kl = kl_per_token(batch.behaviour, reference, "k1")
             sums.add("kl_reference", kl.sum())
             rewards = rewards - config.kl_reward_coefficient * kl.double()
         if self.teacher is not None:
-            teacher, _ = forward(self.teacher, batch, self.temperature)
+            teacher, *_ = forward(self.teacher, batch, self.temperature)
             batch = replace(batch, teacher=teacher)
         if config.distillation is not None and batch.teacher is not None:
             sums.add("distillation_kl", (batch.behaviour - batch.teacher).sum(dtype=torch.float64))
         if config.advantage == "gae":
-            _, _, values = forward_with_values(self.model, batch, self.temperature)
+            _, _, values = forward(self.model, batch, self.temperature)
             assert values is not None
             advantages, returns = gae(rewards, values, index, config.gamma, config.gae_lambda)
             # From these ``explained_variance`` is computed.
@@ -259,14 +260,14 @@ class TrainStep:
         return Moments(*self.ranks.sum(flat).tolist())
 
     @torch.no_grad()
-    def _logprobs(self, micro_batches: Seq[MicroTensors]) -> list[torch.Tensor]:
+    def _logprobs(self, micro_batches: Seq[MicroBatch]) -> list[torch.Tensor]:
         found = []
         for micro_batch in micro_batches:
             found.append(forward(self.model, micro_batch, self.temperature)[0])
             self.on_progress()
         return found
 
-    def _proximal(self, minibatches: Seq[Seq[MicroTensors]]) -> list[list[torch.Tensor] | None]:
+    def _proximal(self, minibatches: Seq[Seq[MicroBatch]]) -> list[list[torch.Tensor] | None]:
         """Log-probabilities under the weights at step start.
 
         None for the first minibatch if its own forward pass, with the same weights, computes them anyway.
@@ -283,7 +284,7 @@ class TrainStep:
     def _backward_minibatch(
         self,
         number: int,
-        micro_batches: Seq[MicroTensors],
+        micro_batches: Seq[MicroBatch],
         totals: MinibatchTotals,
         proximal: Seq[torch.Tensor] | None,
         sums: Sums,
@@ -303,7 +304,7 @@ class TrainStep:
         not_finite = torch.zeros((), dtype=torch.int64, device=self.ranks.device)
         ratios = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         if len(micro_batches) > 1:
-            current: Logprobs | None = None
+            current: Seq[torch.Tensor] | None = None
             taught = micro_batches
             if self._algorithm.needs_trust_region:
                 # At the start of a step the proximal policy is the current one.
@@ -311,7 +312,7 @@ class TrainStep:
                 taught = [with_teacher(m, own, self.config) for m, own in zip(micro_batches, current, strict=True)]
             context = context_of(taught, current=current, proximal=proximal)
         for index, untaught in enumerate(micro_batches):
-            logprobs, entropy, values = forward_with_values(self.model, untaught, self.temperature)
+            logprobs, entropy, values = forward(self.model, untaught, self.temperature)
             micro_batch = with_teacher(untaught, logprobs.detach(), self.config)
             own_proximal = proximal[index] if proximal is not None else logprobs.detach()
             if context is None:  # the only micro-batch: its own forward pass has all inputs
@@ -359,7 +360,7 @@ class TrainStep:
     def _loss(
         self,
         index: int,
-        batch: MicroTensors,
+        batch: MicroBatch,
         logprobs: torch.Tensor,
         tokens: TokenBatch,
         policy_loss: PolicyLoss,
@@ -370,13 +371,13 @@ class TrainStep:
         """This micro-batch's share of the minibatch's loss. []"""
         config, mask = self.config, tokens.mask
         if self._algorithm.needs_whole_proximal:
-            sums.add("left_out_tokens", batch.num_targets - mask.sum())
+            sums.add("left_out_tokens", len(batch.behaviour) - mask.sum())
         per_token = policy_loss.per_token
         for name, count in policy_loss.counts.items():
             sums.add(name, count)
         if self.reference is not None and config.kl_coefficient > 0.0:
             with torch.no_grad():
-                reference_logprobs, _ = forward(self.reference, batch, self.temperature)
+                reference_logprobs, *_ = forward(self.reference, batch, self.temperature)
             kl = kl_per_token(logprobs, reference_logprobs, config.kl_estimator, config.kl_clamp)
             if config.kl_reward_coefficient == 0.0:
                 sums.add("kl_reference", kl.sum())  # otherwise known from the sampled tokens
@@ -387,16 +388,14 @@ class TrainStep:
         loss = aggregate(per_token, mask, *axes, context.totals, config, counted=context.counted[index])
         sums.add("loss", loss)
         sums.add("entropy", entropy.sum())
-        sums.add("trained_tokens", batch.num_targets)
+        sums.add("trained_tokens", len(batch.behaviour))
         sums.add("sole_choice_tokens", 0 if batch.drawn is None else batch.drawn.num_sole_choices)
         sums.add("tokens", batch.num_given_tokens)
-        sums.add("computed", 0 if batch.is_dummy else batch.num_tokens)
+        sums.add("computed", 0 if batch.is_dummy else len(batch.token_ids))
         self._usage.add(batch, sums)
         return loss
 
-    def _value_loss(
-        self, batch: MicroTensors, values: torch.Tensor, totals: MinibatchTotals, sums: Sums
-    ) -> torch.Tensor:
+    def _value_loss(self, batch: MicroBatch, values: torch.Tensor, totals: MinibatchTotals, sums: Sums) -> torch.Tensor:
         """This micro-batch's share of the weighted value loss of the minibatch. []
 
         Over all trained tokens, also those that a policy loss leaves out: they have a return all the same. ``values`` come

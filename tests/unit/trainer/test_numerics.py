@@ -19,9 +19,9 @@ from services.common.records import RankBatch, Segment, StopReason, TrainingSequ
 from services.common.records import TokenSequence as Row
 from services.common.tiny import build
 from services.trainer import micro_batches, probes
+from services.trainer.model.attention import Branch
 from services.trainer.model.policy_model import AdapterSetup
 from services.trainer.numerics import MismatchError, NumericsGate
-from services.trainer.packing import Branch
 from tests.unit.trainer.building import algorithm, rank_batch, train_step
 
 BOUND = 1e-3

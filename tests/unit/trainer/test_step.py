@@ -14,8 +14,8 @@ from services.common.errors import InvalidRequestError
 from services.common.records import Segment, TrainingSequence
 from services.trainer.advantages import sequence_advantages
 from services.trainer.metrics import Sums, Usage
+from services.trainer.micro_batches import Document
 from services.trainer.model.policy_model import PolicyModel
-from services.trainer.packing import Document
 from services.trainer.ranks import Ranks
 from services.trainer.step import TrainStep
 from services.trainer.warm_start import supervised_update
