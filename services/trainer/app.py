@@ -34,7 +34,6 @@ from services.common.telemetry.accounts import publisher as publisher_of
 from services.common.telemetry.logs import bind, configure
 from services.common.text.chat import check_model_matches, check_same_vocabulary, load_tokenizer
 from services.trainer.checkpoints import (
-    CheckpointIdentity,
     Checkpoints,
     checkpoint_files,
     export_under_names_of_files,
@@ -187,7 +186,8 @@ def open_checkpoints(
     assert recipe.run.id is not None
     return Checkpoints(
         checkpoints_directory(run_dir, policy),
-        CheckpointIdentity(run_id=recipe.run.id, policy=policy),
+        recipe.run.id,
+        policy,
         recipe.policies[policy].trainer.keep_checkpoints,
         ranks,
         model_files,

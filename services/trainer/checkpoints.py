@@ -109,14 +109,6 @@ class CheckpointFailedError(InfrastructureError):
     """The disk refused a checkpoint; earlier ones stay, and a later attempt may succeed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointIdentity:
-    """The run, policy and model of a checkpoint."""
-
-    run_id: str
-    policy: str
-
-
 class DamagedCheckpointError(CorruptDataError):
     """A checkpoint differs from the written one; the message names the file and the difference."""
 
@@ -131,13 +123,14 @@ class Checkpoints:
     def __init__(
         self,
         directory: Path,
-        identity: CheckpointIdentity,
+        run_id: str,
+        policy: str,
         keep: int,
         ranks: Ranks,
         model_files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         self._directory = directory
-        self._identity = identity
+        self._run_id, self._policy = run_id, policy
         self._ranks = ranks
         self._hosts = HostGroup(ranks, DISK_TIMEOUT_S)
         self._keep = keep
@@ -250,7 +243,7 @@ class Checkpoints:
     def _write_own(self, partial: Path, contents: Contents) -> str:
         """Write and verify this rank's files; returns their description as JSON."""
         rank = self._ranks.rank
-        of_run = {"format": "pt", "run_id": self._identity.run_id, "policy": self._identity.policy}
+        of_run = {"format": "pt", "run_id": self._run_id, "policy": self._policy}
         files = [
             write_safetensors(partial / name, name, pieces, of_run)
             for name, pieces in (
@@ -275,8 +268,8 @@ class Checkpoints:
         if not self._ranks.is_first:
             return ""
         manifest = Manifest(
-            run_id=self._identity.run_id,
-            policy=self._identity.policy,
+            run_id=self._run_id,
+            policy=self._policy,
             training_step=training_step,
             num_updates=contents.num_updates,
             num_ranks=self._ranks.world_size,
@@ -428,7 +421,7 @@ class Checkpoints:
         log.error(LogEvent.CHECKPOINT_DAMAGED, step=training_step, reason=reason, set_aside_as=moved)
 
     def _check(self, path: Path, manifest: Manifest, model: PolicyModel, optimizer: PolicyOptimizer) -> str:
-        for key, mine in (("run_id", self._identity.run_id), ("policy", self._identity.policy)):
+        for key, mine in (("run_id", self._run_id), ("policy", self._policy)):
             if getattr(manifest, key) != mine:
                 raise ModelMismatchError(
                     f"{path} belongs to {key} {getattr(manifest, key)!r}, not to {mine!r}: remove it, or use another "

@@ -64,19 +64,15 @@ PEAK_TFLOPS: tuple[tuple[str, float, float], ...] = (
 
 
 class Sums:
-    """Named float64 sums. They stay on the device until ``reduce``."""
+    """Named float64 sums, [] each: ``values`` are those of this rank so far. They stay on the device until ``reduce``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._values: dict[str, torch.Tensor] = {}
+        self.values: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, value: torch.Tensor | float) -> None:
         term = torch.as_tensor(value, dtype=torch.float64, device=self._device).detach()
-        self._values[name] = self._values[name] + term if name in self._values else term
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """The sum of this rank so far. []"""
-        return self._values[name]
+        self.values[name] = self.values[name] + term if name in self.values else term
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
         """Sums over all ranks.
@@ -84,7 +80,7 @@ class Sums:
         Raises:
             ConfigError: on every rank, when one did not add the same names as the others (zeros count).
         """
-        names = sorted(self._values)
+        names = sorted(self.values)
         mark = zlib.crc32("\n".join(names).encode())
         largest, smallest = ranks.max(torch.tensor([mark, -mark], dtype=torch.int64, device=self._device)).tolist()
         if largest != -smallest:
@@ -95,7 +91,7 @@ class Sums:
             )
         if not names:
             return {}
-        total = ranks.sum(torch.stack([self._values[n] for n in names]))
+        total = ranks.sum(torch.stack([self.values[n] for n in names]))
         return dict(zip(names, total.tolist(), strict=True))
 
 
@@ -218,16 +214,9 @@ _CAUSES = ("masked", "dropped", "clamped", "clipped")  # why a token with an adv
 _RATIOS, _SQUARES = "ratios/", "squared_ratios/"  # names of sums, before the minibatch
 
 
-def audited(logprobs: torch.Tensor) -> torch.Tensor:
-    """A view of the log-probabilities, to be given to the policy loss; it keeps its gradient. [num_targets]"""
-    seen = logprobs.view_as(logprobs)
-    seen.retain_grad()
-    return seen
-
-
 @torch.no_grad()
 def add_zero_gradients(sums: Sums, tokens: TokenBatch, loss: PolicyLoss) -> None:
-    """Count the tokens without gradient by cause, after their backward pass. Their log-probabilities must be ``audited``.
+    """Count the tokens without gradient by cause, after their backward pass. Their log-probabilities are a view that keeps its gradient.
 
     Names in ``_tokens`` become shares of trained tokens.
     """
@@ -328,18 +317,15 @@ class Usage:
             self.per_target = 2.0 * model.causal_lm.get_output_embeddings().weight.numel()
             self.per_pair = 4.0 * heads * head_dim * len(model.layers)
 
-    def begin(self) -> None:
-        if self._ranks.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._ranks.device)
-
     def add(self, batch: MicroBatch, sums: Sums) -> None:
         """Count one trained micro-batch; dummies do not count."""
         if self.is_dense:
-            flops = self.flops(len(batch.token_ids), len(batch.targets.predecessors), batch.documents.num_pairs)
+            flops = (
+                self.per_token * len(batch.token_ids)
+                + self.per_target * len(batch.targets.predecessors)
+                + self.per_pair * batch.documents.num_pairs
+            )
             sums.add(_SUM, 0.0 if batch.is_dummy else flops)
-
-    def flops(self, num_tokens: int, num_targets: int, num_pairs: int) -> float:
-        return self.per_token * num_tokens + self.per_target * num_targets + self.per_pair * num_pairs
 
     def metrics(self, total: Mapping[str, float], seconds: float) -> dict[str, float | None]:
         """``tflops`` and ``mfu`` of one rank, and the largest ``memory_peak_gib`` of all ranks. A collective."""

@@ -48,11 +48,9 @@ from services.trainer.losses import (
     TrustRegion,
     binding_second_moments,
     clamped,
-    gap_second_moments,
     importance_weights,
-    keep_limit,
     kept_by,
-    kept_tokens,
+    largest_kept,
     sequence_lengths,
     truncated,
     trust_region,
@@ -471,10 +469,10 @@ def minibatch_context(
         ]
     if isinstance(config, M2poMask):
         assert proximal is not None
-        trios = list(zip(micro_batches, proximal, masks, strict=True))
-        gaps = [gap_second_moments(m.behaviour, p, mask) for m, p, mask in trios]
-        limit = keep_limit(ranks.gather(torch.cat(gaps)), config.m2po_threshold)
-        masks = [kept_tokens(m.behaviour, p, mask, limit) for m, p, mask in trios]
+        gaps = [(m.behaviour - p).square() for m, p in zip(micro_batches, proximal, strict=True)]
+        whole = ranks.gather(torch.cat([gap[mask] for gap, mask in zip(gaps, masks, strict=True)]))
+        limit = largest_kept(whole, config.m2po_threshold)
+        masks = [mask if limit is None else mask & (gap <= limit) for gap, mask in zip(gaps, masks, strict=True)]
     if masks is not everything:
         num_kept, num_sequences = _kept(micro_batches, masks, ranks)
         if isinstance(config, M2poMask) or config.rejection_denominator == "kept":

@@ -3,9 +3,6 @@
 One rank needs no process group and no FSDP; several ranks shard every layer and the root with FSDP2 over gloo (CPU)
 or NCCL (GPU). Independent of losses, batches and files.
 
-Gradients: FSDP2 *averages* over ranks, while a minibatch's loss is a *sum* of the ranks' shares. ``Ranks.backward``
-compensates the difference for all callers.
-
 ``HostGroup`` exchanges short texts over gloo on the hosts, for an action of one rank (such as reserving a file) with a
 result for all ranks. Each exchange has a name and its own deadline, shorter than that of the training's collectives, in
 which ranks wait for batches.
@@ -83,10 +80,6 @@ class Ranks:
         rows = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(rows, padded)
         return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
-
-    def backward(self, loss_share: torch.Tensor) -> None:
-        """Accumulate the gradient of the *sum* of all ranks' shares."""
-        (loss_share * self.world_size if self.world_size > 1 else loss_share).backward()
 
     def _reduce(self, values: torch.Tensor, op: Any) -> torch.Tensor:
         if self.world_size == 1:

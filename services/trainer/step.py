@@ -48,7 +48,6 @@ from services.trainer.losses import (
     algorithm_of,
     check_shape,
     kl_per_token,
-    num_not_finite,
     value_loss,
 )
 from services.trainer.metrics import (
@@ -58,7 +57,6 @@ from services.trainer.metrics import (
     add_mismatch,
     add_ratios,
     add_zero_gradients,
-    audited,
     step_metrics,
 )
 from services.trainer.micro_batches import (
@@ -137,10 +135,19 @@ class TrainStep:
         number. It may raise: the weights have not changed.
         """
         started = time.perf_counter()
-        self._usage.begin()
+        if self.ranks.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.ranks.device)
         sums = Sums(self.ranks.device)
         minibatches = self._pack(batch, sums)
-        proximal = self._proximal(minibatches)
+        # Log-probabilities under the weights at step start; None for the first minibatch if its own forward pass, with the
+        # same weights, computes them anyway.
+        whole = self._algorithm.needs_whole_proximal
+        proximal = [
+            self._logprobs(m)
+            if (self._algorithm.needs_proximal or whole) and (index > 0 or (whole and len(m) > 1))
+            else None
+            for index, m in enumerate(minibatches)
+        ]
         updates: list[Update] = []
         num_computed, stopped = 0, False
         for index, (micro_batches, totals) in enumerate(zip(minibatches, batch.minibatches, strict=True)):
@@ -153,9 +160,20 @@ class TrainStep:
                 index, micro_batches, totals, proximal[index], sums, fresh_version, where
             )
             if check is not None and index == 0:
-                check(batch, sums["fresh_abs"], sums["fresh_tokens"])
+                check(batch, sums.values["fresh_abs"], sums.values["fresh_tokens"])
             num_computed += 1
-            stopped = self._stops_early(batch.training_step, index, ratios, totals)
+            if (limit := self.config.early_stop_ratio) is not None:
+                # Over the whole minibatch, so that the result does not depend on packing.
+                mean = float(self.ranks.sum(ratios)) / totals.num_trained_tokens
+                stopped = mean > limit
+                if stopped:
+                    log.warning(
+                        "step.stopped_early",
+                        training_step=batch.training_step,
+                        minibatch=index,
+                        mean_ratio=mean,
+                        limit=limit,
+                    )
             if stopped or num_kept == 0:
                 self.optimizer.skip()
             else:
@@ -267,18 +285,6 @@ class TrainStep:
             self.on_progress()
         return found
 
-    def _proximal(self, minibatches: Seq[Seq[MicroBatch]]) -> list[list[torch.Tensor] | None]:
-        """Log-probabilities under the weights at step start.
-
-        None for the first minibatch if its own forward pass, with the same weights, computes them anyway.
-        """
-        if not (self._algorithm.needs_proximal or self._algorithm.needs_whole_proximal):
-            return [None for _ in minibatches]
-        return [
-            self._logprobs(m) if index > 0 or (self._algorithm.needs_whole_proximal and len(m) > 1) else None
-            for index, m in enumerate(minibatches)
-        ]
-
     # -- one minibatch -----------------------------------------------------------------------------------------------
 
     def _backward_minibatch(
@@ -321,14 +327,19 @@ class TrainStep:
             if fresh_version is not None:
                 add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
             given = own_proximal if self._algorithm.needs_proximal else None
-            tokens = context.tokens(index, micro_batch, audited(logprobs), given)
+            seen = logprobs.view_as(logprobs)  # keeps its gradient, for the count of tokens without one
+            seen.retain_grad()
+            tokens = context.tokens(index, micro_batch, seen, given)
             policy_loss = self._algorithm.loss(tokens, self.config)
             check_shape(policy_loss, tokens, where)
-            not_finite += num_not_finite(policy_loss.per_token, tokens)
+            finite = tokens.logprobs.isfinite() & tokens.behaviour.isfinite() & tokens.advantages.isfinite()
+            not_finite += (tokens.mask & finite & ~policy_loss.per_token.isfinite()).sum()
             loss = self._loss(index, micro_batch, logprobs, tokens, policy_loss, entropy, context, sums)
             if values is not None:
                 loss = loss + self._value_loss(micro_batch, values, totals, sums)
-            self.ranks.backward(loss)
+            if self.ranks.world_size > 1:  # FSDP2 averages gradients over ranks, and the loss is a sum of their shares
+                loss = loss * self.ranks.world_size
+            loss.backward()
             add_zero_gradients(sums, tokens, policy_loss)
             self.on_progress()
         assert context is not None
@@ -343,19 +354,6 @@ class TrainStep:
             sums.add("m2po_eps_high", context.region.eps_high * share)
             sums.add("m2po_second_moment", context.region.mean_second_moment * share)
         return ratios, context.num_kept
-
-    def _stops_early(self, step: int, minibatch: int, ratios: torch.Tensor, totals: MinibatchTotals) -> bool:
-        """Whether the policy is too far from the behaviour policy of the minibatch. A collective with early_stop_ratio.
-
-        Computed over the whole minibatch, so that the result does not depend on packing.
-        """
-        limit = self.config.early_stop_ratio
-        if limit is None:
-            return False
-        mean = float(self.ranks.sum(ratios)) / totals.num_trained_tokens
-        if mean > limit:
-            log.warning("step.stopped_early", training_step=step, minibatch=minibatch, mean_ratio=mean, limit=limit)
-        return mean > limit
 
     def _loss(
         self,

@@ -299,7 +299,7 @@ def _own_bits(tensor: Any, dtype: str) -> Bits:
 
     source = str(tensor.dtype).removeprefix("torch.")
     kind = element_type(source)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[kind.size_bytes]
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[kind.bits_dtype.itemsize]
     bits: Bits = tensor.detach().cpu().contiguous().view(-1).view(integers).numpy().view(kind.bits_dtype)
     cast = cast_bits(bits, source, dtype)
     return bits.copy() if cast is bits else cast

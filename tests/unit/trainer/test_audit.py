@@ -14,7 +14,7 @@ from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.training import OptimizerConfig
 from services.common.records import MinibatchTotals, Segment
 from services.trainer.losses import ALGORITHMS, LossFunction, TokenBatch
-from services.trainer.metrics import Sums, add_ratios, add_zero_gradients, audited, shares
+from services.trainer.metrics import Sums, add_ratios, add_zero_gradients, shares
 from services.trainer.micro_batches import Document, MicroBatch, pack_for_ranks
 from services.trainer.ranks import Ranks
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
@@ -57,7 +57,9 @@ def counted(
     batch = micro_batch(advantages, behaviour)
     current = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
     sums = Sums(torch.device("cpu"))
-    tokens = tokens_of(audited(current), batch, mask)
+    seen = current.view_as(current)
+    seen.retain_grad()
+    tokens = tokens_of(seen, batch, mask)
     result = loss(tokens, config)
     if result.per_token.requires_grad:
         result.per_token.sum().backward()

@@ -13,7 +13,7 @@ import pytest
 from services.common.errors import BatchLostError, ModelMismatchError, VersionConflictError
 from services.common.records import NO_TURN, DeviceTurn, RankBatch, WeightVersion
 from services.trainer import loop as loop_module
-from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import Checkpoints
 from services.trainer.loop import DeviceTurns, TrainingLoop
 from services.trainer.numerics import MismatchError
 from services.trainer.ranks import Ranks
@@ -89,7 +89,7 @@ class Trainer:
         check: BeforeUpdate | None = None,
     ) -> None:
         self.step = train_step(algorithm())
-        self.checkpoints = Checkpoints(directory, CheckpointIdentity(run_id="r", policy="p"), 2, Ranks.single())
+        self.checkpoints = Checkpoints(directory, "r", "p", 2, Ranks.single())
         self.link = link
         self.loop = TrainingLoop(
             step=self.step,

@@ -171,6 +171,6 @@ def _bits(value: Any) -> tuple[Bits, str]:
         return np.ascontiguousarray(value).reshape(-1).view(kind.bits_dtype), dtype
     import torch  # the value is a tensor, so torch is present
 
-    signed = {2: torch.int16, 4: torch.int32}[kind.size_bytes]
+    signed = {2: torch.int16, 4: torch.int32}[kind.bits_dtype.itemsize]
     array: Bits = value.detach().cpu().contiguous().view(-1).view(signed).numpy().view(kind.bits_dtype)
     return array, dtype
