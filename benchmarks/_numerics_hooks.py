@@ -25,7 +25,7 @@ def _packing(micro_batches: Any) -> None:
     """The trainer's attention does not know where documents end."""
     import numpy as np
 
-    from services.trainer.packing import Branch
+    from services.trainer.model.attention import Branch
 
     documents = micro_batches.Documents
     micro_batches.Documents = lambda branches, device: documents(

@@ -38,7 +38,7 @@ from services.trainer.losses import (
     value_loss,
     weight_sum,
 )
-from services.trainer.micro_batches import MicroTensors, MinibatchContext, minibatch_context
+from services.trainer.micro_batches import MicroBatch, MinibatchContext, minibatch_context
 from services.trainer.model.attention import Documents
 from services.trainer.model.logprobs import Targets
 from services.trainer.ranks import Ranks
@@ -237,10 +237,10 @@ def without(values: Sequence[float], left_out: Sequence[int]) -> list[float | No
     return [None if i in set(left_out) else value for i, value in enumerate(values)]
 
 
-def _micro_batch(tokens: Tokens, own: torch.Tensor, config: AlgorithmConfig) -> MicroTensors:
+def _micro_batch(tokens: Tokens, own: torch.Tensor, config: AlgorithmConfig) -> MicroBatch:
     count = len(own)
     _, sequence = torch.unique(tokens.sequence[own], return_inverse=True)
-    return MicroTensors(
+    return MicroBatch(
         token_ids=torch.zeros(count, dtype=torch.int64),
         position_ids=torch.zeros(count, dtype=torch.int64),
         documents=Documents.from_offsets(np.array([0, count])),
@@ -251,7 +251,6 @@ def _micro_batch(tokens: Tokens, own: torch.Tensor, config: AlgorithmConfig) -> 
         mixed_cache=torch.zeros(count, dtype=torch.bool),
         sequence_index=sequence,
         num_sequences=int(sequence.max()) + 1 if count else 0,
-        is_dummy=False,
         num_given_tokens=count,
         teacher=None if config.distillation is None else tokens.input("reference")[own],
     )

@@ -32,7 +32,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks._bench import median_and_spread, report
 from services.common.checkpoints import find_damage, read_manifest
 from services.common.config.training import OptimizerConfig
-from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import Checkpoints
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import PolicyModel, build_policy_model
 from services.trainer.ranks import Ranks
@@ -81,7 +81,7 @@ class Syncs:
 
 
 def ours(directory: Path, model: PolicyModel, optimizer: PolicyOptimizer) -> dict[str, float]:
-    checkpoints = Checkpoints(directory, CheckpointIdentity(run_id="r", policy="p"), 1, RANKS)
+    checkpoints = Checkpoints(directory, "r", "p", 1, RANKS)
     with Syncs() as syncs:
         save_s = timed(lambda: checkpoints.save(1, model, optimizer))
     path = checkpoints.path(1)

@@ -39,10 +39,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks._bench import report_facts
 from services.common.errors import ConfigError, ModelMismatchError
-from services.trainer.micro_batches import MicroTensors, forward
+from services.trainer.micro_batches import Document, forward, pack
 from services.trainer.model.policy_model import PolicyModel, load_policy_model
 from services.trainer.model.tiny_copy import build, numbers, tiny_copies, with_number
-from services.trainer.packing import Document, pack
 from services.trainer.ranks import Ranks
 
 BOUND = 2e-4
@@ -179,9 +178,8 @@ def documents(lengths: tuple[int, ...], vocabulary: int) -> list[Document]:
 def scored(model: PolicyModel, given: list[Document]) -> list[torch.Tensor]:
     """The log-probabilities of each document, from one row."""
     (batch,) = pack(given, 1 << 20)
-    logprobs, _ = forward(model, MicroTensors.from_packed(batch, torch.device("cpu"), torch.float32), 1.0)
-    index = torch.as_tensor(batch.document_index)
-    found = {source: logprobs[index == place] for place, source in enumerate(batch.sources.tolist())}
+    logprobs, *_ = forward(model, batch, 1.0)
+    found = {source: logprobs[batch.sequence_index == place] for place, source in enumerate(batch.sources)}
     return [found[source] for source in range(len(given))]
 
 

@@ -8,7 +8,7 @@ weight publisher (benchmarks/_walk_hooks.py, which a `sitecustomize` in PYTHONPA
     task_dispatch   call of Dispatcher.pump that issues a task group    call of RolloutPlayer.play in the replica
     engine_journal  return of TorchEngine.generate, last of a rollout   return of Journal._transaction, record on the disk
     pull_gradient   call of GrpcLink.pull in the trainer                call of PolicyOptimizer.update, after backward
-    publish_swap    call of SnapshotPublisher.publish in the trainer    return of Core.update in the engine's thread
+    publish_swap    call of Snapshots.publish in the trainer    return of Core.update in the engine's thread
 
 A walk is every call between its two ends, in each process from the moment at which the action arrives there to the moment at
 which the process has passed the action on: `WALKS` has these stages. Not counted is what also runs without any action, such
@@ -69,7 +69,7 @@ TORCH = "services/inference/engine/torch"
 RPC = "services/common/rpc/"
 PULL = "services/trainer/link.py:GrpcLink.pull"
 PULL_BATCH = "services/orchestrator/services/training.py:TrainingServicer.PullBatch"
-PUBLISH = "services/trainer/publish.py:SnapshotPublisher.publish"
+PUBLISH = "services/trainer/publish.py:Snapshots.publish"
 COMMAND = "services/inference/replica.py:Replica._apply_command"
 PLAY = "services/inference/rollouts.py:RolloutPlayer.play"
 DECODES = f"{TORCH}/engine.py:Core.step"

@@ -52,7 +52,7 @@ from services.inference.engine.torch.engine import TorchEngine
 from services.inference.weights.fetch import Relay
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import SourceFetcher, WeightUpdater
-from services.trainer.publisher_process import PublisherProcess
+from services.trainer.publish import PublisherProcess
 
 SLOTS = 32
 PROMPT = 64

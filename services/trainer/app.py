@@ -34,7 +34,6 @@ from services.common.telemetry.accounts import publisher as publisher_of
 from services.common.telemetry.logs import bind, configure
 from services.common.text.chat import check_model_matches, check_same_vocabulary, load_tokenizer
 from services.trainer.checkpoints import (
-    CheckpointIdentity,
     Checkpoints,
     checkpoint_files,
     export_under_names_of_files,
@@ -56,8 +55,7 @@ from services.trainer.model.policy_model import (
     own_rates,
 )
 from services.trainer.numerics import NumericsGate
-from services.trainer.publish import SnapshotPublisher, Snapshots, snapshot_directories, sweep
-from services.trainer.publisher_process import PublisherProcess
+from services.trainer.publish import PublisherProcess, Snapshots, snapshot_directories, sweep
 from services.trainer.ranks import PeerLostError, Ranks, init_ranks, leave_on_signal, leave_ranks
 from services.trainer.step import TrainStep
 
@@ -188,7 +186,8 @@ def open_checkpoints(
     assert recipe.run.id is not None
     return Checkpoints(
         checkpoints_directory(run_dir, policy),
-        CheckpointIdentity(run_id=recipe.run.id, policy=policy),
+        recipe.run.id,
+        policy,
         recipe.policies[policy].trainer.keep_checkpoints,
         ranks,
         model_files,
@@ -289,18 +288,19 @@ def _train(
         dtype=config.published_dtype,
         algorithm=recipe.digest_algorithm(),
         directories=directories,
+        process=publisher,
     )
     device = DeviceTurns(step, link, ranks, run_dir, first=turn) if shared else None
     loop = TrainingLoop(
         step=step,
         link=link,
-        publisher=SnapshotPublisher(policy=policy, snapshots=snapshots, process=publisher),
+        publisher=snapshots,
         checkpoints=checkpoints,
         ranks=ranks,
         device=device,
         num_steps=recipe.run.steps,
         checkpoint_every=config.trainer.checkpoint_every,
-        check=numerics_gate(recipe, policy, step, tokenizer).check,
+        gate=numerics_gate(recipe, policy, step, tokenizer),
     )
     done = loop.recover(checkpoint_step, newest_version)
     if server is not None:

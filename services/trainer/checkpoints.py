@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -73,7 +74,7 @@ from services.common.text.chat import named_weights
 from services.common.weights.snapshot import AdapterIdentity, check_same_adapter
 from services.trainer.model.optimizer import MOMENTS, PolicyOptimizer
 from services.trainer.model.policy_model import PolicyModel
-from services.trainer.ranks import HostGroup, Ranks, local_rows, own_part, whole_tensors
+from services.trainer.ranks import HostGroup, Ranks, even_shares, local_rows, own_part, whole_tensors
 
 log = structlog.get_logger()
 
@@ -108,14 +109,6 @@ class CheckpointFailedError(InfrastructureError):
     """The disk refused a checkpoint; earlier ones stay, and a later attempt may succeed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointIdentity:
-    """The run, policy and model of a checkpoint."""
-
-    run_id: str
-    policy: str
-
-
 class DamagedCheckpointError(CorruptDataError):
     """A checkpoint differs from the written one; the message names the file and the difference."""
 
@@ -130,13 +123,14 @@ class Checkpoints:
     def __init__(
         self,
         directory: Path,
-        identity: CheckpointIdentity,
+        run_id: str,
+        policy: str,
         keep: int,
         ranks: Ranks,
         model_files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         self._directory = directory
-        self._identity = identity
+        self._run_id, self._policy = run_id, policy
         self._ranks = ranks
         self._hosts = HostGroup(ranks, DISK_TIMEOUT_S)
         self._keep = keep
@@ -249,7 +243,7 @@ class Checkpoints:
     def _write_own(self, partial: Path, contents: Contents) -> str:
         """Write and verify this rank's files; returns their description as JSON."""
         rank = self._ranks.rank
-        of_run = {"format": "pt", "run_id": self._identity.run_id, "policy": self._identity.policy}
+        of_run = {"format": "pt", "run_id": self._run_id, "policy": self._policy}
         files = [
             write_safetensors(partial / name, name, pieces, of_run)
             for name, pieces in (
@@ -274,8 +268,8 @@ class Checkpoints:
         if not self._ranks.is_first:
             return ""
         manifest = Manifest(
-            run_id=self._identity.run_id,
-            policy=self._identity.policy,
+            run_id=self._run_id,
+            policy=self._policy,
             training_step=training_step,
             num_updates=contents.num_updates,
             num_ranks=self._ranks.world_size,
@@ -392,7 +386,7 @@ class Checkpoints:
         self._agree(
             "checking whose checkpoint it is", lambda: self._check(path, manifest, model, optimizer), ModelMismatchError
         )
-        own = shares(manifest.files, self._ranks.world_size)[self._ranks.rank]
+        own = even_shares(manifest.files, attrgetter("size_bytes"), self._ranks.world_size)[self._ranks.rank]
         self._refuse_damaged(
             path,
             self._agree("verifying a checkpoint", lambda: names.find_damage(path, own), InfrastructureError),
@@ -427,7 +421,7 @@ class Checkpoints:
         log.error(LogEvent.CHECKPOINT_DAMAGED, step=training_step, reason=reason, set_aside_as=moved)
 
     def _check(self, path: Path, manifest: Manifest, model: PolicyModel, optimizer: PolicyOptimizer) -> str:
-        for key, mine in (("run_id", self._identity.run_id), ("policy", self._identity.policy)):
+        for key, mine in (("run_id", self._run_id), ("policy", self._policy)):
             if getattr(manifest, key) != mine:
                 raise ModelMismatchError(
                     f"{path} belongs to {key} {getattr(manifest, key)!r}, not to {mine!r}: remove it, or use another "
@@ -448,14 +442,6 @@ class Checkpoints:
                 f"{own.get(first, 'missing')} here ({len(wrong)} tensors differ): remove it, or use another run directory"
             )
         return ""
-
-
-def shares(files: tuple[StoredFile, ...] | list[StoredFile], num_ranks: int) -> list[list[StoredFile]]:
-    """The files that each rank reads, with about the same number of bytes for each."""
-    shares: list[list[StoredFile]] = [[] for _ in range(num_ranks)]
-    for file in sorted(files, key=lambda each: (-each.size_bytes, each.name)):
-        min(shares, key=lambda share: sum(each.size_bytes for each in share)).append(file)
-    return shares
 
 
 # -- the state of a model and its optimizer, in names and parts --------------------------------------------------------------

@@ -121,6 +121,7 @@ class GrpcLink:
         self, thread: LoopThread, address: str, run_id: str, policy: str, *, rank: int = 0, num_ranks: int = 1
     ) -> None:
         self._thread = thread
+        self._peer = f"orchestrator {address}"
         self._address = address
         self._run_id = run_id
         self.policy = policy
@@ -167,10 +168,6 @@ class GrpcLink:
 
     def _soon(self, call: Callable[[], object]) -> None:
         self._thread.loop.call_soon_threadsafe(call)
-
-    @property
-    def _peer(self) -> str:
-        return f"orchestrator {self._address}"
 
     # -- for the training loop ---------------------------------------------------------------------------------------
 

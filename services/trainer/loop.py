@@ -11,31 +11,30 @@ commands alike, between training steps only. Other ranks wait for the first in a
 Recovery: the loop starts from the newest undamaged checkpoint, and trains the recorded batches up to the ledger's newest
 version again without publishing. Then the loop offers that version once more (bit-equal arithmetic gives the same
 digest, and the ledger takes the new address), and the run continues. The loop skips a recorded batch that is damaged in
-the journal: the weights then differ from the ledger's newest version, as after arithmetic that is not bit-equal. An
-``OrchestratorLink`` hides gRPC.
+the journal: the weights then differ from the ledger's newest version, as after arithmetic that is not bit-equal.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 import torch
 
 from services.common.checkpoints import CheckpointGauge
 from services.common.errors import BatchLostError, ModelMismatchError, RollmillError, VersionConflictError
-from services.common.records import DeviceTurn, Interval, RankBatch, WeightVersion
+from services.common.records import Interval, RankBatch
 from services.common.system.parking import Parked, return_freed_memory
 from services.common.telemetry.accounts import TrainerState
 from services.common.telemetry.logs import LogEvent
 from services.trainer.checkpoints import CheckpointFailedError, Checkpoints
-from services.trainer.numerics import MismatchError
+from services.trainer.link import GrpcLink
+from services.trainer.numerics import MismatchError, NumericsGate
+from services.trainer.publish import Snapshots
 from services.trainer.ranks import Ranks
-from services.trainer.step import BeforeUpdate, TrainStep
+from services.trainer.step import TrainStep
 
 # --- Carries out device turns in a trainer, between two training steps: parks the trainer's tensors of the device, or
 # brings them back.
@@ -49,9 +48,7 @@ LAST_TURN_S = 120.0  # for the last checkpoint and the export, after a command t
 class DeviceTurns:
     """The device of one rank, held at the begin. Every method is a collective."""
 
-    def __init__(
-        self, step: TrainStep, link: OrchestratorLink, ranks: Ranks, directory: Path, *, first: int = 0
-    ) -> None:
+    def __init__(self, step: TrainStep, link: GrpcLink, ranks: Ranks, directory: Path, *, first: int = 0) -> None:
         """``directory`` takes the file of parked tensors of the host; ``first`` is the number of the turn that has begun."""
         self._step = step
         self._link = link
@@ -124,64 +121,6 @@ class CannotReplayError(RollmillError):
     """Newer checkpoints are damaged, and recorded batches since the newest undamaged one are missing."""
 
 
-class OrchestratorLink(Protocol):
-    """One rank's connection to the orchestrator. Only the first rank handles commands, states and versions."""
-
-    def pull(self, training_step: int) -> RankBatch | None:
-        """This rank's share; None after a bounded wait, or when a command is pending."""
-        ...
-
-    def publish(self, version: WeightVersion, metrics: Mapping[str, float], intervals: Sequence[Interval]) -> None: ...
-
-    def set_state(self, state: TrainerState, training_step: int) -> None: ...
-
-    def set_gauge(self, name: str, value: float) -> None: ...
-
-    def set_checkpoint_steps(self, kept: Sequence[int]) -> None:
-        """Report the durable checkpoints; may be called from another thread."""
-        ...
-
-    def take_checkpoint_command(self) -> bool: ...
-
-    def refuse(self, reason: str) -> None:
-        """Report that this process does not train the batch of its state's step. The orchestrator pauses the run."""
-        ...
-
-    @property
-    def device_turn(self) -> DeviceTurn:
-        """The newest turn on a shared device; that of other ranks stays ``NO_TURN``."""
-        ...
-
-    def set_device_turn(self, number: int) -> None: ...
-
-    @property
-    def paused(self) -> bool: ...
-
-    @property
-    def leaving(self) -> bool:
-        """Whether a signal has told this process to leave."""
-        ...
-
-    @property
-    def stopped(self) -> bool:
-        """Whether to leave between two training steps."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
-    """A version that can be fetched."""
-
-    version: WeightVersion
-    metrics: Mapping[str, float] = field(default_factory=dict)  # cost of publishing, beside the step's own metrics
-
-
-class Publisher(Protocol):
-    """Publishes the current weights. ``publish`` is a collective, and returns None except on the first rank."""
-
-    def publish(self, version: int) -> Published | None: ...
-
-
 class TrainingLoop:
     """Orders pulling, training, publishing and checkpoints."""
 
@@ -189,16 +128,16 @@ class TrainingLoop:
         self,
         *,
         step: TrainStep,
-        link: OrchestratorLink,
-        publisher: Publisher,
+        link: GrpcLink,
+        publisher: Snapshots,
         checkpoints: Checkpoints,
         ranks: Ranks,
         device: DeviceTurns | None,
         num_steps: int,
         checkpoint_every: int,
-        check: BeforeUpdate | None = None,
+        gate: NumericsGate | None = None,
     ) -> None:
-        """``device``: the turns on a device that is shared with the rollouts; None for a device of the trainer's own. ``check``
+        """``device``: the turns on a device that is shared with the rollouts; None for a device of the trainer's own. ``gate``
         may refuse a batch by a ``MismatchError``; replayed batches are not checked."""
         self._step = step
         self._link = link
@@ -210,7 +149,7 @@ class TrainingLoop:
             device.before_free = self._collect_checkpoint
         self._num_steps = num_steps
         self._checkpoint_every = checkpoint_every
-        self._check = check
+        self._gate = gate
         self._saved = self._durable = 0  # training steps of the last checkpoint, begun and complete
         self._checkpoint_due = False
         self._checkpoint_asked = False  # when none could be written
@@ -296,7 +235,7 @@ class TrainingLoop:
     def _train(self, batch: RankBatch) -> None:
         self._link.set_state(TrainerState.TRAINING, batch.training_step)
         started = time.time()
-        metrics = self._step.run(batch, self._check)
+        metrics = self._step.run(batch, self._gate.check if self._gate is not None and self._gate.left else None)
         finished = time.time()
         log.info(
             "step.done",
@@ -348,31 +287,31 @@ class TrainingLoop:
                 self._checkpoint_if_due(training_step - 1, again=False)
             self._link.set_state(state, training_step)
             began = time.monotonic()
-            batch = self._pull_first(training_step, state) if self._ranks.is_first else None
+            batch: RankBatch | _LostBatch | None = None
+            if self._ranks.is_first:
+                try:
+                    batch = self._link.pull(training_step)
+                except BatchLostError as error:
+                    if state != TrainerState.REPLAYING:  # else its version exists already
+                        raise
+                    log.warning("batch.lost", step=training_step, error=error.message)
+                    batch = _LostBatch()
             holding = self._num_holding(batch)
             if holding < 0:
                 return _LostBatch()
+            all_hold = False
             if holding == 1:
                 if not self._ranks.is_first:
                     batch = self._link.pull(training_step)
-                if self._num_holding(batch) == self._ranks.world_size and self._follow_turns():
-                    self._count_wait(time.monotonic() - began)
-                    return batch
-            self._count_wait(time.monotonic() - began)
+                all_hold = self._num_holding(batch) == self._ranks.world_size and self._follow_turns()
+            self._waited_s += time.monotonic() - began
+            self._link.set_gauge("waited_s", self._waited_s)
+            if all_hold:
+                return batch
 
     def _follow_turns(self) -> bool:
         """Carry out the newest turn on a shared device; returns whether the device is held."""
         return self._device is None or self._device.follow()
-
-    def _pull_first(self, training_step: int, state: TrainerState) -> RankBatch | _LostBatch | None:
-        """The first rank's share. A lost batch may be skipped only while replaying, when its version exists already."""
-        try:
-            return self._link.pull(training_step)
-        except BatchLostError as error:
-            if state != TrainerState.REPLAYING:
-                raise
-            log.warning("batch.lost", step=training_step, error=error.message)
-            return _LostBatch()
 
     def _num_holding(self, batch: RankBatch | _LostBatch | None) -> int:
         """Number of ranks that hold the batch; negative for a lost batch."""
@@ -382,10 +321,6 @@ class TrainingLoop:
     def _agreed_command(self) -> int:
         command = _STOP if self._link.stopped else _PAUSE if self._link.paused else _GO
         return int(self._ranks.max(torch.tensor(command, device=self._ranks.device)))
-
-    def _count_wait(self, seconds: float) -> None:
-        self._waited_s += seconds
-        self._link.set_gauge("waited_s", self._waited_s)
 
     def _checkpoint_if_due(self, done: int, *, again: bool = True) -> None:
         """Begin a checkpoint on a command, or (with ``again``) when one is due, such as after a failed one.

@@ -155,12 +155,6 @@ def check_shape(result: object, tokens: TokenBatch, where: str) -> None:
             )
 
 
-def num_not_finite(per_token: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
-    """Number of trained tokens with a NaN or infinite loss, despite finite inputs. [] int64"""
-    finite = tokens.logprobs.isfinite() & tokens.behaviour.isfinite() & tokens.advantages.isfinite()
-    return (tokens.mask & finite & ~per_token.isfinite()).sum()
-
-
 LOG_RATIO_CLAMP = 20.0  # of log ratios before exp, so that no ratio overflows; no gradient flows beyond
 
 
@@ -389,7 +383,11 @@ def binding_second_moments(d: torch.Tensor, advantages: torch.Tensor, mask: torc
 def trust_region(second_moments: torch.Tensor, config: M2po) -> TrustRegion:
     """The region for the second moments of a whole minibatch, in any order. [|S|] -> three scalars"""
     by_authors = config.m2po_rule == "authors"
-    threshold, floor_low, floor_high = in_force(config)
+    own = (config.m2po_threshold, config.m2po_floor_low, config.m2po_floor_high)
+    of_rule = (0.04, 0.3, 0.5) if by_authors else (0.01, 0.0, 0.0)
+    threshold, floor_low, floor_high = (
+        rule if number is None else number for number, rule in zip(own, of_rule, strict=True)
+    )
     limit = (largest_capped if by_authors else largest_kept)(second_moments, threshold)
     new = second_moments.new_tensor
     cap_low, cap_high = (-math.inf, NO_CLIP) if by_authors else (CAP_LOW, CAP_HIGH)
@@ -400,14 +398,6 @@ def trust_region(second_moments: torch.Tensor, config: M2po) -> TrustRegion:
         log_high = torch.minimum(torch.maximum(c, new(math.log1p(floor_high))), log_high)
     mean = second_moments.mean() if second_moments.numel() else new(0.0)
     return TrustRegion(log_low=log_low, log_high=log_high, mean_second_moment=mean)
-
-
-def in_force(config: M2po) -> tuple[float, float, float]:
-    """Threshold, floor below and floor above: those of the rule where the settings have none."""
-    own = (config.m2po_threshold, config.m2po_floor_low, config.m2po_floor_high)
-    of_rule = (0.04, 0.3, 0.5) if config.m2po_rule == "authors" else (0.01, 0.0, 0.0)
-    threshold, low, high = (rule if number is None else number for number, rule in zip(own, of_rule, strict=True))
-    return threshold, low, high
 
 
 def largest_capped(second_moments: torch.Tensor, threshold: float) -> torch.Tensor | None:
@@ -435,24 +425,6 @@ def largest_kept(second_moments: torch.Tensor, threshold: float) -> torch.Tensor
         return None
     num_kept = int((running_means < threshold).sum().clamp(min=1))
     return ascending[num_kept - 1].to(second_moments.dtype)
-
-
-def gap_second_moments(behaviour: torch.Tensor, proximal: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """m over the masked tokens. [num_tokens] each -> [mask.sum()]"""
-    return (behaviour - proximal)[mask].square()
-
-
-def keep_limit(second_moments: torch.Tensor, threshold: float) -> torch.Tensor:
-    """The largest m that stays in a whole minibatch; infinity when all stay. [n] -> []"""
-    limit = largest_kept(second_moments, threshold)
-    return second_moments.new_full((), float("inf")) if limit is None else limit
-
-
-def kept_tokens(
-    behaviour: torch.Tensor, proximal: torch.Tensor, mask: torch.Tensor, limit: torch.Tensor
-) -> torch.Tensor:
-    """The loss mask without the dropped tokens. [num_tokens] each -> [num_tokens] bool"""
-    return mask & ((behaviour - proximal).square() <= limit)
 
 
 # --- DPPO and IPO: a trust region in probability instead of in the ratio (arXiv 2602.04879; prime-rl's default loss).

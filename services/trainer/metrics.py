@@ -40,7 +40,7 @@ import torch
 from services.common.errors import ConfigError
 from services.common.records import MinibatchTotals, RankBatch
 from services.trainer.losses import KL_ESTIMATORS, LOG_RATIO_CLAMP, RESERVED_COUNTS, PolicyLoss, TokenBatch, clamped
-from services.trainer.micro_batches import MicroTensors
+from services.trainer.micro_batches import MicroBatch
 from services.trainer.model.optimizer import Update
 from services.trainer.model.policy_model import PolicyModel
 from services.trainer.ranks import Ranks
@@ -64,19 +64,15 @@ PEAK_TFLOPS: tuple[tuple[str, float, float], ...] = (
 
 
 class Sums:
-    """Named float64 sums. They stay on the device until ``reduce``."""
+    """Named float64 sums, [] each: ``values`` are those of this rank so far. They stay on the device until ``reduce``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._values: dict[str, torch.Tensor] = {}
+        self.values: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, value: torch.Tensor | float) -> None:
         term = torch.as_tensor(value, dtype=torch.float64, device=self._device).detach()
-        self._values[name] = self._values[name] + term if name in self._values else term
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """The sum of this rank so far. []"""
-        return self._values[name]
+        self.values[name] = self.values[name] + term if name in self.values else term
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
         """Sums over all ranks.
@@ -84,7 +80,7 @@ class Sums:
         Raises:
             ConfigError: on every rank, when one did not add the same names as the others (zeros count).
         """
-        names = sorted(self._values)
+        names = sorted(self.values)
         mark = zlib.crc32("\n".join(names).encode())
         largest, smallest = ranks.max(torch.tensor([mark, -mark], dtype=torch.int64, device=self._device)).tolist()
         if largest != -smallest:
@@ -95,7 +91,7 @@ class Sums:
             )
         if not names:
             return {}
-        total = ranks.sum(torch.stack([self._values[n] for n in names]))
+        total = ranks.sum(torch.stack([self.values[n] for n in names]))
         return dict(zip(names, total.tolist(), strict=True))
 
 
@@ -218,16 +214,9 @@ _CAUSES = ("masked", "dropped", "clamped", "clipped")  # why a token with an adv
 _RATIOS, _SQUARES = "ratios/", "squared_ratios/"  # names of sums, before the minibatch
 
 
-def audited(logprobs: torch.Tensor) -> torch.Tensor:
-    """A view of the log-probabilities, to be given to the policy loss; it keeps its gradient. [num_targets]"""
-    seen = logprobs.view_as(logprobs)
-    seen.retain_grad()
-    return seen
-
-
 @torch.no_grad()
 def add_zero_gradients(sums: Sums, tokens: TokenBatch, loss: PolicyLoss) -> None:
-    """Count the tokens without gradient by cause, after their backward pass. Their log-probabilities must be ``audited``.
+    """Count the tokens without gradient by cause, after their backward pass. Their log-probabilities are a view that keeps its gradient.
 
     Names in ``_tokens`` become shares of trained tokens.
     """
@@ -247,7 +236,7 @@ def add_zero_gradients(sums: Sums, tokens: TokenBatch, loss: PolicyLoss) -> None
 
 
 @torch.no_grad()
-def add_ratios(sums: Sums, minibatch: int, batch: MicroTensors, logprobs: torch.Tensor) -> torch.Tensor:
+def add_ratios(sums: Sums, minibatch: int, batch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
     """Add the ratios policy / behaviour of a micro-batch to its minibatch; returns their sum. []"""
     ratios = clamped(logprobs.detach() - batch.behaviour).double().exp()
     total = ratios.sum()
@@ -256,7 +245,7 @@ def add_ratios(sums: Sums, minibatch: int, batch: MicroTensors, logprobs: torch.
     return total
 
 
-def add_mismatch(sums: Sums, batch: MicroTensors, logprobs: torch.Tensor, fresh_version: int) -> None:
+def add_mismatch(sums: Sums, batch: MicroBatch, logprobs: torch.Tensor, fresh_version: int) -> None:
     """Add the difference between the trainer's and the engines' log-probabilities; KL(behaviour || trainer) by k3."""
     gap = batch.behaviour - logprobs
     kl = KL_ESTIMATORS["k3"](gap.clamp(-20.0, 20.0))
@@ -328,18 +317,15 @@ class Usage:
             self.per_target = 2.0 * model.causal_lm.get_output_embeddings().weight.numel()
             self.per_pair = 4.0 * heads * head_dim * len(model.layers)
 
-    def begin(self) -> None:
-        if self._ranks.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._ranks.device)
-
-    def add(self, batch: MicroTensors, sums: Sums) -> None:
+    def add(self, batch: MicroBatch, sums: Sums) -> None:
         """Count one trained micro-batch; dummies do not count."""
         if self.is_dense:
-            flops = self.flops(batch.num_tokens, batch.targets.num_distinct, batch.documents.num_pairs)
+            flops = (
+                self.per_token * len(batch.token_ids)
+                + self.per_target * len(batch.targets.predecessors)
+                + self.per_pair * batch.documents.num_pairs
+            )
             sums.add(_SUM, 0.0 if batch.is_dummy else flops)
-
-    def flops(self, num_tokens: int, num_targets: int, num_pairs: int) -> float:
-        return self.per_token * num_tokens + self.per_target * num_targets + self.per_pair * num_pairs
 
     def metrics(self, total: Mapping[str, float], seconds: float) -> dict[str, float | None]:
         """``tflops`` and ``mfu`` of one rank, and the largest ``memory_peak_gib`` of all ranks. A collective."""

@@ -42,7 +42,8 @@ class NumericsGate:
     def __init__(self, step: TrainStep, tokenizer: Any, policy: str, bound: float, types: Mapping[str, str]) -> None:
         """``types`` are the types that decide ``bound``, by their keys in the recipe."""
         self._step, self._tokenizer, self._policy, self._bound, self._types = step, tokenizer, policy, bound, types
-        self._num_batches, self._next, self._left = 0, 0, 0 if math.isinf(bound) else 2
+        self._num_batches, self._next = 0, 0
+        self.left = 0 if math.isinf(bound) else 2  # comparisons to come
         self._earlier: list[tuple[int, Weights]] = []
 
     def check(self, batch: RankBatch, difference: torch.Tensor, num_tokens: torch.Tensor) -> None:
@@ -52,19 +53,17 @@ class NumericsGate:
         Raises:
             MismatchError: the mean is above the bound.
         """
-        if not self._left:
-            return
         total, count = self._step.ranks.sum(torch.stack([difference, num_tokens])).tolist()
         if self._num_batches >= self._next and count >= LEAST_TOKENS:
             if not total / count <= self._bound:  # also NaN
                 self._step.optimizer.adamw.zero_grad(set_to_none=True)
                 raise MismatchError(self._explained(batch, total / count, int(count)))
             log.info("numerics.agree", step=batch.training_step, mean=total / count, bound=self._bound, tokens=count)
-            self._left, self._next = self._left - 1, self._num_batches + UPDATES_BETWEEN
+            self.left, self._next = self.left - 1, self._num_batches + UPDATES_BETWEEN
         self._num_batches += 1
-        if self._left == 1 and self._num_batches <= self._next:
+        if self.left == 1 and self._num_batches <= self._next:
             self._keep_weights(batch.training_step - 1)
-        elif not self._left or self._num_batches > self._next + COPIES_KEPT:
+        elif not self.left or self._num_batches > self._next + COPIES_KEPT:
             self._earlier.clear()
 
     def _keep_weights(self, version: int) -> None:

@@ -23,8 +23,7 @@ from jinja2 import TemplateError
 
 from services.common.lora import adapter_off
 from services.common.records import RankBatch, Segment, TrainingSequence
-from services.trainer.micro_batches import MicroTensors, forward, logprob_dtype
-from services.trainer.packing import Document, dummy_micro_batch, pack
+from services.trainer.micro_batches import Document, dummy_micro_batch, forward, logprob_dtype, pack
 from services.trainer.ranks import full, local_rows, peer_loss, reshard
 from services.trainer.step import TrainStep
 
@@ -160,15 +159,15 @@ class Probes:
     ) -> list[torch.Tensor]:
         """Log-probabilities of each document's trained tokens."""
         groups = [(i, [d]) for i, d in enumerate(documents)] if alone else [(0, documents)]
-        packed = [(first, micro) for first, group in groups for micro in pack(group, self._step.max_tokens)]
-        packed += [(0, dummy_micro_batch())] * (self._most(len(packed)) - len(packed))
+        place = self._step.ranks.device, logprob_dtype(self._step.model)
+        packed = [(first, micro) for first, group in groups for micro in pack(group, self._step.max_tokens, *place)]
+        packed += [(0, dummy_micro_batch(*place))] * (self._most(len(packed)) - len(packed))
         found = [torch.zeros(0) for _ in documents]
-        for first, micro in packed:
-            batch = MicroTensors.from_packed(micro, self._step.ranks.device, logprob_dtype(self._step.model))
-            scores, _ = forward(self._step.model, batch, self._step.temperature)
-            for place, source in enumerate(micro.sources.tolist()):
-                if not micro.is_dummy:
-                    found[first + source] = scores.float().cpu()[torch.from_numpy(micro.document_index == place)]
+        for first, batch in packed:
+            scores, *_ = forward(self._step.model, batch, self._step.temperature)
+            for own, source in enumerate(batch.sources):
+                if not batch.is_dummy:
+                    found[first + source] = scores[batch.sequence_index == own].float().cpu()
             self._step.on_progress()
         return found
 

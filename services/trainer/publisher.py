@@ -24,7 +24,6 @@ import time
 from collections import OrderedDict
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,20 +256,18 @@ class PublisherStore:
         return full if delta is None else delta.payload
 
     def open(self, payload_id: str) -> PayloadReader:
-        """Open a payload with a lease. ``NotFoundError`` when the payload was dropped: ask for the manifest again."""
+        """Open a payload, whose bytes outlive its version. ``NotFoundError`` when the payload was dropped: ask for the manifest again."""
         with self._lock:
             for snapshot in self._snapshots.values():
                 if full_payload_id(snapshot.manifest) == payload_id:
-                    snapshot.lease()
-                    data = snapshot.data[: snapshot.manifest.size_bytes]
-                    return MemoryReader(data, partial(self._release, snapshot))
+                    return MemoryReader(snapshot.data[: snapshot.manifest.size_bytes])
             for delta in self._made():
                 if delta.payload.payload_id == payload_id:
                     return MemoryReader(memoryview(delta.data))
         raise NotFoundError(f"payload {payload_id!r} is gone: ask for the manifest again")
 
     def close(self) -> None:
-        """Cancel coding, and remove each snapshot after its last reader."""
+        """Cancel coding, and remove the files of all snapshots."""
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._coder.shutdown(wait=True, cancel_futures=True)
@@ -294,10 +291,6 @@ class PublisherStore:
             if number not in kept:
                 self._snapshots.pop(number).retire()
         self._deltas = {key: future for key, future in self._deltas.items() if key[1] in self._snapshots}
-
-    def _release(self, snapshot: Snapshot) -> None:
-        with self._lock:
-            snapshot.release()
 
 
 def base_of(manifest: Manifest) -> BaseVersion:

@@ -3,9 +3,6 @@
 One rank needs no process group and no FSDP; several ranks shard every layer and the root with FSDP2 over gloo (CPU)
 or NCCL (GPU). Independent of losses, batches and files.
 
-Gradients: FSDP2 *averages* over ranks, while a minibatch's loss is a *sum* of the ranks' shares. ``Ranks.backward``
-compensates the difference for all callers.
-
 ``HostGroup`` exchanges short texts over gloo on the hosts, for an action of one rank (such as reserving a file) with a
 result for all ranks. Each exchange has a name and its own deadline, shorter than that of the training's collectives, in
 which ranks wait for batches.
@@ -23,11 +20,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import structlog
@@ -42,6 +39,7 @@ from services.common.errors import DeadlineError, InfrastructureError, RollmillE
 
 log = structlog.get_logger()
 TIMEOUT_S = 300.0
+T = TypeVar("T")
 _GLOO = "gloo"
 _GLOO_WORDS = ("closed by peer", "reset by peer", "broken pipe", "timed out", "connection refused", "connect timeout")
 
@@ -82,10 +80,6 @@ class Ranks:
         rows = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(rows, padded)
         return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
-
-    def backward(self, loss_share: torch.Tensor) -> None:
-        """Accumulate the gradient of the *sum* of all ranks' shares."""
-        (loss_share * self.world_size if self.world_size > 1 else loss_share).backward()
 
     def _reduce(self, values: torch.Tensor, op: Any) -> torch.Tensor:
         if self.world_size == 1:
@@ -196,6 +190,17 @@ def own_part(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, int]:
     if not isinstance(tensor, DTensor) and not ranks.is_first:
         flat = flat[:0]
     return flat, first * math.prod(tensor.shape[1:])
+
+
+def even_shares(items: Iterable[T], size: Callable[[T], int], num_ranks: int) -> list[list[T]]:
+    """The items of each rank, with about the same total size: the largest first, each to the rank with the least."""
+    shares: list[list[T]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for item in sorted(items, key=size, reverse=True):
+        rank = loads.index(min(loads))
+        shares[rank].append(item)
+        loads[rank] += size(item)
+    return shares
 
 
 def whole_tensors(

@@ -26,6 +26,7 @@ import structlog
 import torch
 
 from services.common.config.algorithm import AlgorithmConfig
+from services.common.errors import InvalidRequestError
 from services.common.records import MinibatchTotals, RankBatch
 from services.trainer.advantages import (
     Moments,
@@ -47,7 +48,6 @@ from services.trainer.losses import (
     algorithm_of,
     check_shape,
     kl_per_token,
-    num_not_finite,
     value_loss,
 )
 from services.trainer.metrics import (
@@ -57,32 +57,28 @@ from services.trainer.metrics import (
     add_mismatch,
     add_ratios,
     add_zero_gradients,
-    audited,
     step_metrics,
 )
 from services.trainer.micro_batches import (
-    Logprobs,
-    MicroTensors,
+    Document,
+    MicroBatch,
     MinibatchContext,
     check_batch,
-    check_taught,
     forward,
-    forward_with_values,
     logprob_dtype,
     minibatch_context,
     pack_for_ranks,
 )
 from services.trainer.model.optimizer import PolicyOptimizer, Update
 from services.trainer.model.policy_model import PolicyModel, Scorer
-from services.trainer.packing import Document
 from services.trainer.ranks import Ranks
 
 log = structlog.get_logger(__name__)
-Minibatches = Seq[Seq[MicroTensors]]
+Minibatches = Seq[Seq[MicroBatch]]
 BeforeUpdate = Callable[[RankBatch, torch.Tensor, torch.Tensor], None]
 
 
-def with_teacher(batch: MicroTensors, logprobs: torch.Tensor, config: AlgorithmConfig) -> MicroTensors:
+def with_teacher(batch: MicroBatch, logprobs: torch.Tensor, config: AlgorithmConfig) -> MicroBatch:
     """Add the teacher's term to the advantages, given the policy's own log-probabilities. No change without a teacher."""
     if config.distillation is None or batch.teacher is None:
         return batch
@@ -139,10 +135,19 @@ class TrainStep:
         number. It may raise: the weights have not changed.
         """
         started = time.perf_counter()
-        self._usage.begin()
+        if self.ranks.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.ranks.device)
         sums = Sums(self.ranks.device)
         minibatches = self._pack(batch, sums)
-        proximal = self._proximal(minibatches)
+        # Log-probabilities under the weights at step start; None for the first minibatch if its own forward pass, with the
+        # same weights, computes them anyway.
+        whole = self._algorithm.needs_whole_proximal
+        proximal = [
+            self._logprobs(m)
+            if (self._algorithm.needs_proximal or whole) and (index > 0 or (whole and len(m) > 1))
+            else None
+            for index, m in enumerate(minibatches)
+        ]
         updates: list[Update] = []
         num_computed, stopped = 0, False
         for index, (micro_batches, totals) in enumerate(zip(minibatches, batch.minibatches, strict=True)):
@@ -155,9 +160,20 @@ class TrainStep:
                 index, micro_batches, totals, proximal[index], sums, fresh_version, where
             )
             if check is not None and index == 0:
-                check(batch, sums["fresh_abs"], sums["fresh_tokens"])
+                check(batch, sums.values["fresh_abs"], sums.values["fresh_tokens"])
             num_computed += 1
-            stopped = self._stops_early(batch.training_step, index, ratios, totals)
+            if (limit := self.config.early_stop_ratio) is not None:
+                # Over the whole minibatch, so that the result does not depend on packing.
+                mean = float(self.ranks.sum(ratios)) / totals.num_trained_tokens
+                stopped = mean > limit
+                if stopped:
+                    log.warning(
+                        "step.stopped_early",
+                        training_step=batch.training_step,
+                        minibatch=index,
+                        mean_ratio=mean,
+                        limit=limit,
+                    )
             if stopped or num_kept == 0:
                 self.optimizer.skip()
             else:
@@ -176,7 +192,7 @@ class TrainStep:
 
     # -- preparation -------------------------------------------------------------------------------------------------
 
-    def _pack(self, batch: RankBatch, sums: Sums) -> list[list[MicroTensors]]:
+    def _pack(self, batch: RankBatch, sums: Sums) -> list[list[MicroBatch]]:
         check_batch(batch, self.ranks, self.vocab_size)
         advantages = sequence_advantages(batch.sequences, self.config)
         trained = np.array([s.sequence.num_trained_tokens for s in batch.sequences], dtype=np.float64)
@@ -191,18 +207,21 @@ class TrainStep:
         sums.add("staleness", sum(s.staleness for s in batch.sequences))
         if not self._has_credit:
             sums.add("advantage_abs", float((abs(advantages) * trained).sum()))
+        # Without the teacher's scores a sequence would silently be trained on the task alone.
+        asks_teacher = self.config.distillation is not None and self.config.distillation.teacher is not None
         minibatches: list[list[Document]] = [[] for _ in batch.minibatches]
         for item, advantage in zip(batch.sequences, advantages.tolist(), strict=True):
             document = Document.from_training_sequence(item, advantage)
-            check_taught(item.sequence_id, document, self.config)
+            if asks_teacher and document.teacher is None and document.num_trained_tokens:
+                raise InvalidRequestError(f"sequence {item.sequence_id} lacks the log-probabilities of the teacher")
             minibatches[item.minibatch].append(document)
         packed = pack_for_ranks(minibatches, self.max_tokens, self.ranks, self._dtype)
         return self._with_credit(packed, sums) if self._has_credit else packed
 
     @torch.no_grad()
-    def _with_credit(self, minibatches: Minibatches, sums: Sums) -> list[list[MicroTensors]]:
+    def _with_credit(self, minibatches: Minibatches, sums: Sums) -> list[list[MicroBatch]]:
         """The micro-batches with an advantage per token, by the weights at step start. A collective."""
-        result: list[list[MicroTensors]] = []
+        result: list[list[MicroBatch]] = []
         for minibatch in minibatches:
             result.append([])
             for batch in minibatch:
@@ -224,23 +243,23 @@ class TrainStep:
                 sums.add("advantage_abs", taught.advantages.abs().sum(dtype=torch.float64))
         return result
 
-    def _credited(self, batch: MicroTensors, sums: Sums) -> MicroTensors:
+    def _credited(self, batch: MicroBatch, sums: Sums) -> MicroBatch:
         config, index = self.config, batch.sequence_index
-        sums.add("credited", batch.num_targets)
+        sums.add("credited", len(batch.behaviour))
         rewards = at_last_token(batch.advantages.double(), index)
         if config.kl_reward_coefficient > 0.0:
             assert self.reference is not None
-            reference, _ = forward(self.reference, batch, self.temperature)
+            reference, *_ = forward(self.reference, batch, self.temperature)
             kl = kl_per_token(batch.behaviour, reference, "k1")
             sums.add("kl_reference", kl.sum())
             rewards = rewards - config.kl_reward_coefficient * kl.double()
         if self.teacher is not None:
-            teacher, _ = forward(self.teacher, batch, self.temperature)
+            teacher, *_ = forward(self.teacher, batch, self.temperature)
             batch = replace(batch, teacher=teacher)
         if config.distillation is not None and batch.teacher is not None:
             sums.add("distillation_kl", (batch.behaviour - batch.teacher).sum(dtype=torch.float64))
         if config.advantage == "gae":
-            _, _, values = forward_with_values(self.model, batch, self.temperature)
+            _, _, values = forward(self.model, batch, self.temperature)
             assert values is not None
             advantages, returns = gae(rewards, values, index, config.gamma, config.gae_lambda)
             # From these ``explained_variance`` is computed.
@@ -259,31 +278,19 @@ class TrainStep:
         return Moments(*self.ranks.sum(flat).tolist())
 
     @torch.no_grad()
-    def _logprobs(self, micro_batches: Seq[MicroTensors]) -> list[torch.Tensor]:
+    def _logprobs(self, micro_batches: Seq[MicroBatch]) -> list[torch.Tensor]:
         found = []
         for micro_batch in micro_batches:
             found.append(forward(self.model, micro_batch, self.temperature)[0])
             self.on_progress()
         return found
 
-    def _proximal(self, minibatches: Seq[Seq[MicroTensors]]) -> list[list[torch.Tensor] | None]:
-        """Log-probabilities under the weights at step start.
-
-        None for the first minibatch if its own forward pass, with the same weights, computes them anyway.
-        """
-        if not (self._algorithm.needs_proximal or self._algorithm.needs_whole_proximal):
-            return [None for _ in minibatches]
-        return [
-            self._logprobs(m) if index > 0 or (self._algorithm.needs_whole_proximal and len(m) > 1) else None
-            for index, m in enumerate(minibatches)
-        ]
-
     # -- one minibatch -----------------------------------------------------------------------------------------------
 
     def _backward_minibatch(
         self,
         number: int,
-        micro_batches: Seq[MicroTensors],
+        micro_batches: Seq[MicroBatch],
         totals: MinibatchTotals,
         proximal: Seq[torch.Tensor] | None,
         sums: Sums,
@@ -303,7 +310,7 @@ class TrainStep:
         not_finite = torch.zeros((), dtype=torch.int64, device=self.ranks.device)
         ratios = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         if len(micro_batches) > 1:
-            current: Logprobs | None = None
+            current: Seq[torch.Tensor] | None = None
             taught = micro_batches
             if self._algorithm.needs_trust_region:
                 # At the start of a step the proximal policy is the current one.
@@ -311,7 +318,7 @@ class TrainStep:
                 taught = [with_teacher(m, own, self.config) for m, own in zip(micro_batches, current, strict=True)]
             context = context_of(taught, current=current, proximal=proximal)
         for index, untaught in enumerate(micro_batches):
-            logprobs, entropy, values = forward_with_values(self.model, untaught, self.temperature)
+            logprobs, entropy, values = forward(self.model, untaught, self.temperature)
             micro_batch = with_teacher(untaught, logprobs.detach(), self.config)
             own_proximal = proximal[index] if proximal is not None else logprobs.detach()
             if context is None:  # the only micro-batch: its own forward pass has all inputs
@@ -320,14 +327,19 @@ class TrainStep:
             if fresh_version is not None:
                 add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
             given = own_proximal if self._algorithm.needs_proximal else None
-            tokens = context.tokens(index, micro_batch, audited(logprobs), given)
+            seen = logprobs.view_as(logprobs)  # keeps its gradient, for the count of tokens without one
+            seen.retain_grad()
+            tokens = context.tokens(index, micro_batch, seen, given)
             policy_loss = self._algorithm.loss(tokens, self.config)
             check_shape(policy_loss, tokens, where)
-            not_finite += num_not_finite(policy_loss.per_token, tokens)
+            finite = tokens.logprobs.isfinite() & tokens.behaviour.isfinite() & tokens.advantages.isfinite()
+            not_finite += (tokens.mask & finite & ~policy_loss.per_token.isfinite()).sum()
             loss = self._loss(index, micro_batch, logprobs, tokens, policy_loss, entropy, context, sums)
             if values is not None:
                 loss = loss + self._value_loss(micro_batch, values, totals, sums)
-            self.ranks.backward(loss)
+            if self.ranks.world_size > 1:  # FSDP2 averages gradients over ranks, and the loss is a sum of their shares
+                loss = loss * self.ranks.world_size
+            loss.backward()
             add_zero_gradients(sums, tokens, policy_loss)
             self.on_progress()
         assert context is not None
@@ -343,23 +355,10 @@ class TrainStep:
             sums.add("m2po_second_moment", context.region.mean_second_moment * share)
         return ratios, context.num_kept
 
-    def _stops_early(self, step: int, minibatch: int, ratios: torch.Tensor, totals: MinibatchTotals) -> bool:
-        """Whether the policy is too far from the behaviour policy of the minibatch. A collective with early_stop_ratio.
-
-        Computed over the whole minibatch, so that the result does not depend on packing.
-        """
-        limit = self.config.early_stop_ratio
-        if limit is None:
-            return False
-        mean = float(self.ranks.sum(ratios)) / totals.num_trained_tokens
-        if mean > limit:
-            log.warning("step.stopped_early", training_step=step, minibatch=minibatch, mean_ratio=mean, limit=limit)
-        return mean > limit
-
     def _loss(
         self,
         index: int,
-        batch: MicroTensors,
+        batch: MicroBatch,
         logprobs: torch.Tensor,
         tokens: TokenBatch,
         policy_loss: PolicyLoss,
@@ -370,13 +369,13 @@ class TrainStep:
         """This micro-batch's share of the minibatch's loss. []"""
         config, mask = self.config, tokens.mask
         if self._algorithm.needs_whole_proximal:
-            sums.add("left_out_tokens", batch.num_targets - mask.sum())
+            sums.add("left_out_tokens", len(batch.behaviour) - mask.sum())
         per_token = policy_loss.per_token
         for name, count in policy_loss.counts.items():
             sums.add(name, count)
         if self.reference is not None and config.kl_coefficient > 0.0:
             with torch.no_grad():
-                reference_logprobs, _ = forward(self.reference, batch, self.temperature)
+                reference_logprobs, *_ = forward(self.reference, batch, self.temperature)
             kl = kl_per_token(logprobs, reference_logprobs, config.kl_estimator, config.kl_clamp)
             if config.kl_reward_coefficient == 0.0:
                 sums.add("kl_reference", kl.sum())  # otherwise known from the sampled tokens
@@ -387,16 +386,14 @@ class TrainStep:
         loss = aggregate(per_token, mask, *axes, context.totals, config, counted=context.counted[index])
         sums.add("loss", loss)
         sums.add("entropy", entropy.sum())
-        sums.add("trained_tokens", batch.num_targets)
+        sums.add("trained_tokens", len(batch.behaviour))
         sums.add("sole_choice_tokens", 0 if batch.drawn is None else batch.drawn.num_sole_choices)
         sums.add("tokens", batch.num_given_tokens)
-        sums.add("computed", 0 if batch.is_dummy else batch.num_tokens)
+        sums.add("computed", 0 if batch.is_dummy else len(batch.token_ids))
         self._usage.add(batch, sums)
         return loss
 
-    def _value_loss(
-        self, batch: MicroTensors, values: torch.Tensor, totals: MinibatchTotals, sums: Sums
-    ) -> torch.Tensor:
+    def _value_loss(self, batch: MicroBatch, values: torch.Tensor, totals: MinibatchTotals, sums: Sums) -> torch.Tensor:
         """This micro-batch's share of the weighted value loss of the minibatch. []
 
         Over all trained tokens, also those that a policy loss leaves out: they have a return all the same. ``values`` come

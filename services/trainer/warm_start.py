@@ -36,9 +36,9 @@ from services.common.telemetry.metrics import MetricsWriter, RowKind
 
 if TYPE_CHECKING:
     from services.common.text.chat import Chat
+    from services.trainer.micro_batches import Document
     from services.trainer.model.optimizer import PolicyOptimizer, Update
     from services.trainer.model.policy_model import PolicyModel
-    from services.trainer.packing import Document
     from services.trainer.ranks import Ranks
 
 log = structlog.get_logger()
@@ -151,7 +151,7 @@ def supervised_update(
     total = 0.0
     (micro_batches,) = pack_for_ranks([documents], max_tokens, ranks, logprob_dtype(model))
     for batch in micro_batches:
-        logprobs, _ = forward(model, batch, temperature=1.0)
+        logprobs, *_ = forward(model, batch, temperature=1.0)
         loss = -logprobs.sum() / max(trained, 1)
         total += float(loss.detach())
         loss.backward()
@@ -166,7 +166,7 @@ def to_document(chat: Chat, dialogue: Mapping[str, Any], context_length: int) ->
     """
     import numpy as np
 
-    from services.trainer.packing import Document
+    from services.trainer.micro_batches import Document
 
     messages = dialogue.get("messages") if isinstance(dialogue, Mapping) else None
     if not isinstance(messages, list):

@@ -12,9 +12,8 @@ import torch
 from services.common.records import Segment, StopReason, TokenSequence, TrainingSequence
 from services.common.text.chat import named_weights
 from services.inference.engine.base import FinishReason, WeightUpdate
-from services.trainer.micro_batches import forward, pack_for_ranks
+from services.trainer.micro_batches import Document, forward, pack_for_ranks
 from services.trainer.model.policy_model import build_policy_model
-from services.trainer.packing import Document
 from services.trainer.ranks import Ranks
 from tests.conformance.conftest import SERVERS
 from tests.conformance.subjects import Subject, until_tokens
@@ -122,8 +121,8 @@ async def test_the_trainer_scores_truncated_tokens_as_the_engine_did(exact: Subj
     ranks = Ranks.single()
     model = build_policy_model(copy.deepcopy(exact.model), ranks, trainable=False)
     ((batch,),) = pack_for_ranks([[Document.from_training_sequence(item, 0.0)]], 1000, ranks, torch.float32)
-    scored, _ = forward(model, batch, 1.3)
-    assert batch.num_targets == len(generation.token_ids)
+    scored, *_ = forward(model, batch, 1.3)
+    assert len(batch.behaviour) == len(generation.token_ids)
     assert float((scored - batch.behaviour).abs().max()) <= TOLERANCE
 
 

@@ -24,9 +24,8 @@ from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.ingest import PolicyBounds, RecordBounds, RecordRefusedError
 from services.orchestrator.journal import entries
 from services.trainer.advantages import sequence_advantages
-from services.trainer.micro_batches import check_batch
-from services.trainer.packing import Document
-from services.trainer.packing import pack as pack_documents
+from services.trainer.micro_batches import Document, check_batch
+from services.trainer.micro_batches import pack as pack_documents
 from services.trainer.ranks import Ranks
 from tests.unit.orchestrator.builders import group, order, sequence
 
@@ -148,7 +147,11 @@ def train(found: list[Trajectory | None]) -> None:
         advantages = sequence_advantages(share.sequences, AlgorithmConfig(advantage=advantage))
         assert np.isfinite(advantages.astype(np.float32)).all()
     documents = [Document.from_training_sequence(item, 0.0) for item in share.sequences]
-    trained = [int(token) for packed in pack_documents(documents, 16) for token in packed.target_ids]
+    trained = [
+        int(token)
+        for packed in pack_documents(documents, 16)
+        for token in packed.targets.each(packed.targets.token_ids)
+    ]
     assert sorted(trained) == sorted(int(token) for d in documents for token in d.token_ids[d.loss_mask])
 
 

@@ -18,7 +18,7 @@ from services.common.wire import read, write
 from services.inference.engine.torch.engine import TorchEngine
 from services.orchestrator.journal import entries
 from services.trainer import step as step_module
-from services.trainer.micro_batches import MicroTensors, forward_with_values
+from services.trainer.micro_batches import MicroBatch, forward
 from tests.random_models import VOCAB, build_model, make_prompt, make_request, perturbed
 from tests.unit.trainer.building import algorithm, rank_batch, train_step
 
@@ -83,7 +83,7 @@ def travelled(sequence: TokenSequence) -> TokenSequence:
     return read(TokenSequence, again)
 
 
-Scores = list[tuple[MicroTensors, torch.Tensor]]  # log-probabilities with their gradients
+Scores = list[tuple[MicroBatch, torch.Tensor]]  # log-probabilities with their gradients
 
 
 def trained(
@@ -92,14 +92,14 @@ def trained(
     """The results of one training step on these sequences."""
     scores: Scores = []
 
-    def watched(policy: Any, batch: MicroTensors, at: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        logprobs, entropy, values = forward_with_values(policy, batch, at)
+    def watched(policy: Any, batch: MicroBatch, at: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        logprobs, entropy, values = forward(policy, batch, at)
         if logprobs.requires_grad:
             logprobs.retain_grad()
             scores.append((batch, logprobs))
         return logprobs, entropy, values
 
-    monkeypatch.setattr(step_module, "forward_with_values", watched)
+    monkeypatch.setattr(step_module, "forward", watched)
     step = train_step(algorithm(name), causal_lm=copy.deepcopy(model), temperature=temperature, max_tokens=10_000)
     step.run(rank_batch(items))
     return scores

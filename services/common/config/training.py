@@ -351,7 +351,7 @@ class WeightsConfig(Listening):
     full_every: int = Field(default=0, ge=0)
     """With `delta` and `auto`, send every n-th version in full; 0 is never."""
     keep_versions: int = Field(default=2, ge=1)
-    """Snapshots kept by the publisher, with the deltas to them; one that is being read is never removed."""
+    """Snapshots kept by the publisher, with the deltas to them; bytes that are being read stay."""
     transports: list[Literal["mapped", "bulk", "grpc"]] = Field(default=["mapped", "bulk", "grpc"], min_length=1)
     """Ways in which replicas may fetch, best first: mapped files on the same host, ZeroMQ, gRPC chunks."""
     send_bytes_per_s: float = Field(default=0.0, ge=0)

@@ -47,29 +47,21 @@ from services.common.system.processes import is_there
 Bits = npt.NDArray[np.unsignedinteger[Any]]  # one unsigned integer per element, little-endian
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ElementType:
-    """An element type: its name in torch, and the unsigned type of its bits."""
+    """The unsigned type of an element's bits, and whether the element is a floating-point number."""
 
-    name: str
     bits_dtype: np.dtype[Any]
     is_float: bool
 
-    @property
-    def size_bytes(self) -> int:
-        return int(self.bits_dtype.itemsize)
 
-
-ELEMENT_TYPES: dict[str, ElementType] = {
-    kind.name: kind
-    for kind in (
-        ElementType(name="float32", bits_dtype=np.dtype("<u4"), is_float=True),
-        ElementType(name="bfloat16", bits_dtype=np.dtype("<u2"), is_float=True),
-        ElementType(name="float16", bits_dtype=np.dtype("<u2"), is_float=True),
-        ElementType(name="int32", bits_dtype=np.dtype("<u4"), is_float=False),
-        ElementType(name="int64", bits_dtype=np.dtype("<u8"), is_float=False),
-        ElementType(name="uint8", bits_dtype=np.dtype("u1"), is_float=False),
-    )
+ELEMENT_TYPES: dict[str, ElementType] = {  # by the name in torch
+    "float32": ElementType(np.dtype("<u4"), True),
+    "bfloat16": ElementType(np.dtype("<u2"), True),
+    "float16": ElementType(np.dtype("<u2"), True),
+    "int32": ElementType(np.dtype("<u4"), False),
+    "int64": ElementType(np.dtype("<u8"), False),
+    "uint8": ElementType(np.dtype("u1"), False),
 }
 
 
@@ -120,7 +112,7 @@ def zigzagged_steps(old: Bits, new: Bits, is_float: bool) -> Bits:
 def zigzag(difference: Bits) -> Bits:
     """Zigzagged differences; ``difference`` itself is changed."""
     fill = _sign_fill(difference)
-    difference <<= _one(difference)
+    difference <<= difference.dtype.type(1)
     difference ^= fill
     return difference
 
@@ -155,7 +147,7 @@ def unrank(ranks: Bits, is_float: bool) -> Bits:
 
 def unzigzag(zigzagged: Bits) -> Bits:
     """The differences of zigzagged ones."""
-    one = _one(zigzagged)
+    one = zigzagged.dtype.type(1)
     difference: Bits = zigzagged & one
     np.negative(difference, out=difference)
     difference ^= zigzagged >> one
@@ -171,10 +163,6 @@ def _sign_fill(bits: Bits) -> Bits:
 
 def _sign_bit(bits: Bits) -> Any:
     return bits.dtype.type(1 << (bits.dtype.itemsize * 8 - 1))
-
-
-def _one(bits: Bits) -> Any:
-    return bits.dtype.type(1)
 
 
 # Names of the tensors of an adapter, as in PEFT's files.
@@ -209,7 +197,7 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        return self.num_elements * element_type(self.dtype).size_bytes
+        return math.prod(self.shape) * element_type(self.dtype).bits_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -511,16 +499,11 @@ class SnapshotSpaceError(InfrastructureError):
     """No configured directory has enough space for a snapshot."""
 
 
-def snapshot_name(run_id: str, policy: str, version: int, pid: int) -> str:
-    """The file name. Run and policy are quoted, so that dots only separate the parts."""
-    run, name = (quote(part, safe="").replace(".", "%2E") for part in (run_id, policy))
-    return f"{_PREFIX}.{run}.{name}.{version}.{pid}.{_SUFFIX}"
-
-
-class SnapshotPart:
+class SnapshotWriter:
     """An unfinished version, mapped by one of its writers: every writer fills its own rows of any tensor.
 
-    A ``SnapshotWriter``, in this or another process of the host, reserves the file; other writers ``join``.
+    The first writer reserves the file (``create``), others of the host ``join``. When every tensor is filled, the first one
+    ``seal``s the file; ``abandon`` (or an exception in ``with``) removes the file.
     """
 
     def __init__(self, path: Path, manifest: Manifest, reserved: int, file_descriptor: int, mapped: mmap.mmap) -> None:
@@ -532,8 +515,56 @@ class SnapshotPart:
         self._map = mapped
 
     @classmethod
-    def join(cls, path: Path) -> SnapshotPart:
-        """Map the file that a ``SnapshotWriter`` has reserved for ``path``.
+    def create(
+        cls,
+        *,
+        run_id: str,
+        policy: str,
+        version: int,
+        specs: Iterable[TensorSpec],
+        directories: Sequence[Path] = DEFAULT_DIRECTORIES,
+        algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
+        adapter: AdapterIdentity | None = None,
+    ) -> SnapshotWriter:
+        """Reserve the file in the first directory with enough space; ``SnapshotSpaceError`` names the space in each."""
+        # All digests of an algorithm have one length, so the manifest's size is known before the data.
+        entries = lay_out(specs, algorithm)
+        draft = Manifest.of(run_id=run_id, policy=policy, version=version, tensors=entries, adapter=adapter)
+        encoded = _MANIFEST.dump_json(draft)
+        reserved = -(-(_HEADER.size + len(encoded)) // _PAGE) * _PAGE
+        # Run and policy are quoted, so that dots only separate the parts.
+        run, name = (quote(part, safe="").replace(".", "%2E") for part in (run_id, policy))
+        complaints = []
+        for directory in directories:
+            path = directory / f"{_PREFIX}.{run}.{name}.{version}.{os.getpid()}.{_SUFFIX}"
+            hidden = _hidden(path)
+            try:
+                descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                complaints.append(f"{directory}: {error.strerror}")
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                os.posix_fallocate(descriptor, 0, reserved + draft.size_bytes)
+            except OSError as error:
+                os.close(descriptor)
+                hidden.unlink(missing_ok=True)
+                if error.errno not in _NO_SPACE:
+                    raise
+                found = os.statvfs(directory)
+                complaints.append(f"{directory}: {error.strerror} ({found.f_bavail * found.f_frsize} bytes free)")
+                continue
+            mapped = mmap.mmap(descriptor, reserved + draft.size_bytes)
+            mapped[: _HEADER.size + len(encoded)] = _HEADER.pack(_DRAFT_MAGIC, len(encoded)) + encoded
+            return cls(path, draft, reserved, descriptor, mapped)
+        raise SnapshotSpaceError(
+            f"no room for version {version} of {policy!r} ({reserved + draft.size_bytes} bytes): {'; '.join(complaints)}. "
+            "Free memory there, keep fewer versions, or name another snapshot directory"
+        )
+
+    @classmethod
+    def join(cls, path: Path) -> SnapshotWriter:
+        """Map the file that another writer of this host has reserved for ``path``.
 
         Raises:
             OSError: the file does not exist (any more), or this process cannot see the file.
@@ -541,9 +572,8 @@ class SnapshotPart:
         """
         descriptor = os.open(_hidden(path), os.O_RDWR | os.O_CLOEXEC)
         try:
-            fcntl.flock(
-                descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB
-            )  # no process sweeps it while one of its writers is alive
+            # No process sweeps it while one of its writers is alive.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             mapped = mmap.mmap(descriptor, 0)
             manifest, reserved = _read_manifest(mapped, path, _DRAFT_MAGIC)
         except (OSError, CorruptDataError):
@@ -564,61 +594,12 @@ class SnapshotPart:
         }
 
     def close(self) -> None:
-        """Release the file without removing the file, for processes without a lease. Arrays over the mapping stay valid."""
+        """Release the file without removing the file. Arrays over the mapping stay valid."""
         if self._fd >= 0:
             fcntl.flock(self._fd, fcntl.LOCK_UN)  # said, because the mapping, which holds on to it, may live on
             os.close(self._fd)
             self._fd = -1
 
-
-class SnapshotWriter(SnapshotPart):
-    """Reserves and seals the file. Fill every tensor, then ``seal``; ``abandon`` (or an exception in ``with``) removes the
-    file."""
-
-    @classmethod
-    def create(
-        cls,
-        *,
-        run_id: str,
-        policy: str,
-        version: int,
-        specs: Iterable[TensorSpec],
-        directories: Sequence[Path] = DEFAULT_DIRECTORIES,
-        algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
-        adapter: AdapterIdentity | None = None,
-    ) -> SnapshotWriter:
-        """Reserve the file in the first directory with enough space; ``SnapshotSpaceError`` names the space in each."""
-        # All digests of an algorithm have one length, so the manifest's size is known before the data.
-        entries = lay_out(specs, algorithm)
-        draft = Manifest.of(run_id=run_id, policy=policy, version=version, tensors=entries, adapter=adapter)
-        encoded = _MANIFEST.dump_json(draft)
-        reserved = -(-(_HEADER.size + len(encoded)) // _PAGE) * _PAGE
-        complaints = []
-        for directory in directories:
-            path = directory / snapshot_name(run_id, policy, version, os.getpid())
-            hidden = _hidden(path)
-            try:
-                descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            except OSError as error:
-                complaints.append(f"{directory}: {error.strerror}")
-                continue
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                os.posix_fallocate(descriptor, 0, reserved + draft.size_bytes)
-            except OSError as error:
-                os.close(descriptor)
-                hidden.unlink(missing_ok=True)
-                if error.errno not in _NO_SPACE:
-                    raise
-                complaints.append(f"{directory}: {error.strerror} ({_free_bytes(directory)} bytes free)")
-                continue
-            mapped = mmap.mmap(descriptor, reserved + draft.size_bytes)
-            mapped[: _HEADER.size + len(encoded)] = _HEADER.pack(_DRAFT_MAGIC, len(encoded)) + encoded
-            return cls(path, draft, reserved, descriptor, mapped)
-        raise SnapshotSpaceError(
-            f"no room for version {version} of {policy!r} ({reserved + draft.size_bytes} bytes): {'; '.join(complaints)}. "
-            "Free memory there, keep fewer versions, or name another snapshot directory"
-        )
 
     def seal(self, digests: Mapping[str, str] | None = None) -> Manifest:
         """Write the manifest, rename the file to its final name and release the file, which is immutable from then on.
@@ -652,7 +633,7 @@ class SnapshotWriter(SnapshotPart):
 
 
 class Snapshot:
-    """A sealed version, mapped read-only. Readers hold a ``lease``; ``retire`` removes the file after the last lease."""
+    """A sealed version, mapped read-only. Its arrays and ``data`` stay valid after ``retire`` and ``close``."""
 
     def __init__(self, path: Path) -> None:
         """``CorruptDataError`` when the file is no snapshot, ``OSError`` when there is none."""
@@ -669,40 +650,21 @@ class Snapshot:
             ) from error
         self.data = memoryview(self._map)[start:]  # manifest offsets are offsets in it
         self.data_offset = start  # of ``data`` in the file
-        self._leases = 0
-        self._retired = False
 
     def bits(self, entry: TensorEntry) -> Bits:
         """The flat array of one tensor's bits; read-only."""
         kind = element_type(entry.dtype).bits_dtype
         return np.frombuffer(self.data, dtype=kind, count=entry.num_elements, offset=entry.offset)
 
-    def lease(self) -> None:
-        if self._retired and not self._leases:
-            raise ValueError(f"{self.path} was removed and cannot be leased")
-        self._leases += 1
-
-    def release(self) -> None:
-        self._leases -= 1
-        assert self._leases >= 0, "released more often than leased"
-        if self._retired and not self._leases:
-            self._remove()
-
     def retire(self) -> None:
-        """Remove the file, now or with the last lease."""
-        if not self._retired:
-            self._retired = True
-            if not self._leases:
-                self._remove()
+        """Remove the file. Its memory is free when the last array over the mapping is gone."""
+        self.path.unlink(missing_ok=True)
+        self.close()
 
     def close(self) -> None:
-        """Release the file without removing the file, for processes without a lease. Arrays over the mapping stay valid."""
+        """Release the file without removing the file. Arrays over the mapping stay valid."""
         fcntl.flock(self._fd, fcntl.LOCK_UN)  # said, because the mapping, which holds on to it, may live on
         os.close(self._fd)
-
-    def _remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self.close()  # the mapping ends with the last array over it
 
 
 def sweep_orphans(directories: Iterable[Path] = DEFAULT_DIRECTORIES) -> list[Path]:
@@ -752,8 +714,3 @@ def _is_unused(path: Path) -> bool:
         return True
     finally:
         os.close(descriptor)
-
-
-def _free_bytes(directory: Path) -> int:
-    found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize

@@ -182,7 +182,7 @@ class Mirror:
         assert self.manifest is not None
         views = {}
         for entry in self.manifest.tensors:
-            signed = self._bits[entry.name].view(f"i{element_type(entry.dtype).size_bytes}")
+            signed = self._bits[entry.name].view(f"i{element_type(entry.dtype).bits_dtype.itemsize}")
             kind: torch.dtype = getattr(torch, entry.dtype)
             views[entry.name] = torch.from_numpy(signed).view(kind).view(entry.shape)
         return views
@@ -299,7 +299,7 @@ def _own_bits(tensor: Any, dtype: str) -> Bits:
 
     source = str(tensor.dtype).removeprefix("torch.")
     kind = element_type(source)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[kind.size_bytes]
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[kind.bits_dtype.itemsize]
     bits: Bits = tensor.detach().cpu().contiguous().view(-1).view(integers).numpy().view(kind.bits_dtype)
     cast = cast_bits(bits, source, dtype)
     return bits.copy() if cast is bits else cast

@@ -35,7 +35,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from services.common.errors import ConfigError, ModelMismatchError
-from services.trainer.packing import Branch
 
 Ints = npt.NDArray[np.int64]
 Kernel = Literal["auto", "varlen", "sdpa"]
@@ -48,6 +47,24 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 BLOCK_ROWS = 64
 _PADDED_ROWS = 16
 _PADDED_PAIRS = 1 << 16  # blocks with more (query, key) pairs are not padded
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Consecutive rows of one document, and the earlier rows of the same document."""
+
+    start: int
+    length: int
+    prefix: Ints  # [positions before the branch] rows, ascending
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def rows(self) -> Ints:
+        """All rows that the last one sees, itself included. [prefix + length]"""
+        return np.concatenate([self.prefix, np.arange(self.start, self.end, dtype=np.int64)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

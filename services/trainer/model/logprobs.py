@@ -51,14 +51,6 @@ class Targets:
     token_ids: torch.Tensor  # [num_distinct]
     copies: torch.Tensor | None = None  # [num_targets] in [0, num_distinct); None: each pair is one target
 
-    @property
-    def num_targets(self) -> int:
-        return len(self.predecessors if self.copies is None else self.copies)
-
-    @property
-    def num_distinct(self) -> int:
-        return len(self.predecessors)
-
     @classmethod
     def of(cls, predecessors: Ints, token_ids: Ints, device: torch.device | str, *, distinct: bool) -> Targets:
         """Build the pairs. ``distinct``: score equal pairs once, which requires one sampling distribution."""

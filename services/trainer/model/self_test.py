@@ -25,10 +25,8 @@ import numpy as np
 import torch
 
 from services.common.errors import ModelMismatchError, RollmillError
-from services.trainer.model.attention import Documents
-from services.trainer.model.logprobs import Targets
+from services.trainer.micro_batches import Document, forward, pack
 from services.trainer.model.tiny_copy import NoTinyCopyError, build, is_size, numbers, tiny_copies, with_number
-from services.trainer.packing import Document, pack
 from services.trainer.ranks import local_rows, peer_loss, reshard
 
 BOUND, BOUND_16_BITS = 1e-3, 0.25
@@ -170,12 +168,9 @@ def _compare(model: Any, documents: Rows) -> tuple[float, float]:
 def _packed(model: Any, documents: Rows) -> tuple[torch.Tensor, list[int]]:
     """Log-probabilities of all tokens but the first of each document, from one row, and the order of the documents in it."""
     rows = [Document.supervised(tokens.cpu().numpy(), np.arange(len(tokens)) > 0) for tokens in documents]
-    (batch,) = pack(rows, 1 << 10)
-    device = documents[0].device
-    tokens, positions = (torch.as_tensor(each, device=device) for each in (batch.token_ids, batch.position_ids))
-    targets = Targets.of(batch.predecessors, batch.target_ids, device, distinct=True)
-    found, *_ = model(tokens, positions, Documents(batch.branches, device), targets, 1.0)
-    return found, batch.sources.tolist()
+    (batch,) = pack(rows, 1 << 10, documents[0].device)
+    found, *_ = forward(model, batch, 1.0)
+    return found, list(batch.sources)
 
 
 def _factor(logits: torch.Tensor, ours: torch.Tensor) -> float:

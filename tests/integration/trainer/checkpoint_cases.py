@@ -18,12 +18,12 @@ from services.common.checkpoints import set_aside_before
 from services.common.errors import ModelMismatchError
 from services.common.system.child import run_and_leave
 from services.common.weights.snapshot import tensor_digest
-from services.trainer.checkpoints import CheckpointFailedError, CheckpointIdentity, Checkpoints, moments_of, weights_of
+from services.trainer.checkpoints import CheckpointFailedError, Checkpoints, moments_of, weights_of
 from services.trainer.ranks import Ranks, full, init_ranks, leave_ranks
 from services.trainer.step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
-IDENTITY = CheckpointIdentity(run_id="r", policy="p")
+IDENTITY = ("r", "p")
 GAE = {"advantage": "gae", "value_head": {"lr": 0.05}}
 
 
@@ -43,8 +43,8 @@ def train(step: TrainStep, ranks: Ranks, number: int) -> None:
     step.run(rank_batch(training_sequences(8, seed=number, minibatches=2), ranks.rank, ranks.world_size))
 
 
-def checkpoints(directory: Path, ranks: Ranks, identity: CheckpointIdentity = IDENTITY) -> Checkpoints:
-    return Checkpoints(directory, identity, 3, ranks)
+def checkpoints(directory: Path, ranks: Ranks, identity: tuple[str, str] = IDENTITY) -> Checkpoints:
+    return Checkpoints(directory, *identity, 3, ranks)
 
 
 def digests(step: TrainStep) -> dict[str, str]:
@@ -78,9 +78,7 @@ def write(directory: Path, ranks: Ranks) -> dict[str, object]:
         torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(200 + ranks.rank))
     )
     try:
-        checkpoints(directory / "many", ranks, CheckpointIdentity(run_id="x", policy="p")).restore(
-            other.model, other.optimizer
-        )
+        checkpoints(directory / "many", ranks, ("x", "p")).restore(other.model, other.optimizer)
     except ModelMismatchError as error:
         seen["refused"] = error.message
     seen["failed"] = failed_save(directory, ranks, step)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -78,7 +77,7 @@ def write(case: str, ranks: Ranks, out_dir: Path) -> dict[str, Any]:
     if case == "unmappable":  # the last rank cannot see the file
         made = snapshots(model, ranks, [directory])
         if ranks.rank == ranks.world_size - 1:
-            with mock.patch.object(publish.SnapshotPart, "join", side_effect=OSError("not to be seen from here")):
+            with mock.patch.object(publish.SnapshotWriter, "join", side_effect=OSError("not to be seen from here")):
                 told = _told(lambda: made.write(1))
         else:
             told = _told(lambda: made.write(1))
@@ -87,7 +86,7 @@ def write(case: str, ranks: Ranks, out_dir: Path) -> dict[str, Any]:
     if case == "stuck":  # until killed: the last rank never finishes its rows
         made = snapshots(model, ranks, [directory])
         if ranks.rank == ranks.world_size - 1:
-            with mock.patch.object(made, "_own_rows", _never):
+            with mock.patch.object(made, "_copy_own_rows", _never):
                 made.write(1)
         made.write(1)
     for version, dtype in enumerate(FORMS, start=1):
@@ -105,9 +104,8 @@ def _told(work: Any) -> dict[str, Any]:
     return {}
 
 
-def _never(*_: object) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _never(*_: object) -> None:
     time.sleep(120)
-    yield from ()
 
 
 def run(out_dir: Path, cases: list[str]) -> None:

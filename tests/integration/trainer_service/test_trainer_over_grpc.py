@@ -13,13 +13,13 @@ import torch
 
 from services.common.errors import SupersededError, UnknownPolicyError
 from services.common.records import RankBatch
-from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import Checkpoints
 from services.trainer.link import GrpcLink, LoopThread
 from services.trainer.loop import TrainingLoop
+from services.trainer.micro_batches import Document
 from services.trainer.model.attention import Documents
 from services.trainer.model.logprobs import Targets
 from services.trainer.model.policy_model import PolicyModel
-from services.trainer.packing import Document
 from services.trainer.ranks import Ranks
 from services.trainer.step import TrainStep
 from tests.integration.trainer_service.conftest import MakeOrchestrator, failure_of
@@ -42,7 +42,7 @@ class LocalTrainer:
             step=self.step,
             link=self.link,
             publisher=DigestPublisher(self.step),
-            checkpoints=Checkpoints(directory, CheckpointIdentity(run_id="r", policy=POLICY), 2, Ranks.single()),
+            checkpoints=Checkpoints(directory, "r", POLICY, 2, Ranks.single()),
             ranks=Ranks.single(),
             device=None,
             num_steps=STEPS,

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from services.common.system.child import module_command
 from services.common.weights.snapshot import DEFAULT_DIRECTORIES
 from services.trainer.replay import replay
-from tests.forked_ranks import ranks_of
 from tests.integration.trainer_service.conftest import MakeOrchestrator, TrainerProcess
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
 from tests.ports import free_port
@@ -166,21 +165,3 @@ def test_a_rank_whose_launcher_dies_before_the_rank_begins_dies_as_well(tmp_path
     finally:
         if is_running(rank):
             os.kill(rank, signal.SIGKILL)
-
-
-async def test_a_killed_rank_is_reported_by_its_signal_and_all_ranks_resume(
-    make_orchestrator: MakeOrchestrator, trainers: Trainers
-) -> None:
-    orchestrator = await make_orchestrator(run={"steps": 4}, trainer={"num_ranks": 2})
-    orchestrator.held_step = 4
-    trainer = trainers(orchestrator, num_ranks=2)
-    trainer.start()
-    await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
-    await checkpoint_of_step_2(trainer)
-    os.kill(ranks_of(trainer.pid)[1], signal.SIGKILL)
-    assert await trainer.wait() == -signal.SIGKILL, trainer.errors
-    orchestrator.held_step = None
-    orchestrator.pulls.clear()
-    await run_to_the_end(orchestrator, trainer)
-    assert orchestrator.pulls == [3, 4]
-    assert orchestrator.counters["conflicts"] == 0

@@ -14,8 +14,8 @@ from services.common.errors import InfrastructureError, VersionUnavailableError
 from services.common.records import WeightVersion
 from services.common.weights.snapshot import BaseVersion, Encoding, Manifest
 from services.inference.weights.updater import Fetched
-from services.trainer import publisher_process
-from services.trainer.publisher_process import PublisherProcess
+from services.trainer import publish
+from services.trainer.publish import PublisherProcess
 from tests.integration.weights.test_transfer_faults import POLICY, RUN, announced, write_version
 from tests.integration.weights.transfer_world import fetched
 from tests.running import is_running
@@ -56,7 +56,7 @@ async def taken(publisher: PublisherProcess, manifest: Manifest, base: Manifest 
 async def test_after_a_kill_it_serves_the_snapshots_still_there_and_deltas_between_them(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher_process, "LOOK_S", 60.0)  # it is found dead by the next announcement
+    monkeypatch.setattr(publish, "LOOK_S", 60.0)  # it is found dead by the next announcement
     publisher = start()
     (tmp_path / "garbage").write_bytes(b"no snapshot at all, but long enough for a header")
     with pytest.raises(InfrastructureError, match="garbage: not a snapshot"):
@@ -100,10 +100,10 @@ async def test_one_that_is_killed_serves_again_without_another_announcement(star
 async def test_a_publisher_that_always_dies_becomes_an_error(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher_process, "LOOK_S", 60.0)
+    monkeypatch.setattr(publish, "LOOK_S", 60.0)
     publisher = start()
-    monkeypatch.setattr(publisher_process, "RESTART_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(publisher_process, "START_TIMEOUT_S", 0.01)  # what does not answer in time is killed
+    monkeypatch.setattr(publish, "RESTART_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(publish, "START_TIMEOUT_S", 0.01)  # what does not answer in time is killed
     kill(publisher)
     path, _ = write_version(tmp_path, 1)
     with pytest.raises(InfrastructureError, match=r"no weight publisher accepted .* within 0.2 s"):

@@ -36,8 +36,8 @@ from services.inference.engine.base import WeightUpdate
 from services.inference.weights import updater as updater_module
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import Fetched, SourceFetcher, WeightUpdater
+from services.trainer.publish import PublisherProcess
 from services.trainer.publisher import PublisherStore
-from services.trainer.publisher_process import PublisherProcess
 from tests.integration.weights.transfer_world import fetched, serving
 from tests.running import is_running
 from tests.waiting import until

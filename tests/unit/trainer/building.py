@@ -16,9 +16,9 @@ from services.common.config.training import OptimizerConfig
 from services.common.kept_tokens import kept_rows, pack
 from services.common.lora import identity_of
 from services.common.records import MinibatchTotals, RankBatch, Segment, StopReason, TokenSequence, TrainingSequence
+from services.trainer.model.attention import Branch
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import AdapterSetup, WithoutAdapter, build_policy_model, digest_base, own_rates
-from services.trainer.packing import Branch
 from services.trainer.ranks import Ranks
 from services.trainer.step import TrainStep
 

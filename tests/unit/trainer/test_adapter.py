@@ -17,7 +17,7 @@ from services.common.lora import (
     adapter_weights,
 )
 from services.common.weights.snapshot import PEFT_PREFIX, Snapshot
-from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import Checkpoints
 from services.trainer.model.policy_model import AdapterSetup
 from services.trainer.publish import Snapshots
 from services.trainer.ranks import Ranks
@@ -106,7 +106,7 @@ def test_a_version_is_the_adapter_and_its_digest_covers_the_base(tmp_path: Path)
 
 
 def checkpoints(directory: Path) -> Checkpoints:
-    return Checkpoints(directory, CheckpointIdentity(run_id="r", policy="p"), 2, Ranks.single())
+    return Checkpoints(directory, "r", "p", 2, Ranks.single())
 
 
 def test_a_checkpoint_has_the_adapter_only_and_training_goes_on_bit_for_bit(tmp_path: Path) -> None:

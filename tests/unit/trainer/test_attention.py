@@ -16,6 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from services.common.errors import ConfigError, ModelMismatchError
 from services.trainer.model.attention import (
+    Branch,
     Documents,
     attend_varlen,
     documents_attention,
@@ -24,7 +25,6 @@ from services.trainer.model.attention import (
 )
 from services.trainer.model.logprobs import Targets
 from services.trainer.model.policy_model import rms_norm, speed_up_norms
-from services.trainer.packing import Branch
 from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step
 
 LENGTHS = [9, 5, 5, 5, 1, 1, 7]

@@ -14,16 +14,15 @@ from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.training import OptimizerConfig
 from services.common.records import MinibatchTotals, Segment
 from services.trainer.losses import ALGORITHMS, LossFunction, TokenBatch
-from services.trainer.metrics import Sums, add_ratios, add_zero_gradients, audited, shares
-from services.trainer.micro_batches import MicroTensors, pack_for_ranks
-from services.trainer.packing import Document
+from services.trainer.metrics import Sums, add_ratios, add_zero_gradients, shares
+from services.trainer.micro_batches import Document, MicroBatch, pack_for_ranks
 from services.trainer.ranks import Ranks
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 CLAMP = 20.0
 
 
-def micro_batch(advantages: list[float], behaviour: list[float]) -> MicroTensors:
+def micro_batch(advantages: list[float], behaviour: list[float]) -> MicroBatch:
     """One sequence of these tokens behind a prompt of one token."""
     sequence = training_sequences(1)[0]
     tokens = Segment.policy([1] * len(behaviour), behaviour, weight_version=4)
@@ -33,7 +32,7 @@ def micro_batch(advantages: list[float], behaviour: list[float]) -> MicroTensors
     return dataclasses.replace(packed[0], advantages=torch.tensor(advantages, dtype=torch.float64))
 
 
-def tokens_of(logprobs: torch.Tensor, batch: MicroTensors, mask: list[bool] | None = None) -> TokenBatch:
+def tokens_of(logprobs: torch.Tensor, batch: MicroBatch, mask: list[bool] | None = None) -> TokenBatch:
     """As the step gives them to a loss, at the proximal policy."""
     return TokenBatch(
         logprobs=logprobs,
@@ -58,7 +57,9 @@ def counted(
     batch = micro_batch(advantages, behaviour)
     current = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
     sums = Sums(torch.device("cpu"))
-    tokens = tokens_of(audited(current), batch, mask)
+    seen = current.view_as(current)
+    seen.retain_grad()
+    tokens = tokens_of(seen, batch, mask)
     result = loss(tokens, config)
     if result.per_token.requires_grad:
         result.per_token.sum().backward()

@@ -10,7 +10,7 @@ import torch
 
 from services.common.errors import ConfigError
 from services.trainer.losses import LossError, PolicyLoss, TokenBatch, algorithm_of
-from services.trainer.micro_batches import MicroTensors
+from services.trainer.micro_batches import MicroBatch
 from tests.unit.trainer.building import algorithm, rank_batch, train_step, training_sequences
 
 not_a_function = 3
@@ -107,11 +107,11 @@ def test_a_model_that_gives_nan_is_not_blamed_on_the_loss(monkeypatch: pytest.Mo
     """Then no input of the loss is finite; the update is skipped and counted, as every other."""
     step = train_step(algorithm("ppo_clip"))
 
-    def broken(model: Any, batch: MicroTensors, temperature: float) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def broken(model: Any, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor, None]:
         logprobs, entropy = model(batch.token_ids, batch.position_ids, batch.documents, batch.targets, temperature)
         return logprobs * torch.nan, entropy, None
 
-    monkeypatch.setattr("services.trainer.step.forward_with_values", broken)
+    monkeypatch.setattr("services.trainer.step.forward", broken)
     assert step.run(rank_batch(training_sequences(8))).updates_skipped == 1
 
 

@@ -8,7 +8,7 @@ import torch
 
 from services.common.config.training import OptimizerConfig
 from services.common.errors import ConfigError
-from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import Checkpoints
 from services.trainer.model.optimizer import MOMENTS, MomentsOnHost, PolicyOptimizer, learning_rate
 from services.trainer.ranks import Ranks
 from tests.unit.trainer.building import algorithm, rank_batch, train_step, training_sequences
@@ -109,7 +109,7 @@ def test_an_update_by_buckets_has_the_bits_of_one_in_one_go(bucket_bytes: int) -
 def test_a_checkpoint_is_read_with_and_without_offload(tmp_path: Path, then: bool) -> None:
     """Where the moments wait is no property of a run: written with and read without, and the other way round."""
     config = OptimizerConfig(lr=1e-2)
-    checkpoints = Checkpoints(tmp_path, CheckpointIdentity(run_id="r", policy="p"), 2, Ranks.single())
+    checkpoints = Checkpoints(tmp_path, "r", "p", 2, Ranks.single())
     first = train_step(algorithm(), optimizer=config, offload=not then)
     first.run(rank_batch(training_sequences(8)))
     checkpoints.save(1, first.model, first.optimizer)

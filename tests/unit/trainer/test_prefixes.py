@@ -16,11 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.common.errors import InvalidRequestError
 from services.common.records import Segment
-from services.trainer.micro_batches import MicroTensors, forward_with_values
+from services.trainer.micro_batches import NO_VERSION, WORTHWHILE, Document, MicroBatch, forward, pack
 from services.trainer.model import attention as attention_module
-from services.trainer.model.attention import Documents, documents_attention
+from services.trainer.model.attention import documents_attention
 from services.trainer.model.policy_model import PolicyModel, value_head_for
-from services.trainer.packing import NO_VERSION, WORTHWHILE, Document, pack
 from tests.unit.trainer.building import (
     VOCAB,
     algorithm,
@@ -64,6 +63,11 @@ OTHER_MASKS = [document(1, 2, 3, 4, 5, trained=1), document(1, 2, 3, 4, 6, train
 EXAMPLES = [IDENTICAL, ONE_IS_A_PREFIX, ONE_TOKEN_EACH, NOTHING_TRAINED, OTHER_MASKS]
 
 
+def predecessors_of(batch: MicroBatch) -> torch.Tensor:
+    """The row that predicts each target."""
+    return batch.targets.each(batch.targets.predecessors)
+
+
 def examples(test: Any) -> Any:
     return functools.reduce(lambda wrapped, case: example(case, 30)(wrapped), EXAMPLES, test)
 
@@ -76,25 +80,25 @@ def examples(test: Any) -> Any:
 @examples
 def test_each_row_is_computed_once_and_each_document_finds_its_tokens(made: list[Document], budget: int) -> None:
     for batch in pack(made, budget):
-        assert batch.num_tokens <= budget or batch.num_documents == 1
-        seen = np.zeros(batch.num_tokens, dtype=bool)
-        for index, source in enumerate(batch.sources.tolist()):
-            own = batch.document_index == index
-            path = path_of(batch.branches, int(batch.predecessors[own].max()))
+        assert len(batch.token_ids) <= budget or batch.num_sequences == 1
+        seen = np.zeros(len(batch.token_ids), dtype=bool)
+        for index, source in enumerate(batch.sources):
+            own = batch.sequence_index == index
+            path = path_of(batch.documents.branches, int(predecessors_of(batch)[own].max()))
             assert batch.token_ids[path].tolist() == made[source].computed.tolist()
             assert batch.position_ids[path].tolist() == list(range(len(path)))
             seen[path] = True
         assert seen.all(), "a row that no document sees"
-        assert batch.num_tokens == sum(branch.length for branch in batch.branches)
+        assert len(batch.token_ids) == sum(branch.length for branch in batch.documents.branches)
 
 
 def test_a_family_larger_than_the_budget_is_cut_and_each_part_has_the_beginning() -> None:
     prompt = list(range(10))
     made = [document(*prompt, 20 + n, 1, trained=10) for n in range(6)]
-    assert [b.num_tokens for b in pack(made, 100)] == [10 + 6]
+    assert [len(b.token_ids) for b in pack(made, 100)] == [10 + 6]
     cut = pack(made, 13)
-    assert [b.num_tokens for b in cut] == [13, 13]
-    assert sorted(s for b in cut for s in b.sources.tolist()) == list(range(6))
+    assert [len(b.token_ids) for b in cut] == [13, 13]
+    assert sorted(s for b in cut for s in b.sources) == list(range(6))
 
 
 # -- what is computed ----------------------------------------------------------------------------------------------------
@@ -124,13 +128,13 @@ def model_of(dtype: torch.dtype) -> PolicyModel:
 
 
 def scores_and_gradient(
-    model: PolicyModel, batches: list[MicroTensors], sources: list[list[int]]
+    model: PolicyModel, batches: list[MicroBatch], sources: list[list[int]]
 ) -> tuple[dict[int, list[torch.Tensor]], list[torch.Tensor]]:
     """By document: log-probabilities, entropies and values; and the gradient of a sum in which each weighs differently."""
     model.zero_grad()
     found: dict[int, list[torch.Tensor]] = {}
     for batch, of_batch in zip(batches, sources, strict=True):
-        logprobs, entropy, values = forward_with_values(model, batch, 1.0)
+        logprobs, entropy, values = forward(model, batch, 1.0)
         assert values is not None
         weight = batch.advantages + 1.0
         (weight * (logprobs + 0.3 * entropy + 0.7 * values)).sum().backward()  # type: ignore[no-untyped-call]
@@ -140,16 +144,15 @@ def scores_and_gradient(
     return found, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def packed(made: list[Document], budget: int, dtype: torch.dtype) -> tuple[list[MicroTensors], list[list[int]]]:
-    batches = pack(made, budget)
-    cpu = torch.device("cpu")
-    return [MicroTensors.from_packed(b, cpu, dtype) for b in batches], [b.sources.tolist() for b in batches]
+def packed(made: list[Document], budget: int, dtype: torch.dtype) -> tuple[list[MicroBatch], list[list[int]]]:
+    batches = pack(made, budget, "cpu", dtype)
+    return batches, [list(b.sources) for b in batches]
 
 
 def assert_the_same_as_alone(made: list[Document], budget: int, dtype: torch.dtype, tolerance: float) -> None:
     model = model_of(dtype)
     found, gradient = scores_and_gradient(model, *packed(made, budget, dtype))
-    alone: list[MicroTensors] = []
+    alone: list[MicroBatch] = []
     sources: list[list[int]] = []
     for index, one in enumerate(made):
         batches, _ = packed([one], ALONE, dtype)
@@ -193,7 +196,7 @@ def test_a_step_does_not_depend_on_common_beginnings(cut: bool, monkeypatch: pyt
     config = algorithm("m2po", entropy_coefficient=0.02, kl_coefficient=0.1)
     found = []
     for least in (WORTHWHILE, 2.0):
-        monkeypatch.setattr("services.trainer.packing.WORTHWHILE", least)
+        monkeypatch.setattr("services.trainer.micro_batches.WORTHWHILE", least)
         step = train_step(
             config, causal_lm=exact_causal_lm(torch.float64), reference=exact_causal_lm(torch.float64, seed=1)
         )
@@ -218,17 +221,17 @@ def test_keys_and_offsets_for_variable_length_kernels_are_those_of_attention_at_
 ) -> None:
     """The arithmetic that the GPU kernels get, computed here with SDPA branch by branch."""
     for batch in pack(made, ALONE):
-        documents = Documents(batch.branches)
+        documents, num_tokens = batch.documents, len(batch.token_ids)
         torch.manual_seed(0)
-        q, k, v = (torch.randn(1, heads, batch.num_tokens, 8, dtype=torch.float64) for heads in (4, 2, 2))
+        q, k, v = (torch.randn(1, heads, num_tokens, 8, dtype=torch.float64) for heads in (4, 2, 2))
         expected, _ = documents_attention(torch.nn.Identity(), q, k, v, documents=documents)
         rows = documents.key_rows
         keys, values = (t if rows is None else t.index_select(2, rows) for t in (k, v))
         found = []
         starts, key_starts = documents.offsets.tolist(), documents.key_offsets.tolist()
-        assert len(starts) == len(key_starts) == len(batch.branches) + 1
-        assert starts[-1] == batch.num_tokens and key_starts[-1] == keys.shape[2]
-        for branch in range(len(batch.branches)):
+        assert len(starts) == len(key_starts) == len(documents.branches) + 1
+        assert starts[-1] == num_tokens and key_starts[-1] == keys.shape[2]
+        for branch in range(len(documents.branches)):
             own = slice(starts[branch], starts[branch + 1])
             seen = slice(key_starts[branch], key_starts[branch + 1])
             length, num_keys = own.stop - own.start, seen.stop - seen.start
@@ -259,18 +262,19 @@ def documents(lengths: list[int]) -> list[Document]:
 def test_nothing_is_lost_or_doubled_for_any_budget(lengths: list[int], budget: int) -> None:
     given_documents = documents(lengths)
     packed = pack(given_documents, budget)
-    sources = [s for m in packed for s in m.sources.tolist()]
+    sources = [s for m in packed for s in m.sources]
     assert sorted(sources) == [i for i, d in enumerate(given_documents) if d.num_trained_tokens]
     for micro_batch in packed:
-        assert micro_batch.num_given_tokens == sum(lengths[s] for s in micro_batch.sources.tolist())
-        for d, source in enumerate(micro_batch.sources.tolist()):
-            document, own = given_documents[source], micro_batch.document_index == d
-            path = path_of(micro_batch.branches, int(micro_batch.predecessors[own][-1]))
+        assert micro_batch.num_given_tokens == sum(lengths[s] for s in micro_batch.sources)
+        for d, source in enumerate(micro_batch.sources):
+            document, own = given_documents[source], micro_batch.sequence_index == d
+            predecessors, targets = predecessors_of(micro_batch)[own], micro_batch.targets
+            path = path_of(micro_batch.documents.branches, int(predecessors[-1]))
             assert micro_batch.token_ids[path].tolist() == document.token_ids[: len(path)].tolist()
             assert micro_batch.position_ids[path].tolist() == list(range(len(path)))
             trained = np.flatnonzero(document.loss_mask)
-            assert micro_batch.predecessors[own].tolist() == path[trained - 1].tolist()
-            assert micro_batch.target_ids[own].tolist() == document.token_ids[trained].tolist()
+            assert predecessors.tolist() == path[trained - 1].tolist()
+            assert targets.each(targets.token_ids)[own].tolist() == document.token_ids[trained].tolist()
             assert set(micro_batch.advantages[own].tolist()) == {document.advantage}
 
 
@@ -278,7 +282,7 @@ def test_nothing_is_lost_or_doubled_for_any_budget(lengths: list[int], budget: i
 def test_documents_stand_longest_first_and_ties_keep_their_order(lengths: list[int], budget: int) -> None:
     given_documents = documents(lengths)
     for micro_batch in pack(given_documents, budget):
-        keys = [(-len(given_documents[s].computed), s) for s in micro_batch.sources.tolist()]
+        keys = [(-len(given_documents[s].computed), s) for s in micro_batch.sources]
         assert keys == sorted(keys)
 
 

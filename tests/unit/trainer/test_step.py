@@ -14,8 +14,8 @@ from services.common.errors import InvalidRequestError
 from services.common.records import Segment, TrainingSequence
 from services.trainer.advantages import sequence_advantages
 from services.trainer.metrics import Sums, Usage
+from services.trainer.micro_batches import Document
 from services.trainer.model.policy_model import PolicyModel
-from services.trainer.packing import Document
 from services.trainer.ranks import Ranks
 from services.trainer.step import TrainStep
 from services.trainer.warm_start import supervised_update
@@ -271,7 +271,7 @@ def test_the_formula_counts_as_many_operations_as_torch(make) -> None:  # type: 
         logits = plain(input_ids=ids).logits
     forward = counter.get_total_flops()
     cost = Usage(PolicyModel(make()), Ranks.single(), None)
-    assert cost.flops(LENGTH, LENGTH, LENGTH * LENGTH) == forward
+    assert (cost.per_token + cost.per_target) * LENGTH + cost.per_pair * LENGTH * LENGTH == forward
     with FlopCounterMode(display=False) as counter:
         logits.sum().backward()
     assert counter.get_total_flops() == 2 * forward, "backwards is twice forwards"
@@ -286,7 +286,7 @@ def test_a_step_tells_its_operations_memory_and_share_of_the_peak() -> None:
     lengths = [s.sequence.num_tokens - 1 for s in sequences]  # the last token predicts nothing
     assert metrics.num_computed_tokens == sum(lengths) == metrics.num_tokens - len(sequences)
     pairs = sum(n * (n + 1) // 2 for n in lengths)
-    needed = 3 * cost.flops(sum(lengths), metrics.num_trained_tokens, pairs)
+    needed = 3 * (cost.per_token * sum(lengths) + cost.per_target * metrics.num_trained_tokens + cost.per_pair * pairs)
     assert metrics.tflops * 1e12 * metrics.seconds == pytest.approx(needed)
     assert metrics.memory_peak_gib > 0.05
     assert metrics.mfu is None and "mfu" not in metrics.as_dict(), "nobody knows what this CPU can do"

@@ -11,7 +11,7 @@ import torch
 from services.common.errors import ModelMismatchError
 from services.trainer.app import build_step
 from services.trainer.metrics import Sums
-from services.trainer.micro_batches import MicroTensors, forward
+from services.trainer.micro_batches import MicroBatch, forward
 from services.trainer.ranks import Ranks
 from services.trainer.step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
@@ -22,7 +22,7 @@ def distilled(name: str = "reinforce", **settings: Any) -> Any:
     return algorithm(name, distillation={"teacher_model": "the-teacher", **settings})
 
 
-def packed(step: TrainStep, count: int = 8) -> list[MicroTensors]:
+def packed(step: TrainStep, count: int = 8) -> list[MicroBatch]:
     return [m for part in step._pack(rank_batch(training_sequences(count)), Sums(torch.device("cpu"))) for m in part]
 
 
@@ -53,7 +53,7 @@ def test_the_behaviour_policy_as_student_is_compared_as_it_was_recorded() -> Non
     for batch in batches:
         assert batch.teacher is not None
         total = total - (0.5 * (batch.teacher - batch.behaviour) * forward(plain.model, batch, 1.0)[0]).sum()
-    (total / sum(b.num_targets for b in batches)).backward()
+    (total / sum(len(b.behaviour) for b in batches)).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in plain.model.parameters() if p.grad is not None])
     metrics = step.run(rank_batch(training_sequences(8)))
     assert metrics.grad_norm == pytest.approx(float(norm), rel=1e-4)

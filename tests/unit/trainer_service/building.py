@@ -9,7 +9,7 @@ from services.common.config.loading import validate
 from services.common.config.recipe import Recipe
 from services.common.records import RankBatch, WeightVersion
 from services.common.weights.snapshot import tensor_digest
-from services.trainer.loop import Published
+from services.trainer.publish import Published
 from services.trainer.step import TrainStep
 from tests.unit.trainer.building import VOCAB, rank_batch, tiny_causal_lm, training_sequences
 
@@ -90,7 +90,7 @@ def batch_of(training_step: int, rank: int = 0, num_ranks: int = 1) -> RankBatch
 
 
 class DigestPublisher:
-    """A ``Publisher`` without files or processes: real digests, no address to fetch from."""
+    """Publishes without files or processes: real digests, no address to fetch from."""
 
     def __init__(self, step: TrainStep) -> None:
         self._step = step

@@ -17,7 +17,6 @@ from services.common.export import ExportForm, export_checkpoint
 from services.common.lora import adapter_weights, identity_of
 from services.common.text.chat import load_tokenizer
 from services.trainer.checkpoints import (
-    CheckpointIdentity,
     Checkpoints,
     checkpoint_files,
 )
@@ -47,7 +46,7 @@ def saved(directory: Path, **settings: Any) -> tuple[Path, PolicyModel, Path]:
     source = save_model(directory / "base", tied=True)
     model = trained(source, **settings)
     files = checkpoint_files(model, load_tokenizer(source), "float32")
-    checkpoints = Checkpoints(directory / "c", CheckpointIdentity(run_id="r", policy="p"), 2, RANKS, files)
+    checkpoints = Checkpoints(directory / "c", "r", "p", 2, RANKS, files)
     checkpoints.save(3, model, PolicyOptimizer(model.named_parameters(), OptimizerConfig(lr=1e-2)))
     return checkpoints.path(3), model, source
 

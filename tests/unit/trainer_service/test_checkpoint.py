@@ -12,13 +12,13 @@ import torch
 
 from services.common.config.training import OptimizerConfig
 from services.common.errors import ModelMismatchError
-from services.trainer.checkpoints import CheckpointFailedError, CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import CheckpointFailedError, Checkpoints
 from services.trainer.ranks import Ranks
 from services.trainer.step import TrainStep
 from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step
 from tests.unit.trainer_service.building import batch_of
 
-IDENTITY = CheckpointIdentity(run_id="r", policy="p")
+IDENTITY = ("r", "p")
 
 
 def make_step(**settings: Any) -> TrainStep:
@@ -26,8 +26,8 @@ def make_step(**settings: Any) -> TrainStep:
     return train_step(algorithm(), optimizer=optimizer, causal_lm=tiny_causal_lm(**settings))
 
 
-def open_in(directory: Path, keep: int = 2, identity: CheckpointIdentity = IDENTITY) -> Checkpoints:
-    return Checkpoints(directory, identity, keep, Ranks.single())
+def open_in(directory: Path, keep: int = 2, identity: tuple[str, str] = IDENTITY) -> Checkpoints:
+    return Checkpoints(directory, *identity, keep, Ranks.single())
 
 
 def weights(step: TrainStep) -> dict[str, torch.Tensor]:
@@ -61,13 +61,13 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("identity", "settings", "words"),
     [
-        (CheckpointIdentity(run_id="other", policy="p"), {}, "belongs to run_id 'r', not to 'other'"),
-        (CheckpointIdentity(run_id="r", policy="q"), {}, "belongs to policy 'p', not to 'q'"),
+        (("other", "p"), {}, "belongs to run_id 'r', not to 'other'"),
+        (("r", "q"), {}, "belongs to policy 'p', not to 'q'"),
         (IDENTITY, {"tied": False}, "checkpoint of another model: causal_lm.lm_head.weight is missing there"),
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(
-    tmp_path: Path, identity: CheckpointIdentity, settings: dict[str, Any], words: str
+    tmp_path: Path, identity: tuple[str, str], settings: dict[str, Any], words: str
 ) -> None:
     step, other = make_step(), make_step(**settings)
     open_in(tmp_path).save(1, step.model, step.optimizer)

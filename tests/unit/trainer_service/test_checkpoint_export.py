@@ -37,7 +37,7 @@ def checkpoint(
     source = save_model(directory / "model", tied=tied)
     model = load_policy_model(source, RANKS, dtype=master, value_head=True)
     files = model_files(model.causal_lm, load_tokenizer(source), dtype)
-    checkpoints = Checkpoints(directory / "checkpoints", IDENTITY, 2, RANKS, files)
+    checkpoints = Checkpoints(directory / "checkpoints", *IDENTITY, 2, RANKS, files)
     checkpoints.save(3, model, PolicyOptimizer(model.named_parameters(), OptimizerConfig(lr=1e-2)))
     shutil.rmtree(source)  # the checkpoint has all that it takes
     return checkpoints.path(3), dict(model.causal_lm.named_parameters())

@@ -28,7 +28,7 @@ MODEL_FILES = {"config.json": b'{"dtype": "float32"}'}
 
 
 def checkpoints_in(directory: Path) -> Checkpoints:
-    return Checkpoints(directory, IDENTITY, 2, Ranks.single(), MODEL_FILES)
+    return Checkpoints(directory, *IDENTITY, 2, Ranks.single(), MODEL_FILES)
 
 
 @pytest.fixture(scope="module")

@@ -154,7 +154,7 @@ def test_everything_is_durable_before_the_checkpoint_has_its_name(tmp_path: Path
             ("mkdir", mkdir),
         ):
             patch.setattr(os, name, replaced)
-        checkpoints = Checkpoints(tmp_path / "run" / "checkpoints" / "p", IDENTITY, 1, Ranks.single())
+        checkpoints = Checkpoints(tmp_path / "run" / "checkpoints" / "p", *IDENTITY, 1, Ranks.single())
         checkpoints.save(2, step.model, step.optimizer)
     assert checkpoints.kept() == [2]
 

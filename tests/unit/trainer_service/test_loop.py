@@ -6,13 +6,14 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from services.common.errors import BatchLostError, ModelMismatchError, VersionConflictError
 from services.common.records import NO_TURN, DeviceTurn, RankBatch, WeightVersion
 from services.trainer import loop as loop_module
-from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import Checkpoints
 from services.trainer.loop import DeviceTurns, TrainingLoop
 from services.trainer.numerics import MismatchError
 from services.trainer.ranks import Ranks
@@ -88,7 +89,7 @@ class Trainer:
         check: BeforeUpdate | None = None,
     ) -> None:
         self.step = train_step(algorithm())
-        self.checkpoints = Checkpoints(directory, CheckpointIdentity(run_id="r", policy="p"), 2, Ranks.single())
+        self.checkpoints = Checkpoints(directory, "r", "p", 2, Ranks.single())
         self.link = link
         self.loop = TrainingLoop(
             step=self.step,
@@ -99,7 +100,7 @@ class Trainer:
             device=DeviceTurns(self.step, link, Ranks.single(), directory) if shared else None,
             num_steps=STEPS,
             checkpoint_every=checkpoint_every,
-            check=check,
+            gate=None if check is None else SimpleNamespace(check=check, left=1),
         )
 
     def live(self) -> int:

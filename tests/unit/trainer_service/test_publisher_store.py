@@ -207,18 +207,17 @@ async def test_an_older_version_is_served_while_it_is_held_and_deltas_lead_to_it
     history.assert_holds(await history.applied(back), 3)
 
 
-async def test_a_leased_payload_outlives_its_version(histories: Any) -> None:
+async def test_an_open_payload_outlives_the_file_of_its_version(histories: Any) -> None:
     history = histories(keep_versions=1)
     history.publish(1)
     payload = history.payload(1)
+    path, offset = payload.file
+    expected = path.read_bytes()[offset : offset + payload.size_bytes]
     reader = history.store.open(payload.payload_id)
     for number in (2, 3):
         history.publish(number)
-    path, offset = payload.file
-    history.until_held(1, 3)
-    assert path.read_bytes()[offset : offset + payload.size_bytes] == bytes(await reader.read(0, payload.size_bytes))
-    reader.close()
     history.until_held(3)
+    assert bytes(await reader.read(0, payload.size_bytes)) == expected
     with pytest.raises(NotFoundError, match="ask for the manifest again"):
         history.store.open(payload.payload_id)
 

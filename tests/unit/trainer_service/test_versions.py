@@ -21,7 +21,7 @@ from services.common.weights.snapshot import (
 )
 from services.trainer import publish
 from services.trainer.model.policy_model import build_policy_model
-from services.trainer.publish import HostCopier, SnapshotPublisher, Snapshots, snapshot_directories
+from services.trainer.publish import HostCopier, Snapshots, snapshot_directories
 from services.trainer.ranks import Ranks
 from tests.unit.trainer.building import tiny_causal_lm
 
@@ -44,10 +44,17 @@ class TakingProcess:
         self.announced.append(path)
 
 
-def snapshots_in(*directories: Path) -> Snapshots:
-    model = build_policy_model(tiny_causal_lm(), Ranks.single())
+def snapshots_in(process: Any, *directories: Path) -> Snapshots:
+    model, ranks = build_policy_model(tiny_causal_lm(), Ranks.single()), Ranks.single()
     return Snapshots(
-        model, Ranks.single(), run_id="r", policy="p", dtype="bfloat16", algorithm="blake3", directories=directories
+        model,
+        ranks,
+        run_id="r",
+        policy="p",
+        dtype="bfloat16",
+        algorithm="blake3",
+        directories=directories,
+        process=process,
     )
 
 
@@ -63,7 +70,7 @@ def test_without_room_anywhere_a_version_waits_for_it(tmp_path: Path, monkeypatc
     monkeypatch.setattr(snapshot.os, "posix_fallocate", no_room_yet)  # type: ignore[attr-defined]
     monkeypatch.setattr(publish, "ROOM_EVERY_S", 0.0)
     process: Any = TakingProcess()
-    publisher = SnapshotPublisher(policy="p", snapshots=snapshots_in(tmp_path), process=process)
+    publisher = snapshots_in(process, tmp_path)
     assert publisher.publish(4) is not None and len(process.announced) == 1 and not refusals
 
     refusals += [errno.ENOSPC] * 1000
@@ -86,9 +93,8 @@ def test_a_version_spills_when_shared_memory_is_full_and_its_cost_is_reported(
         reserve(descriptor, offset, size)
 
     monkeypatch.setattr(snapshot.os, "posix_fallocate", no_room)  # type: ignore[attr-defined]
-    snapshots = snapshots_in(full, spill)
     process: Any = TakingProcess()
-    published = SnapshotPublisher(policy="p", snapshots=snapshots, process=process).publish(4)
+    published = snapshots_in(process, full, spill).publish(4)
     assert published is not None
     [path] = process.announced
     assert path.parent == spill

@@ -124,7 +124,7 @@ def _remove_stale(place: Path) -> None:
 
 def size_of(tensors: Mapping[str, Any]) -> int:
     """Bytes of host tensors."""
-    return sum(math.prod(value.shape) * element_type(_described(value)[1]).size_bytes for value in tensors.values())
+    return sum(math.prod(value.shape) * element_type(_described(value)[1]).bits_dtype.itemsize for value in tensors.values())
 
 
 def _described(value: Any) -> tuple[tuple[int, ...], str]:
@@ -140,7 +140,7 @@ def _map_file(path: Path, described: Mapping[str, tuple[tuple[int, ...], str]]) 
     places: dict[str, tuple[int, int]] = {}
     offset = 0
     for name, (shape, dtype) in described.items():
-        size = math.prod(shape) * element_type(dtype).size_bytes
+        size = math.prod(shape) * element_type(dtype).bits_dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
         places[name] = (offset, size)
         offset += size
@@ -171,6 +171,6 @@ def _bits(value: Any) -> tuple[Bits, str]:
         return np.ascontiguousarray(value).reshape(-1).view(kind.bits_dtype), dtype
     import torch  # the value is a tensor, so torch is present
 
-    signed = {2: torch.int16, 4: torch.int32}[kind.size_bytes]
+    signed = {2: torch.int16, 4: torch.int32}[kind.bits_dtype.itemsize]
     array: Bits = value.detach().cpu().contiguous().view(-1).view(signed).numpy().view(kind.bits_dtype)
     return array, dtype
