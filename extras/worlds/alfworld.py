@@ -218,34 +218,26 @@ def _heard(feedback: str) -> str:
     return feedback.split(". ", 1)[-1] if feedback.startswith("You arrive at loc ") else feedback
 
 
-_MODULE = "extras.worlds.engines.alfworld"
-
-
-class AlfworldWorld:
+class AlfworldWorld(EnginePool):
     """State shared by episodes. Games are listed, and the engine is started, with the first episode."""
 
     is_indexed = True
 
     def __init__(self, config: AlfworldConfig, data: Path) -> None:
-        self._config = config
+        # Importing alfworld makes the folder that the variable names.
+        super().__init__(
+            "alfworld", "extras.worlds.engines.alfworld", config.engine, {"ALFWORLD_DATA": str(data.absolute())}
+        )
+        self._settings = config
         self._data = data
-        environment = {"ALFWORLD_DATA": str(data.absolute())}  # importing alfworld makes the folder that this names
-        self.pool = EnginePool("alfworld", _MODULE, config.engine, environment)
 
     @functools.cached_property
     def games(self) -> GameList:
         """Raises ``ConfigError``."""
-        return list_games(self._data, self._config)
-
-    @property
-    def gauges(self) -> dict[str, float]:
-        return self.pool.gauges
+        return list_games(self._data, self._settings)
 
     def build(self) -> AlfworldEpisode:
-        return AlfworldEpisode(self.pool, self._data, lambda: self.games, self._config.max_turns)
-
-    async def close(self) -> None:
-        await self.pool.close()
+        return AlfworldEpisode(self, self._data, lambda: self.games, self._settings.max_turns)
 
 
 def make_world(config: EnvGatewayConfig, sandbox: object) -> AlfworldWorld | str:
