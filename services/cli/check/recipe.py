@@ -639,8 +639,7 @@ def gpus_here() -> list[float]:
 
 
 def gpu_problems(recipe: Recipe, memory_gib: Sequence[float]) -> list[str]:
-    """One line for each section of node 0 whose GPUs are missing on this machine or have less memory than the recipe
-    says."""
+    """One line for each section of node 0 whose GPUs are missing on this machine."""
     if _may_have_others(memory_gib):
         return []
     if not memory_gib:
@@ -651,25 +650,14 @@ def gpu_problems(recipe: Recipe, memory_gib: Sequence[float]) -> list[str]:
             f"{'or try the recipe with --profile tiny' if section.gpus else 'or write cpu or auto'}"
             for where, section in lacking.items()
         ]
-    problems = []
-    for claim in gpu_claims(recipe.inference, recipe.policies):
-        if claim.node != 0:
-            continue
-        missing = [gpu for gpu in claim.gpus if gpu >= len(memory_gib)]
-        if missing:
-            problems.append(
-                f"{claim.where} names GPU {', '.join(map(str, missing))}, but this machine has the GPUs 0 to "
-                f"{len(memory_gib) - 1}: write those (`nvidia-smi -L` lists them)"
-            )
-            continue
-        smallest = min(claim.gpus, key=lambda gpu: memory_gib[gpu])
-        if memory_gib[smallest] < _TOLD_SHARE * recipe.launch.gpu_memory_gib:
-            problems.append(
-                f"{claim.where}: GPU {smallest} has {memory_gib[smallest]:.1f} GiB, but the recipe counts with "
-                f"{recipe.launch.gpu_memory_gib:g} (launch.gpu_memory_gib): write {int(memory_gib[smallest])} there, and "
-                "`rollmill check` lists the processes that do not fit"
-            )
-    return problems
+    claims = [claim for claim in gpu_claims(recipe.inference, recipe.policies) if claim.node == 0]
+    missing = {claim.where: [gpu for gpu in claim.gpus if gpu >= len(memory_gib)] for claim in claims}
+    return [
+        f"{where} names GPU {', '.join(map(str, gpus))}, but this machine has the GPUs 0 to {len(memory_gib) - 1}: write those "
+        "(`nvidia-smi -L` lists them)"
+        for where, gpus in missing.items()
+        if gpus
+    ]
 
 
 def smaller_cards(recipe: Recipe, memory_gib: Sequence[float]) -> Recipe | None:
