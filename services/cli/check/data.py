@@ -106,17 +106,14 @@ def try_rows(recipe: Recipe, sources: Mapping[str, TaskSource]) -> Tried:
 def _short_prompts(recipe: Recipe, where: str, source: TaskSource, tried: Tried) -> TaskSource:
     """The tasks that the run keeps by ``max_prompt_tokens``, where the tokenizers are on this machine; raises
     ``DatasetError`` for none."""
-    from services.orchestrator.tasks.prompts import ShortPrompts, open_tokenizer
+    from services.orchestrator.tasks.prompts import short_prompts
 
-    limit = recipe.data.sections()[where].max_prompt_tokens
-    files = {name: file_of(policy.model.path or "", "tokenizer.json") for name, policy in recipe.policies.items()}
-    if limit is None or None in files.values():
+    if any(file_of(policy.model.path or "", "tokenizer.json") is None for policy in recipe.policies.values()):
         return source
-    counters = [open_tokenizer(str(file.parent), f"policies.{name}.model.path") for name, file in files.items() if file]
-    field = recipe.workflow_of(where).settings.get("prompt_field")
-    short = ShortPrompts(source, limit, counters, field, where)
-    if short.num_too_long:
-        tried.told.append(f"{where}.max_prompt_tokens ({limit}) leaves out {short.num_too_long} of {len(source)} rows")
+    short = short_prompts({where: source}, recipe, Path())[where]
+    if too_long := getattr(short, "num_too_long", 0):
+        limit = recipe.data.sections()[where].max_prompt_tokens
+        tried.told.append(f"{where}.max_prompt_tokens ({limit}) leaves out {too_long} of {len(source)} rows")
     return short
 
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -38,7 +38,7 @@ from services.cli.check.worlds import index_problems, mcp_problems, sandbox_prob
 from services.cli.plan import orchestrator_address, plan, ports_in_use
 from services.common.config.algorithm import LossByPath
 from services.common.config.data import WorkflowConfig, is_training
-from services.common.config.envgateway import MCP, EnvGatewayConfig
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.processes import (
     ENGINES,
     InferenceConfig,
@@ -362,23 +362,15 @@ def _gateway_problems(recipe: Recipe) -> Iterator[str]:
     for where, workflow in recipe.workflows().items():
         if workflow.name == BuiltInWorkflow.AGENT_ENV:
             yield from _environment_problems(recipe, where, workflow)
-        runs, reward = _runs_programs(where, workflow), _reward_of(where, workflow)
+            continue
+        runs, reward = workflow.runs_programs(), _reward_of(where, workflow)
         if recipe.envgateway is None and (runs or reward in tuple(BuiltInReward)):
             default = "" if "reward" in workflow.settings else ", its default"
-            asks = f"name is {workflow.name}" if runs else f"settings.reward is {reward!r}{default}"
+            asks = runs or f"settings.reward is {reward!r}{default}"
             yield (
                 f"{where}.{asks}, which the environment gateway computes, and envgateway is null: leave envgateway out, or name a "
                 "function of yours (package.module:function)"
             )
-
-
-def _runs_programs(where: str, workflow: WorkflowConfig) -> bool:
-    """Whether a built-in workflow has the gateway judge programs, or run them as a tool; a tool by path runs in the replica."""
-    with contextlib.suppress(ConfigError):
-        settings: Any = workflow_settings(workflow, where)
-        if workflow.name in (BuiltInWorkflow.TOOL_USE, BuiltInWorkflow.TOOL_MATH):
-            return settings.format == "code" or any(":" not in tool or tool.startswith(MCP) for tool in settings.tools)
-    return workflow.name == BuiltInWorkflow.CODEGEN_VERIFIER
 
 
 def _reward_of(where: str, workflow: WorkflowConfig) -> str | None:
