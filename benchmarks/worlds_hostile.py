@@ -36,6 +36,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,6 @@ from services.common.telemetry.accounts import Component
 sys.path.insert(0, str(ROOT))
 
 from services.common.errors import (
-    ConfigError,
     InfrastructureError,
     InvalidRequestError,
     NotFoundError,
@@ -131,12 +131,9 @@ def worlds(folder: Path, num_games: int) -> dict[str, World]:
             {"webshop.data": _catalogue(folder)},
         ),
     }  # fmt: skip
-    try:
-        games = _houses(folder)
-    except ConfigError:
-        print("alfworld is not installed: left out")
-    else:
-        known["alfworld"] = World("alfworld", {}, {"alfworld.data": games}, is_slow=True)
+    if find_spec("alfworld") is not None:
+        known["alfworld"] = World("alfworld", {}, {"alfworld.data": _houses(folder)}, is_slow=True)
+    if find_spec("textworld") is not None:
         known["textworld"] = World("textworld", {}, is_slow=True, num_tasks=num_games)
     return known
 
@@ -376,7 +373,10 @@ async def measure(
         folder = Path(where)
         known = worlds(folder, num_games=3 if num_actions > 1000 else 1)
         results = {}
-        for name in names or [name for name in known if name not in left_out]:
+        absent = {name: "not installed here" for name in names or SLOW if name not in known}
+        left_out = {**left_out, **absent}
+        print("".join(f"{name} is left out: {why}\n" for name, why in left_out.items()), end="")
+        for name in (name for name in names or known if name not in left_out):
             print(name, flush=True)
             results[name] = await soak(name, known[name], num_actions, num_episodes, seed)
             print(f"  {results[name]}", flush=True)

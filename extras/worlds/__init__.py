@@ -4,6 +4,7 @@ PROVIDES = {
     "settings": {"worlds": "extras.worlds.settings:WorldsSections"},
     "environments": {
         "alfworld": "extras.worlds.alfworld:make_world",
+        "household_toy": "extras.worlds.household_toy:make_world",
         "textworld": "extras.worlds.textworld:make_world",
         "webshop": "extras.worlds.webshop_pages:make_world",
     },

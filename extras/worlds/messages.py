@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -27,6 +28,16 @@ with one of the available actions.
 """
 
 _ACTION = re.compile(r"ACTION:(.*)")
+
+
+def read_turns(name: str) -> dict[str, list[str]]:
+    """Conversations in a file of this folder, by name: a line ``=== NAME`` begins each, and lines ``---`` divide its turns."""
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    _, *parts = re.split(r"^=== (\w+)\n", text, flags=re.MULTILINE)
+    return {
+        kind: re.split(r"^---\n", turns, flags=re.MULTILINE)
+        for kind, turns in zip(parts[::2], parts[1::2], strict=True)
+    }
 
 
 def read_action(reply: str) -> str | None:

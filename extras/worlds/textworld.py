@@ -154,25 +154,15 @@ class TextworldEpisode(TextGame):
         return self._result(text, EndStatus.COMPLETED if answer["done"] else "", reward, answer["won"])
 
 
-_MODULE = "extras.worlds.engines.textworld"
-
-
-class TextworldWorld:
+class TextworldWorld(EnginePool):
     """State shared by episodes: a world (see ``envs/base.py``). No process runs before the first episode."""
 
     def __init__(self, config: GamesConfig) -> None:
-        self._config = config
-        self.pool = EnginePool("textworld", _MODULE, config.engine, {})
-
-    @property
-    def gauges(self) -> dict[str, float]:
-        return self.pool.gauges
+        super().__init__("textworld", "extras.worlds.engines.textworld", config.engine, {})
+        self._settings = config
 
     def build(self) -> TextworldEpisode:
-        return TextworldEpisode(self.pool, self._config)
-
-    async def close(self) -> None:
-        await self.pool.close()
+        return TextworldEpisode(self, self._settings)
 
 
 def make_world(config: WorldsSections, sandbox: object) -> TextworldWorld | str:

@@ -22,6 +22,7 @@ from pydantic import Field
 from rapidfuzz.fuzz import token_set_ratio
 from rapidfuzz.utils import default_process
 
+from extras.worlds.messages import read_turns
 from extras.worlds.settings import WebshopConfig, WebshopPage, WorldsSections
 from extras.worlds.webshop import (
     Goal,
@@ -173,18 +174,8 @@ def tagger_of(name: str) -> Tagger:
     return every_word if name == "words" else spacy_tagger(name)
 
 
-# In WebShop's order: the first word that a value contains represents the value.
-COLORS = tuple(
-    """
-    alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo
-    caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal
-    dark denim eggplant elephant espresso fuchsia gold granite grape graphite grass gray green grey heather indigo ivory
-    ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor mushroom
-    mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand sapphire
-    seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut wheat white
-    wine yellow
-    """.split()  # noqa: SIM905 - a hundred quoted words are harder to read
-)
+_TEXTS = read_turns("webshop.txt")
+COLORS = _TEXTS["COLORS"][0].split()  # in WebShop's order: the first word that a value contains represents the value
 
 
 _ALIKE = 85  # more than this of 100
@@ -463,65 +454,9 @@ Style = Literal["agentbench", "bare"]
 
 # No part of the pattern backtracks: a reply of many spaces or of many beginnings is read once.
 _BEGINNING = re.compile(r"[Aa]ction: *+\n*+ *+((?:search|click)\[)")
-RULES = """\
-You are shopping on a website. An instruction tells you what to buy.
-Each turn shows you the page as an observation, and the actions that are available. Answer with one action:
-search[keywords]
-click[value]
-Search only where there is a search bar, with keywords that you choose well. The value of a click is one of the clickables.
-An action that is not available changes nothing. You are done when you have bought something: click[Buy Now].
-Answer in this form:
-
-Thought:
-I think ...
-
-Action:
-click[something]"""
-_INSTRUCTION = "Instruction: [SEP] i want a blue steel water bottle, 20 ounce, and price lower than 30.00 dollars [SEP]"
-_ITEM = (
-    f"{_INSTRUCTION} Back to Search [SEP] < Prev [SEP] color [SEP] black [SEP] blue [SEP] Example Steel Water Bottle, "
-    "20 Ounce [SEP] Price: $18.5 [SEP] Rating: N.A. [SEP] Description [SEP] Features [SEP] Reviews [SEP] Buy Now"
-)
-_ITEM_CLICKS = ["back to search", "< prev", "description", "features", "reviews", "buy now", "black", "blue"]
-
-
-def _turn(observation: str, *, has_search_bar: bool, clickables: list[str]) -> str:
-    available = {"has_search_bar": has_search_bar, "clickables": clickables}
-    return f"Observation:\n{observation}\n\nAvailable Actions:\n{available}"
-
-
-def _reply(thought: str, action: str) -> str:
-    return f"Thought:\nI think {thought}\n\nAction:\n{action}"
-
-
-EXAMPLE: tuple[Mapping[str, str], ...] = (
-    {
-        "role": "user",
-        "content": _turn(f"WebShop [SEP] {_INSTRUCTION} Search", has_search_bar=True, clickables=["search"]),
-    },
-    {
-        "role": "assistant",
-        "content": _reply("I should search for the kind of bottle first.", "search[steel water bottle 20 ounce]"),
-    },
-    {
-        "role": "user",
-        "content": _turn(
-            f"{_INSTRUCTION} Back to Search [SEP] Page 1 (Total results: 2) [SEP] Next > [SEP] B0EXAMPLE1 [SEP] Example "
-            "Steel Water Bottle, 20 Ounce [SEP] $18.5 [SEP] B0EXAMPLE2 [SEP] Example Glass Jug [SEP] $12.0",
-            has_search_bar=False,
-            clickables=["back to search", "next >", "b0example1", "b0example2"],
-        ),
-    },
-    {"role": "assistant", "content": _reply("the first one fits; I look at it.", "click[B0EXAMPLE1]")},
-    {"role": "user", "content": _turn(_ITEM, has_search_bar=False, clickables=_ITEM_CLICKS)},
-    {"role": "assistant", "content": _reply("it must be blue.", "click[blue]")},
-    {"role": "user", "content": _turn(_ITEM, has_search_bar=False, clickables=_ITEM_CLICKS)},
-    {"role": "assistant", "content": _reply("color, size and price are right, so I buy it.", "click[Buy Now]")},
-)
-OPENING: tuple[Mapping[str, str], ...] = (
-    {"role": "user", "content": RULES},
-    {"role": "assistant", "content": "Ok."},
-    *EXAMPLE,
+OPENING: tuple[Mapping[str, str], ...] = tuple(
+    {"role": "assistant" if place % 2 else "user", "content": turn.rstrip("\n")}
+    for place, turn in enumerate(_TEXTS["OPENING"])  # the rules, and an example
 )
 
 
@@ -534,7 +469,8 @@ def shown(visit: Visit, style: Style, mode: WebshopPage) -> str:
         observation = page.url if mode == "url" else page.text_rich(visit.visited)
     if style == "bare":
         return observation
-    return _turn(observation, has_search_bar=page.has_search_bar, clickables=page.clickables)
+    available = {"has_search_bar": page.has_search_bar, "clickables": page.clickables}
+    return f"Observation:\n{observation}\n\nAvailable Actions:\n{available}"
 
 
 def action_of(reply: str, style: Style) -> str | None:

@@ -4,6 +4,9 @@
     process -> owner   {"kind": "ready"} once, then one answer per request: {"kind": "ok", "answer"} or
                        {"kind": "refused" | "failed" | "raised", "error"}
 
+    open             ->  {"feedback", "admissible", "objective", "max_score"}
+    step "open door" ->  {"feedback", "admissible", "score", "won", "done"}
+
 The owner keeps the deadlines. Refused is the request's fault, failed is the engine's, raised is a step's that the
 engine did not understand (``DATA_ERRORS``): after either of the last two the game is gone.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from services.common.system.child import die_with_parent_if_asked, limit_memory
 from services.envgateway.envs.base import DATA_ERRORS, short_text
@@ -26,14 +29,27 @@ class RefusedError(Exception):
     """The game does not exist, or does not fit these settings."""
 
 
-class LoadedGame(Protocol):
-    """A game in this process. Answers are plain data."""
+class LoadedGame:
+    """A game of TextWorld's library, in which both engines play. Answers are plain data."""
 
-    def start(self) -> Answer: ...
+    def __init__(self, engine: Any, close: Callable[[], object]) -> None:
+        self.close = close
+        self._engine = engine
 
-    def step(self, command: str) -> Answer: ...
+    def start(self) -> Answer:
+        state = self._engine.reset()
+        about = {"objective": state.get("objective") or "", "max_score": float(state.get("max_score") or 0)}
+        return {**_seen(state), **about}
 
-    def close(self) -> None: ...
+    def step(self, command: str) -> Answer:
+        state, _, done = self._engine.step(command)
+        score, won = float(state.get("score") or 0), bool(state.get("won"))
+        return {**_seen(state), "score": score, "won": won, "done": bool(done)}
+
+
+def _seen(state: Any) -> Answer:
+    """No command is listed for a game without its ``.json``."""
+    return {"feedback": state.feedback.strip(), "admissible": list(state.get("admissible_commands") or ())}
 
 
 def serve(descriptor: int, memory_bytes: int, load: Callable[[Mapping[str, Any]], LoadedGame]) -> None:
@@ -76,6 +92,5 @@ class _Games:
         return {"kind": "ok", "answer": answer}
 
     def _close(self, number: int) -> None:
-        game = self._games.pop(number, None)
-        if game is not None:
+        if (game := self._games.pop(number, None)) is not None:
             game.close()

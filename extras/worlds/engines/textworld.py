@@ -1,8 +1,7 @@
-"""The engine's process: ``python -m extras.worlds.engines.textworld descriptor memory_bytes``.
+"""TextWorld's process: ``python -m extras.worlds.engines.textworld descriptor memory_bytes``.
 
-open {"path": game.z8, "seed"}      ->  {"feedback", "admissible", "objective", "max_score"}
-open {"make", "cache", "seed"}      ->  the same of a game that ``tw-make`` makes with these arguments, once for a cache
-step "open fridge"                  ->  {"feedback", "admissible", "score", "won", "done"}
+Games are opened by ``{"path", "seed"}``, or by ``{"make", "cache", "seed"}``: ``tw-make`` makes the game with these arguments,
+once for a cache.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from extras.worlds.engines.process import Answer, RefusedError, serve
+from extras.worlds.engines.process import LoadedGame, RefusedError, serve
 
 
 def main() -> None:
@@ -28,13 +27,13 @@ def main() -> None:
         feedback=True, won=True, lost=True, admissible_commands=True, score=True, max_score=True, objective=True
     )
 
-    def load(settings: Mapping[str, Any]) -> _TextGame:
+    def load(settings: Mapping[str, Any]) -> LoadedGame:
         path = settings["path"] if "path" in settings else _made(settings["make"], Path(settings["cache"]))
         if not os.path.isfile(path):
             raise RefusedError(f"there is no game {path}")
         environment = textworld.start(path, infos)
         environment.seed(settings["seed"])
-        return _TextGame(environment)
+        return LoadedGame(environment, environment.close)
 
     serve(descriptor, memory_bytes, load)
 
@@ -61,38 +60,6 @@ def _made(arguments: list[str], cache: Path) -> str:
         for suffix in (".json", ".z8"):  # the game last: a reader that sees the game finds the other file
             os.replace((Path(folder) / path.name).with_suffix(suffix), path.with_suffix(suffix))
     return str(path)
-
-
-class _TextGame:
-    def __init__(self, environment: Any) -> None:
-        self._environment = environment
-
-    def start(self) -> Answer:
-        state = self._environment.reset()
-        return {
-            "feedback": state.feedback,
-            "admissible": _admissible(state),
-            "objective": state.get("objective") or "",
-            "max_score": float(state.get("max_score") or 0),
-        }
-
-    def step(self, command: str) -> Answer:
-        state, _, done = self._environment.step(command)
-        return {
-            "feedback": state.feedback,
-            "admissible": _admissible(state),
-            "score": float(state.get("score") or 0),
-            "won": bool(state.get("won")),
-            "done": bool(done),
-        }
-
-    def close(self) -> None:
-        self._environment.close()
-
-
-def _admissible(state: Any) -> list[str]:
-    """None are listed for a game without its ``.json``."""
-    return list(state.get("admissible_commands") or ())
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ async def test_an_engine_killed_in_mid_episode_loses_its_episodes_and_no_others(
     trace = traces(rows, "expert")[4]
     task = {"game": trace["game"]}
     world = world_of(data)
-    pool = world.pool
+    pool = world
     async with served_world("alfworld", world) as client:
         first = await client.create("alfworld", task)
         victim = pool.pids[0]

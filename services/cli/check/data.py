@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import re
 import unicodedata
@@ -39,11 +38,17 @@ from services.common.config.data import TRAIN, DatasetConfig, is_training, name_
 from services.common.config.envgateway import EnvGatewayConfig, SandboxConfig
 from services.common.config.recipe import Recipe
 from services.common.dataset_rows import BuiltInReward, prompt_in, truth_in
-from services.common.errors import ConfigError, DatasetError, InfrastructureError, InvalidRequestError, RollmillError
+from services.common.errors import (
+    ConfigError,
+    DatasetError,
+    DeadlineError,
+    InfrastructureError,
+    InvalidRequestError,
+    RollmillError,
+)
 from services.common.importing import RAISED, load_object, place_of, place_of_error, told
 from services.common.records import Purpose, Task
 from services.common.safetensors_files import config_of, file_of
-from services.common.system.threads import DaemonThreads
 from services.envgateway.calls import CORRECT, RewardOutcome, RewardResult
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, JudgeRequest
@@ -101,17 +106,14 @@ def try_rows(recipe: Recipe, sources: Mapping[str, TaskSource]) -> Tried:
 def _short_prompts(recipe: Recipe, where: str, source: TaskSource, tried: Tried) -> TaskSource:
     """The tasks that the run keeps by ``max_prompt_tokens``, where the tokenizers are on this machine; raises
     ``DatasetError`` for none."""
-    from services.orchestrator.tasks.prompts import ShortPrompts, open_tokenizer
+    from services.orchestrator.tasks.prompts import short_prompts
 
-    limit = recipe.data.sections()[where].max_prompt_tokens
-    files = {name: file_of(policy.model.path or "", "tokenizer.json") for name, policy in recipe.policies.items()}
-    if limit is None or None in files.values():
+    if any(file_of(policy.model.path or "", "tokenizer.json") is None for policy in recipe.policies.values()):
         return source
-    counters = [open_tokenizer(str(file.parent), f"policies.{name}.model.path") for name, file in files.items() if file]
-    field = recipe.workflow_of(where).settings.get("prompt_field")
-    short = ShortPrompts(source, limit, counters, field, where)
-    if short.num_too_long:
-        tried.told.append(f"{where}.max_prompt_tokens ({limit}) leaves out {short.num_too_long} of {len(source)} rows")
+    short = short_prompts({where: source}, recipe, Path())[where]
+    if too_long := getattr(short, "num_too_long", 0):
+        limit = recipe.data.sections()[where].max_prompt_tokens
+        tried.told.append(f"{where}.max_prompt_tokens ({limit}) leaves out {too_long} of {len(source)} rows")
     return short
 
 
@@ -334,21 +336,13 @@ def _try_script(recipe: Recipe, where: str, task: Task) -> Iterator[str]:
 
 
 def _reward_of(path: str, task: Task, answer: str) -> float:
-    from services.inference.workflows.base import REWARD_TIMEOUT_S, finite_reward
+    from services.inference.workflows.base import call_reward, finite_reward
 
     function = load_object(path)
-
-    async def call() -> Any:
-        async with asyncio.timeout(REWARD_TIMEOUT_S):
-            given = await DaemonThreads(1).run(function, task.data, answer)  # one that hangs keeps no command alive
-            return await given if inspect.isawaitable(given) else given
-
     try:
-        given = asyncio.run(call())
-    except TimeoutError:
-        raise ConfigError(
-            f"reward {path} took longer than {REWARD_TIMEOUT_S:g} s, and would fail its rollout"
-        ) from None
+        given = asyncio.run(call_reward(function, path, task, answer))
+    except DeadlineError as error:
+        raise ConfigError(f"{error.message}, and would fail its rollout") from None
     except RAISED as error:  # the user's code runs here, and can raise anything
         raise ConfigError(
             f"{place_of_error(error)}reward {path} raised {told(error)}; the row has {', '.join(map(str, task.data))}"

@@ -573,33 +573,29 @@ def shared_memory_gib(recipe: Recipe, node: int) -> int:
 
 def loading_s(recipe: Recipe) -> float:
     """Seconds that servers may take longer to start because of the size of their models."""
-    longest = 0.0
-    for service in recipe.inference.values():
-        for name in service.policies or list(recipe.policies):
-            shape = ModelShape.of(recipe.policies[name].model.path)
-            if service.servers is not None and shape is not None:
-                size = shape.num_parameters * DTYPE_BYTES[recipe.policies[name].published_dtype]
-                longest = max(longest, size / LOADED_BYTES_PER_S)
-    return longest
+    served = ((policy, shape) for name, policy, shape in _served(recipe) if recipe.inference[name].servers is not None)
+    sizes = (shape.num_parameters * DTYPE_BYTES[recipe.policies[policy].published_dtype] for policy, shape in served)
+    return max(sizes, default=0) / LOADED_BYTES_PER_S
 
 
 def small_caches(recipe: Recipe) -> list[str]:
     """One line for each embedded engine with a KV cache that holds no sequence of the whole context."""
     problems = []
-    for name, service in recipe.inference.items():
-        if service.engine not in _EMBEDDED:
-            continue
-        for policy in service.policies or list(recipe.policies):
-            model = recipe.policies[policy].model
-            if (shape := ModelShape.of(model.path)) is None:
-                continue
-            slots = service.num_slots
-            token_bytes, limit = _token_bytes(shape, DTYPE_BYTES[service.dtype]), service.kv_cache_gib * GIB
-            if slots * model.context_length * token_bytes <= limit:
-                continue  # rows
-            if problem := too_small(limit, model.context_length, token_bytes):
-                problems.append(f"inference.{name}, policy {policy}: {problem}")
+    for name, policy, shape in _served(recipe):
+        service, context = recipe.inference[name], recipe.policies[policy].model.context_length
+        token_bytes, limit = _token_bytes(shape, DTYPE_BYTES[service.dtype]), service.kv_cache_gib * GIB
+        fits = service.engine not in _EMBEDDED or service.num_slots * context * token_bytes <= limit
+        if not fits and (problem := too_small(limit, context, token_bytes)):
+            problems.append(f"inference.{name}, policy {policy}: {problem}")
     return problems
+
+
+def _served(recipe: Recipe) -> Iterator[tuple[str, str, ModelShape]]:
+    """Services with each of their policies of known size."""
+    for name, service in recipe.inference.items():
+        for policy in service.policies or list(recipe.policies):
+            if (shape := ModelShape.of(recipe.policies[policy].model.path)) is not None:
+                yield name, policy, shape
 
 
 def host_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -38,7 +38,7 @@ from services.cli.check.worlds import index_problems, mcp_problems, sandbox_prob
 from services.cli.plan import orchestrator_address, plan, ports_in_use
 from services.common.config.algorithm import LossByPath
 from services.common.config.data import WorkflowConfig, is_training
-from services.common.config.envgateway import MCP, EnvGatewayConfig
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.processes import (
     ENGINES,
     InferenceConfig,
@@ -362,23 +362,15 @@ def _gateway_problems(recipe: Recipe) -> Iterator[str]:
     for where, workflow in recipe.workflows().items():
         if workflow.name == BuiltInWorkflow.AGENT_ENV:
             yield from _environment_problems(recipe, where, workflow)
-        runs, reward = _runs_programs(where, workflow), _reward_of(where, workflow)
+            continue
+        runs, reward = workflow.runs_programs(), _reward_of(where, workflow)
         if recipe.envgateway is None and (runs or reward in tuple(BuiltInReward)):
             default = "" if "reward" in workflow.settings else ", its default"
-            asks = f"name is {workflow.name}" if runs else f"settings.reward is {reward!r}{default}"
+            asks = runs or f"settings.reward is {reward!r}{default}"
             yield (
                 f"{where}.{asks}, which the environment gateway computes, and envgateway is null: leave envgateway out, or name a "
                 "function of yours (package.module:function)"
             )
-
-
-def _runs_programs(where: str, workflow: WorkflowConfig) -> bool:
-    """Whether a built-in workflow has the gateway judge programs, or run them as a tool; a tool by path runs in the replica."""
-    with contextlib.suppress(ConfigError):
-        settings: Any = workflow_settings(workflow, where)
-        if workflow.name in (BuiltInWorkflow.TOOL_USE, BuiltInWorkflow.TOOL_MATH):
-            return settings.format == "code" or any(":" not in tool or tool.startswith(MCP) for tool in settings.tools)
-    return workflow.name == BuiltInWorkflow.CODEGEN_VERIFIER
 
 
 def _reward_of(where: str, workflow: WorkflowConfig) -> str | None:
@@ -637,8 +629,7 @@ def gpus_here() -> list[float]:
 
 
 def gpu_problems(recipe: Recipe, memory_gib: Sequence[float]) -> list[str]:
-    """One line for each section of node 0 whose GPUs are missing on this machine or have less memory than the recipe
-    says."""
+    """One line for each section of node 0 whose GPUs are missing on this machine."""
     if _may_have_others(memory_gib):
         return []
     if not memory_gib:
@@ -649,25 +640,14 @@ def gpu_problems(recipe: Recipe, memory_gib: Sequence[float]) -> list[str]:
             f"{'or try the recipe with --profile tiny' if section.gpus else 'or write cpu or auto'}"
             for where, section in lacking.items()
         ]
-    problems = []
-    for claim in gpu_claims(recipe.inference, recipe.policies):
-        if claim.node != 0:
-            continue
-        missing = [gpu for gpu in claim.gpus if gpu >= len(memory_gib)]
-        if missing:
-            problems.append(
-                f"{claim.where} names GPU {', '.join(map(str, missing))}, but this machine has the GPUs 0 to "
-                f"{len(memory_gib) - 1}: write those (`nvidia-smi -L` lists them)"
-            )
-            continue
-        smallest = min(claim.gpus, key=lambda gpu: memory_gib[gpu])
-        if memory_gib[smallest] < _TOLD_SHARE * recipe.launch.gpu_memory_gib:
-            problems.append(
-                f"{claim.where}: GPU {smallest} has {memory_gib[smallest]:.1f} GiB, but the recipe counts with "
-                f"{recipe.launch.gpu_memory_gib:g} (launch.gpu_memory_gib): write {int(memory_gib[smallest])} there, and "
-                "`rollmill check` lists the processes that do not fit"
-            )
-    return problems
+    claims = [claim for claim in gpu_claims(recipe.inference, recipe.policies) if claim.node == 0]
+    missing = {claim.where: [gpu for gpu in claim.gpus if gpu >= len(memory_gib)] for claim in claims}
+    return [
+        f"{where} names GPU {', '.join(map(str, gpus))}, but this machine has the GPUs 0 to {len(memory_gib) - 1}: write those "
+        "(`nvidia-smi -L` lists them)"
+        for where, gpus in missing.items()
+        if gpus
+    ]
 
 
 def smaller_cards(recipe: Recipe, memory_gib: Sequence[float]) -> Recipe | None:

@@ -600,7 +600,6 @@ class SnapshotWriter:
             os.close(self._fd)
             self._fd = -1
 
-
     def seal(self, digests: Mapping[str, str] | None = None) -> Manifest:
         """Write the manifest, rename the file to its final name and release the file, which is immutable from then on.
 

@@ -55,7 +55,6 @@ from services.envgateway.envs.base import (
     trace_of,
 )
 from services.envgateway.envs.gymnasium import GymnasiumEnvironment, is_gymnasium_style
-from services.envgateway.envs.household_toy import HouseholdToyEnvironment
 
 if TYPE_CHECKING:
     from services.envgateway.sandbox.pool import SandboxPool
@@ -109,7 +108,6 @@ class GuardedEnvironment:
 
 
 ENVIRONMENTS: dict[str, EnvironmentFactory] = {
-    "household_toy": HouseholdToyEnvironment,
     "single_step": SingleStep,
     "tool": ToolLoop,
     "tools": ToolCalls,

@@ -193,7 +193,7 @@ def score(task, completion): return float(completion.strip() == task["answer"])
     apply(folder, own)
     assert "which the environment gateway computes" not in checked(folder, own)
     apply(folder, Wrong("code", (), {"workflow": {"name": "tool_use", "settings": settings | {"format": "code"}}}, {}))
-    assert "workflow.name is tool_use, which the environment gateway computes" in checked(folder, own)
+    assert "workflow.settings.format: code, which the environment gateway computes" in checked(folder, own)
 
 
 @pytest.mark.parametrize("wrong", ALL, ids=lambda wrong: wrong.name)

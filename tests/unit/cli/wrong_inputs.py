@@ -193,7 +193,7 @@ WRONG = [
           {"workflow": {"name": "single_turn", "settings": {}}, "envgateway": None}),
     Wrong("a workflow of mine with the default reward and no gateway", (REWARD, "'math', its default", "envgateway"),
           {"workflow": {"name": "graded_flow:Graded", "settings": {}}, "envgateway": None}, {"graded_flow.py": GRADED}),
-    Wrong("a workflow that runs programs without a gateway", ("workflow.name", "tool_math", "envgateway is null"),
+    Wrong("a workflow that runs programs without a gateway", ("workflow.settings.tools: python", "envgateway is null"),
           {"workflow": {"name": "tool_math", "settings": {"reward": "rewards:exact"}}, "envgateway": None}),
     Wrong("code without tests", (TRAIN, "no tests with a kind"), {REWARD: "code"}),
     # -- the workflow

@@ -277,10 +277,8 @@ def test_a_class_that_cannot_be_used_is_refused_before_a_process_starts(override
 
 
 def test_an_environment_with_the_name_of_a_built_in_one_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"envgateway\.environments\.household_toy: Rollmill has an environment of this name"
-    ):
-        EnvironmentRegistry({"household_toy": "faulty:NoStep"}, EnvironmentContext(None, None))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"envgateway\.environments\.tool: Rollmill has an environment of this name"):
+        EnvironmentRegistry({"tool": "faulty:NoStep"}, EnvironmentContext(None, None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

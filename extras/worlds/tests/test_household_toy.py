@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extras.worlds.household_toy import MOST_ROOMS, MOST_THINGS, House, HouseholdToyEnvironment
 from services.common.errors import InvalidRequestError
 from services.envgateway.envs.base import EndStatus
-from services.envgateway.envs.household_toy import MOST_ROOMS, MOST_THINGS, House, HouseholdToyEnvironment
 
 HOUSES = (st.integers(-(2**62), 2**62), st.integers(1, MOST_ROOMS), st.integers(1, MOST_THINGS))
 
@@ -60,7 +60,7 @@ def solve(house: House) -> list[str]:
 
 
 def _environment() -> HouseholdToyEnvironment:
-    return HouseholdToyEnvironment(None)  # type: ignore[arg-type]
+    return HouseholdToyEnvironment()
 
 
 @given(*HOUSES, st.lists(st.integers(0, 10**6), max_size=20))

@@ -15,11 +15,11 @@ from typing import Any
 from pydantic import Field
 
 from services.common.config.base import Section
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.errors import InvalidRequestError
 from services.envgateway.envs.base import (
     MOST_COMMAND_CHARS,
     EndStatus,
-    EnvironmentContext,
     Observation,
     StepResult,
     settings_of,
@@ -152,7 +152,7 @@ class HouseholdToySettings(Section):
 class HouseholdToyEnvironment:
     """Environment of one house. Async, so that a turn needs no thread: a turn takes microseconds."""
 
-    def __init__(self, context: EnvironmentContext) -> None:
+    def __init__(self) -> None:
         self._settings = HouseholdToySettings()
         self._house: House | None = None
         self._turns = 0
@@ -190,3 +190,16 @@ class HouseholdToyEnvironment:
 
     async def close(self) -> None:
         self._house = None
+
+
+class HouseholdToyWorld:
+    """Houses share nothing."""
+
+    build = HouseholdToyEnvironment
+
+    async def close(self) -> None:
+        pass
+
+
+def make_world(config: EnvGatewayConfig, sandbox: object) -> HouseholdToyWorld:
+    return HouseholdToyWorld()
