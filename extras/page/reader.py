@@ -373,8 +373,8 @@ class RunReader:
         name, slot = row["task_group"], row["slot"]
         with self._model.lock:
             group, journal = self._model.groups[name], self._model.reader
-            found = group.rows[slot]
-            record = journal.load(found)
+            found = group.slots[slot].row
+            record = journal.load(found) if found is not None else None
             issue = journal.find(entries.GROUP, [name]).get(name, {})
             of_slot = [entry.use for entry in group.entries if entry.slot == slot]
             keys = [entries.batch_key(use.policy, use.training_step) for use in of_slot]
@@ -385,7 +385,7 @@ class RunReader:
                 f"(rollmill journal {self.run_dir} verify)"
             )
         whole = {**row, "siblings": self._index.siblings(name), "texts_loading": False}
-        if found.kind == entries.FAILURE:
+        if group.slots[slot].failure:
             failure = entries.from_json(RolloutFailure, record)
             return {**whole, "failure": {"reason": failure.reason, "detail": failure.detail}}
         trajectory = entries.from_json(Trajectory, record)
@@ -475,7 +475,7 @@ class RunReader:
     def _add_rollout(self, model: RunModel, row: Row, record: Json | None) -> None:
         name, _, slot = row.key.rpartition("/")
         group = model.groups.get(name)
-        if group is None or group.rows.get(int(slot)) != row:  # the first record of a slot counts
+        if group is None or group.slots[int(slot)].row != row:  # the first record of a slot counts
             return
         if row.kind == entries.TRAJECTORY:
             record = model.load(row)
@@ -542,8 +542,8 @@ def _outcomes(group: GroupFacts) -> Iterator[tuple[int, str, int | None]]:
         steps.setdefault(entry.slot, entry.use.training_step)
     is_training = group.purpose == Purpose.TRAIN
     rest = (group.closed_reason or WAITING) if is_training else EVALUATION
-    for slot in group.rows:
-        fate = FAILED if slot in group.failures else TRAINED if slot in steps else judged.get(slot, rest)
+    for slot, resolved in group.slots.items():
+        fate = FAILED if resolved.failure else TRAINED if slot in steps else judged.get(slot, rest)
         yield slot, fate, steps.get(slot)
 
 
