@@ -289,15 +289,23 @@ def kind_of(activity: str) -> str:
     return "idle" if name in _IDLE else "wait"
 
 
-def segments_of(shares: Mapping[str, float]) -> list[tuple[str, str, float]]:
-    """(kind, activity, share), work first, larger ones first; small ones of a kind are one."""
-    found: list[tuple[str, str, float]] = []
+class Segment(NamedTuple):
+    """A part of the bar of a component."""
+
+    kind: str
+    activity: str
+    share: float
+
+
+def segments_of(shares: Mapping[str, float]) -> list[Segment]:
+    """Work first, larger ones first; small ones of a kind are one."""
+    found: list[Segment] = []
     for kind in ("work", "wait", "idle"):
         of_kind = sorted(((s, a) for a, s in shares.items() if kind_of(a) == kind), reverse=True)
-        found += [(kind, activity, share) for share, activity in of_kind if share >= LEAST_SHARE]
+        found += [Segment(kind, activity, share) for share, activity in of_kind if share >= LEAST_SHARE]
         small = sum(share for share, _ in of_kind if share < LEAST_SHARE)
         if small > 0.001:
-            found.append((kind, SMALL, small))
+            found.append(Segment(kind, SMALL, small))
     return found
 
 
