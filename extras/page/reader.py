@@ -13,7 +13,6 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby, islice
@@ -23,7 +22,7 @@ from typing import Any
 import orjson
 import structlog
 
-from extras.page.index import EVALUATION, FAILED, TEXT_CHARACTERS, TRAINED, WAITING, Rollout, RolloutIndex
+from extras.page.index import EVALUATION, FAILED, TRAINED, WAITING, Rollout, RolloutIndex
 from extras.page.state import Live, MetricsTail, events, state_of
 from services.cli.inspect.fate import as_json, count_fates
 from services.cli.inspect.run_model import OTHER_SHAPE, GroupFacts, Json, RunModel
@@ -33,6 +32,7 @@ from services.cli.inspect.trajectories import (
     ENVIRONMENT,
     POLICY,
     PROMPT,
+    Ids,
     Marks,
     expected,
     load_tokenizer,
@@ -49,7 +49,6 @@ from services.common.installing import install
 from services.common.records import (
     TRANSFER_STAGES,
     GroupFate,
-    Logprobs,
     Purpose,
     RolloutFailure,
     Segment,
@@ -65,85 +64,39 @@ from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import BatchEntry, BatchRecord
 from services.orchestrator.journal.segments import Row
 
-# --- texts of single tokens
+# --- one conversation
 
 _REPLACEMENT = "�"
 _LONGEST = 8  # tokens of one character; more are not one
-_ANCHORS = range(512)
+TASK_CHARACTERS = 20_000  # of a task's row that are shown, for it may hold all tests of a program
+
+Texts = Mapping[str, tuple[Any, Marks]]
+"""By policy: its tokenizer, or ``Ids``, and the marks of its chat template."""
 
 
-class Pieces:
-    """Texts of token ids by one tokenizer, so that the tokens of a turn can be told apart. Without one, ids are shown as
-    numbers.
+def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
+    """One text for each token, whose sum is the text of all. [num_tokens]
 
-    A byte-level tokenizer may cut one character into several tokens, and then each alone decodes to the replacement
-    sign: such tokens are decoded together, and the first of them has the text. A tokenizer may also drop the space
-    before the first word of a text: so a token is decoded behind another one, whose text is then taken off.
+    A byte-level tokenizer may cut one character into several tokens, and each alone decodes to the replacement sign: the
+    last of them has the text, and the others are empty. A tokenizer may also drop the space before the first word of a
+    text, so a token is decoded behind the one before it, whose text is then taken off.
     """
-
-    def __init__(self, tokenizer: Any | None) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
-        self._anchor = next((number for number in _ANCHORS if self._is_anchor(number)), None) if tokenizer else None
-
-    def _is_anchor(self, number: int) -> bool:
-        assert self._tokenizer is not None
-        text = self._tokenizer.decode([number])
-        return len(text) == 1 and text.isascii() and text.isalnum()
-
-    @property
-    def are_text(self) -> bool:
-        return self._tokenizer is not None
-
-    def of(self, ids: list[int]) -> list[str]:
-        """One text for each token, whose sum is the text of all; empty for the later tokens of one character. [num_tokens]"""
-        if self._tokenizer is None:
-            return [f"[{token}] " for token in ids]
-        texts = [self._alone(token) for token in ids]
-        at = 0
-        while at < len(texts):
-            if _REPLACEMENT not in texts[at]:
-                at += 1
-                continue
-            end, whole = self._character(ids, at)
-            texts[at:end] = [whole, *[""] * (end - at - 1)]
-            at = end
-        return texts
-
-    def _character(self, ids: list[int], begin: int) -> tuple[int, str]:
-        """Where the tokens of a character end, and the text; of bytes that are no character, one token."""
-        for end in range(begin + 2, min(begin + _LONGEST, len(ids)) + 1):
-            whole = self._decoded(ids[begin:end])
-            if _REPLACEMENT not in whole:
-                return end, whole
-        return begin + 1, self._alone(ids[begin])
-
-    def _alone(self, token: int) -> str:
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._decoded([token])
-        return found
-
-    def _decoded(self, ids: list[int]) -> str:
-        assert self._tokenizer is not None
-        if self._anchor is None:
-            return str(self._tokenizer.decode(list(ids)))
-        return str(self._tokenizer.decode([self._anchor, *ids]))[1:]
+    if isinstance(tokenizer, Ids):
+        return [tokenizer.decode([token]) for token in ids]
+    texts = [""] * len(ids)
+    before = at = 0  # the token before the next character, and the first token of that
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[before:end])[len(tokenizer.decode(ids[before:at])) :]
+        if not text.endswith(_REPLACEMENT) or end - at == _LONGEST or end == len(ids):
+            texts[end - 1] = text
+            before, at = at, end
+    return texts
 
 
-# --- one conversation
-
-TASK_CHARACTERS = 20_000  # of a task's row, which may hold all tests of a program
-
-
-def conversation(
-    trajectory: Trajectory, issue: Json, texts: Mapping[str, tuple[Pieces, Marks]], uses: Mapping[int, Json]
-) -> Json:
-    """``issue``: the journal's line of the task group, or empty. ``texts`` by policy; ``uses`` by position of the sequence: its use in a batch (``uses``)."""
+def conversation(trajectory: Trajectory, issue: Json, texts: Texts, uses: Mapping[int, Json]) -> Json:
+    """``issue``: the journal's line of the task group, or empty. ``uses``: by position of the sequence, its use in a batch."""
     return {
         **{name: getattr(trajectory, name) for name in ("reward", "started_at", "finished_at", "metrics")},
-        "task_group": trajectory.task_group_id,
-        "slot": trajectory.index,
         "replica": trajectory.replica_id,
         "expected": expected(issue),
         "task_row": _task_row(issue),
@@ -153,7 +106,7 @@ def conversation(
                 "origin": sequence.origin.value,
                 "stop": sequence.stop_reason.value,
                 "use": uses.get(position),
-                "are_text": texts[sequence.policy][0].are_text,
+                "are_text": not isinstance(texts[sequence.policy][0], Ids),
                 "turns": list(_turns(sequence.segments, *texts[sequence.policy])),
             }
             for position, sequence in enumerate(trajectory.sequences)
@@ -172,42 +125,36 @@ def _task_row(issue: Json) -> str:
     return orjson.dumps(row, option=orjson.OPT_INDENT_2).decode()[:TASK_CHARACTERS] if row else ""
 
 
-def _turns(segments: Iterable[Segment], pieces: Pieces, marks: Marks) -> Iterator[Json]:
-    parts = groupby(segments, key=lambda segment: segment.is_policy)
-    for number, (by_policy, found) in enumerate(parts):
+def _turns(segments: Iterable[Segment], tokenizer: Any, marks: Marks) -> Iterator[Json]:
+    for number, (by_policy, found) in enumerate(groupby(segments, key=lambda segment: segment.is_policy)):
         if by_policy:
-            yield _written(list(found), pieces)
+            yield _written(list(found), tokenizer)
             continue
-        text = "".join("".join(pieces.of(segment.token_ids.tolist())) for segment in found)
+        text = "".join(tokenizer.decode(segment.token_ids.tolist()) for segment in found)
         for turn in read_turns(text, marks, PROMPT if number == 0 else ENVIRONMENT):
             if turn.text:
                 yield {"role": turn.role, "text": turn.text}
 
 
-def _written(segments: list[Segment], pieces: Pieces) -> Json:
+def _written(segments: list[Segment], tokenizer: Any) -> Json:
     """A turn of the policy. ``spans``: how many tokens a weight version sampled, in order."""
-    ids: list[list[int]] = [segment.token_ids.tolist() for segment in segments]
-    logprobs = [_rounded(segment.logprobs) for segment in segments]
+    ids = [token for segment in segments for token in segment.token_ids.tolist()]
     return {
         "role": POLICY,
-        "tokens": pieces.of([token for part in ids for token in part]),
-        "ids": [token for part in ids for token in part],
-        "logprobs": [value for part in logprobs for value in part],
-        "teacher_logprobs": [value for segment in segments for value in _rounded(segment.teacher_logprobs)],
+        "tokens": token_texts(tokenizer, ids),
+        "ids": ids,
+        "logprobs": [round(value, 5) for segment in segments for value in segment.logprobs.tolist()],
+        "teacher_logprobs": [round(value, 5) for segment in segments for value in segment.teacher_logprobs.tolist()],
         "spans": [
             {
-                "tokens": len(part),
-                "version": segment.weight_version,
-                "temperature": segment.temperature,
-                "mixed_cache": segment.mixed_cache,
+                "tokens": s.num_tokens,
+                "version": s.weight_version,
+                "temperature": s.temperature,
+                "mixed_cache": s.mixed_cache,
             }
-            for part, segment in zip(ids, segments, strict=True)
+            for s in segments
         ],
     }
-
-
-def _rounded(values: Logprobs) -> list[float]:
-    return [round(value, 5) for value in values.tolist()]
 
 
 _OF_ENTRY = ("minibatch", "staleness", "group_mean", "group_std", "group_size", "trained_from")
@@ -268,10 +215,11 @@ log = structlog.get_logger()
 LOOK_S = 1.0
 WATCHED_S = 15.0  # after a question, for which the orchestrator is asked
 FATES_SHARE = 10.0  # times the seconds that the last count of fates took: the least pause before the next
-TEXT_S = 20.0  # that the first conversation waits for its tokenizer; then ids are shown
 TRANSFERS = 100  # that are listed
 CHUNK = 200
 """Records of one transaction: what a question to the same journal may wait for."""
+SEARCHED = 2_000, 20_000
+"""Characters of a task's row, and of what a policy wrote in a rollout, that a search finds."""
 _STOP_S = 10.0
 _LOADING = threading.Lock()  # two threads that import transformers at once see half of it
 
@@ -294,10 +242,8 @@ class RunReader:
         self._index = RolloutIndex()
         self._model: RunModel | None = None
         self._is_complete = False
-        self._tasks: dict[str, int] = {}  # task group -> its task in the index
-        self._without_text: deque[Row] = deque()  # trajectories
-        self._texts: dict[str, tuple[Pieces, Marks]] = {}  # by policy
-        self._text_ready = threading.Event()
+        self._tasks: dict[str, tuple[str, str]] = {}  # task group with open slots -> its task, and the words of that
+        self._texts: dict[str, tuple[Any, Marks]] = {}
         self._live = Live(run_dir)
         self._asked_at = 0.0
         self._fates_of = -1  # the last record when fates were counted
@@ -357,12 +303,11 @@ class RunReader:
         return {**self._progress(), **self._index.facets()}
 
     def _progress(self) -> Json:
-        has_text = any(pieces.are_text for pieces, _ in self._texts.values())
         return {
             "indexed": self._index.num_rollouts,
             "complete": self._is_complete,
             "unreadable": self._model.num_unreadable if self._model else 0,
-            "texts_searched": has_text and not self._without_text,
+            "texts_searched": any(not isinstance(tokenizer, Ids) for tokenizer, _ in self._texts.values()),
         }
 
     def conversation(self, number: int) -> Json:
@@ -373,8 +318,8 @@ class RunReader:
         name, slot = row["task_group"], row["slot"]
         with self._model.lock:
             group, journal = self._model.groups[name], self._model.reader
-            found = group.rows[slot]
-            record = journal.load(found)
+            found = group.slots[slot].row
+            record = journal.load(found) if found is not None else None
             issue = journal.find(entries.GROUP, [name]).get(name, {})
             of_slot = [entry.use for entry in group.entries if entry.slot == slot]
             keys = [entries.batch_key(use.policy, use.training_step) for use in of_slot]
@@ -384,17 +329,14 @@ class RunReader:
                 f"the record of {name}/{slot} cannot be read any more: retention has deleted it, or it is damaged "
                 f"(rollmill journal {self.run_dir} verify)"
             )
-        whole = {**row, "siblings": self._index.siblings(name), "texts_loading": False}
-        if found.kind == entries.FAILURE:
+        whole = {**row, "siblings": self._index.siblings(name)}
+        if group.slots[slot].failure:
             failure = entries.from_json(RolloutFailure, record)
             return {**whole, "failure": {"reason": failure.reason, "detail": failure.detail}}
         trajectory = entries.from_json(Trajectory, record)
-        whole["texts_loading"] = not self._text_ready.wait(TEXT_S)
-        without = Pieces(None), Marks({}, ())
-        texts = {sequence.policy: self._texts.get(sequence.policy, without) for sequence in trajectory.sequences}
         algorithms = {} if self._recipe is None else {n: p.algorithm for n, p in self._recipe.policies.items()}
         used = uses(trajectory, (entries.from_json(BatchRecord, batch) for batch in batches), algorithms)
-        return {**whole, **conversation(trajectory, issue, texts, used)}
+        return {**whole, **conversation(trajectory, issue, self._texts, used)}
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -438,13 +380,11 @@ class RunReader:
 
     def _read_journal(self, recipe: Recipe) -> None:
         if self._model is None:
-            self._model = RunModel(self.run_dir)
-            threading.Thread(target=self._load_texts, args=(recipe,), name="page-tokenizers", daemon=True).start()
-        for work in (self._fill, self._add_texts):
-            more = True
-            while more and not self._ended.is_set():
-                with self._model.lock:
-                    more = work(self._model)
+            model = RunModel(self.run_dir)
+            self._load_texts(recipe)
+            self._model = model
+        while not self._ended.is_set() and self._fill(self._model):
+            pass
         if self._model.last != self._fates_of and time.monotonic() >= self._fates_again_at and not self._ended.is_set():
             began = time.monotonic()
             with self._part("fates"):
@@ -455,13 +395,14 @@ class RunReader:
 
     def _fill(self, model: RunModel) -> bool:
         """Index the next ``CHUNK`` records; False when there were fewer."""
-        rows = list(islice(model.new_rows(), CHUNK))
-        with self._index.writing():
+        with model.lock, self._index.writing():
+            rows = list(islice(model.new_rows(), CHUNK))
             for row in rows:
                 record = model.take(row)
                 try:
                     if row.kind == entries.GROUP and record is not None:
-                        self._tasks[row.key] = self._index.add_task(str(record["task_id"]), str(record["data_json"]))
+                        row_of_task = str(record["data_json"])[: SEARCHED[0]]
+                        self._tasks[row.key] = str(record["task_id"]), f"{record['task_id']} {row_of_task}"
                     elif row.kind in (entries.TRAJECTORY, entries.FAILURE):
                         self._add_rollout(model, row, record)
                 except OTHER_SHAPE:
@@ -475,63 +416,61 @@ class RunReader:
     def _add_rollout(self, model: RunModel, row: Row, record: Json | None) -> None:
         name, _, slot = row.key.rpartition("/")
         group = model.groups.get(name)
-        if group is None or group.rows.get(int(slot)) != row:  # the first record of a slot counts
+        if group is None or group.slots[int(slot)].row != row:  # the first record of a slot counts
             return
         if row.kind == entries.TRAJECTORY:
             record = model.load(row)
             model.num_unreadable += record is None
         if record is None:
             return
+        task_id, text = self._tasks.get(name, ("", ""))
+        if len(group.slots) == group.num_slots:
+            self._tasks.pop(name, None)
         sequences = record.get("sequences", ())  # none of a failure
-        written = [segment for _, segment in _written_by_policies(record)]
-        self._index.add_rollout(
+        # A turn of the policy has a segment for each weight version.
+        turns = [groupby(s["segments"], lambda segment: segment["source"] == TokenSource.POLICY) for s in sequences]
+        written = [
+            (s["policy"], one) for s in sequences for one in s["segments"] if one["source"] == TokenSource.POLICY
+        ]
+        is_failure = row.kind == entries.FAILURE
+        said = f"{record['reason']} {record['detail']}" if is_failure else self._said(written)
+        self._index.add(
             Rollout(
                 number=row.number,
                 task_group=name,
                 slot=int(slot),
-                task=self._tasks.get(name, 0),
+                task_id=task_id,
                 evaluation=group.evaluation or ("" if group.purpose == Purpose.TRAIN else group.purpose),
-                reward=float(record["reward"]) if row.kind == entries.TRAJECTORY else None,
-                tokens=sum(int(segment["num_tokens"]) for segment in written),
-                turns=sum(_num_turns(sequence["segments"]) for sequence in sequences),
-                version=max((int(segment["weight_version"]) for segment in written), default=0),
+                reward=None if is_failure else float(record["reward"]),
+                tokens=sum(int(segment["num_tokens"]) for _, segment in written),
+                turns=sum(by_policy for of_sequence in turns for by_policy, _ in of_sequence),
+                version=max((int(segment["weight_version"]) for _, segment in written), default=0),
                 stop=str(sequences[-1]["stop_reason"] if sequences else record.get("reason", "")),
                 written_at=row.written_at,
-            )
+            ),
+            f"{text} {said}",
         )
-        if row.kind == entries.TRAJECTORY:
-            self._without_text.append(row)
-        else:
-            self._index.add_text(row.number, f"{record['reason']} {record['detail']}")
 
-    def _add_texts(self, model: RunModel) -> bool:
-        """Add the next ``CHUNK`` texts, once the tokenizers are loaded; False when there were fewer."""
-        if not self._text_ready.is_set():
-            return False
-        pieces = {policy: found for policy, (found, _) in self._texts.items() if found.are_text}
-        part = list(islice(self._without_text, CHUNK))
-        with self._index.writing():
-            for row in part if pieces else ():
-                try:
-                    self._index.add_text(row.number, _text(model.load(row) or {}, pieces))
-                except OTHER_SHAPE:
-                    model.num_unreadable += 1
-        for _ in part:  # after the commit: another thread reads how many wait
-            self._without_text.popleft()
-        return bool(self._without_text)
+    def _said(self, written: list[tuple[str, Json]]) -> str:
+        """The beginning of what policies wrote, as far as a search finds it; the rest is not decoded."""
+        found = ""
+        for policy, segment in written:
+            tokenizer = self._texts[policy][0]
+            if len(found) < SEARCHED[1] and not isinstance(tokenizer, Ids):
+                found += tokenizer.decode(entries.unpack_tokens(segment["token_ids"], segment["num_tokens"]).tolist())
+        return found[: SEARCHED[1]]
 
     def _load_texts(self, recipe: Recipe) -> None:
-        """In a thread of its own: the import of the tokenizers' package takes seconds."""
-        with _LOADING:
-            for policy in recipe.policies:
-                try:
+        for policy in recipe.policies:
+            self._texts[policy] = Ids(), Marks({}, ())
+            try:
+                with _LOADING:
                     tokenizer = load_tokenizer(policy, recipe.model_path(policy, self.run_dir))
-                    self._texts[policy] = Pieces(tokenizer), marks_of(tokenizer)
-                except ImportError as error:
-                    self.problems["texts"] = f"texts need the package {error.name}: {install('page')}"
-                except RollmillError as error:
-                    self.problems["texts"] = error.message
-        self._text_ready.set()
+                self._texts[policy] = tokenizer, marks_of(tokenizer)
+            except ImportError as error:
+                self.problems["texts"] = f"texts need the package {error.name}: {install('page')}"
+            except RollmillError as error:
+                self.problems["texts"] = error.message
 
 
 def _outcomes(group: GroupFacts) -> Iterator[tuple[int, str, int | None]]:
@@ -542,32 +481,9 @@ def _outcomes(group: GroupFacts) -> Iterator[tuple[int, str, int | None]]:
         steps.setdefault(entry.slot, entry.use.training_step)
     is_training = group.purpose == Purpose.TRAIN
     rest = (group.closed_reason or WAITING) if is_training else EVALUATION
-    for slot in group.rows:
-        fate = FAILED if slot in group.failures else TRAINED if slot in steps else judged.get(slot, rest)
+    for slot, resolved in group.slots.items():
+        fate = FAILED if resolved.failure else TRAINED if slot in steps else judged.get(slot, rest)
         yield slot, fate, steps.get(slot)
-
-
-def _written_by_policies(record: Json) -> Iterator[tuple[str, Json]]:
-    """The segments that policies wrote, each with its policy."""
-    for sequence in record.get("sequences", ()):
-        for segment in sequence["segments"]:
-            if segment["source"] == TokenSource.POLICY:
-                yield sequence["policy"], segment
-
-
-def _num_turns(segments: list[Json]) -> int:
-    """Of the policy; a turn has a segment for each weight version."""
-    return sum(by_policy for by_policy, _ in groupby(segments, lambda segment: segment["source"] == TokenSource.POLICY))
-
-
-def _text(record: Json, pieces: Mapping[str, Pieces]) -> str:
-    """The beginning of what policies wrote, as far as a search finds it; the rest is not decoded."""
-    found = ""
-    for policy, segment in _written_by_policies(record):
-        if len(found) < TEXT_CHARACTERS and policy in pieces:
-            ids = entries.unpack_tokens(segment["token_ids"], segment["num_tokens"]).tolist()
-            found += "".join(pieces[policy].of(ids))
-    return found
 
 
 def _unreadable(what: str, error: Exception) -> str:

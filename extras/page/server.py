@@ -112,7 +112,7 @@ class PageServer:
         rows = {run_dir: reader.rows() for run_dir, reader in chosen.items()}
         before, found = self._drawn
         if list(rows) != list(before) or any(rows[run_dir] is not before[run_dir] for run_dir in rows):
-            found = curves(list(rows), rows.__getitem__)
+            found = curves(rows)
             self._drawn = rows, found
         return found
 

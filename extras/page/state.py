@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
 
-from services.cli.console import format_clock, format_reward
+from services.cli.console import format_reward
 from services.cli.doctor import as_object, diagnose
 from services.cli.inspect.plot import newest_shares, segments_of
 from services.cli.inspect.run_model import Json
@@ -31,9 +31,7 @@ from services.common.config.recipe import Recipe
 from services.common.errors import RollmillError
 from services.common.pb import run_pb2
 from services.common.security import identity
-from services.common.telemetry.accounts import is_records, is_weights
 from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, ThroughputKey
-from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.evaluation import played_by
 
 LOG_BYTES = 512 * 1024
@@ -43,6 +41,7 @@ MOST = 1000
 """Events that are listed, the newest."""
 
 _LEVELS = ("warning", "error", "critical")
+_KINDS = frozenset(RowKind)
 _OF_EVERY_LINE = ("event", "level", "timestamp", "service", "instance", "run", "logger")
 
 
@@ -59,114 +58,69 @@ def _stalls(rows: Iterable[Row]) -> list[Json]:
     for row in rows:
         if row["kind"] != RowKind.STALL:
             continue
-        key = row["component"], str(row.get("cause"))
+        key, seconds = (row["component"], row["cause"]), row["seconds"]
         if row["moment"] == StallMoment.BEGIN:
-            begun[key] = {
-                "at": row["time"] - _seconds(row),
-                "kind": "stall",
-                "who": key[0],
-                "cause": _words(key[1]),
-                "text": str(row.get("detail", "")),
-                "seconds": None,
-            }
+            known = {"who": key[0], "cause": _words(key[1]), "text": row["detail"]}
+            begun[key] = {"at": row["time"] - seconds, "kind": "stall", **known, "seconds": None}
             found.append(begun[key])
         elif key in begun:
-            begun.pop(key)["seconds"] = _seconds(row)
+            begun.pop(key)["seconds"] = seconds
     return found
-
-
-def _seconds(row: Row) -> float:
-    value = row.get("seconds")
-    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _of_metrics(rows: Iterable[Row]) -> Iterator[Json]:
     for row in rows:
         if row["kind"] == RowKind.EVALUATION:
-            name = row["name"] + played_by(row["name"], row.get("versions", {}), row.get("newest_versions", {}))
-            told = f"{name}: mean reward {format_reward(row['mean_reward'])} over {row.get('num_trajectories')} trajectories"
-            told += f", {row['num_failed']} failed" if row.get("num_failed") else ""
+            name = row["name"] + played_by(row["name"], row["versions"], row["newest_versions"])
+            told = (
+                f"{name}: mean reward {format_reward(row['mean_reward'])} over {row['num_trajectories']} trajectories"
+            )
+            told += f", {row['num_failed']} failed" if row["num_failed"] else ""
             yield {"at": row["time"], "kind": "evaluation", "who": "orchestrator", "text": told}
         elif row["kind"] == RowKind.THRESHOLD:
             told = f"training ends after step {row['step']}: {row['wanted']}"
             yield {"at": row["time"], "kind": "threshold", "who": "orchestrator", "text": told}
-        elif row["kind"] == RowKind.WEIGHT_TRANSFER and (failed := ReportedTransfer.from_row(row)).transfer.error:
-            transfer = failed.transfer
-            told = f"version {transfer.version} of {transfer.policy} did not arrive: {transfer.error}"
-            yield {"at": row["time"], "kind": "weights", "who": f"replica/{failed.replica}", "text": told}
+        elif row["kind"] == RowKind.WEIGHT_TRANSFER and row["error"]:
+            told = f"version {row['version']} of {row['policy']} did not arrive: {row['error']}"
+            yield {"at": row["time"], "kind": "weights", "who": f"replica/{row['replica']}", "text": told}
 
 
 def _changes(run_dir: Path) -> Iterator[Json]:
     path = run_files.changes(run_dir)
-    if not path.is_file():
-        return
-    for row in read_rows(path):
+    for row in read_rows(path) if path.is_file() else ():
         told = ", ".join(f"{key}: {value}" for key, value in row.items() if key != "time")
-        at = row.get("time")
-        yield {"at": at if isinstance(at, int | float) else 0.0, "kind": "change", "who": "recipe", "text": told}
+        yield {"at": row["time"], "kind": "change", "who": "recipe", "text": told}
 
 
 def _logged(run_dir: Path) -> Iterator[Json]:
-    folder = run_files.logs(run_dir)
-    if not folder.is_dir():
-        return
-    for path in sorted(folder.glob("*.jsonl")):
-        for row in _last_rows(path):
-            if row.get("level") in _LEVELS:
-                facts = " ".join(f"{key}={value}" for key, value in row.items() if key not in _OF_EVERY_LINE)
-                yield {
-                    "at": logged_at(row),
-                    "kind": "error" if row["level"] != "warning" else "warning",
-                    "who": str(row.get("instance", path.stem)),
-                    "text": f"{row.get('event', '')} {facts}".strip()[:2000],
-                }
-
-
-def _last_rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - LOG_BYTES))
-        yield from parse_rows(file.read().splitlines())
-
-
-_NUMBER = (int, float)
-_KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
-    RowKind.TRAINING_STEP: {"policy": str, "step": int},
-    RowKind.WEIGHT_TRANSFER: {"policy": str, "replica": str, "version": int, "started_at": _NUMBER},
-    RowKind.STALL: {"component": str, "moment": str},
-    RowKind.ACCOUNTS: {"shares": dict},
-    RowKind.EVALUATION: {"name": str, "versions": dict, "datasets": list, "mean_reward": (*_NUMBER, type(None))},
-    RowKind.THRESHOLD: {"step": int, "wanted": str},
-}
-"""The keys of rows that their readers need, and the types of their values."""
-
-
-def is_usable(row: Row) -> bool:
-    """Whether a row has a time, a kind, and the keys that readers of its kind need."""
-    kind = row.get("kind")
-    keys = {"time": _NUMBER, **_KEYS.get(kind, {})} if isinstance(kind, str) else {"kind": str}
-    return all(isinstance(row.get(key), types) and not isinstance(row.get(key), bool) for key, types in keys.items())
+    for path in sorted(run_files.logs(run_dir).glob("*.jsonl")):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_BYTES))
+            for row in parse_rows(file):
+                if (level := row.get("level")) in _LEVELS:
+                    facts = " ".join(f"{key}={value}" for key, value in row.items() if key not in _OF_EVERY_LINE)
+                    yield {
+                        "at": logged_at(row),
+                        "kind": "warning" if level == "warning" else "error",
+                        "who": str(row.get("instance", path.stem)),
+                        "text": f"{row.get('event', '')} {facts}".strip()[:2000],
+                    }
 
 
 class MetricsTail:
-    """``rows`` of the file so far; ``look`` reads on. A file that was replaced or cut is read anew."""
+    """``rows`` of the file so far; ``look`` reads on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._at = 0
-        self._inode = 0
         self.rows: list[Row] = []
         self.num_skipped = 0
-        """Lines that are no row, or not one of the shape of its kind."""
+        """Lines that are no row."""
 
     def look(self) -> bool:
         """Whether there are new rows. Raises ``OSError`` for a file that cannot be read; one that is missing is empty."""
         try:
             with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                inode, size = status.st_ino, status.st_size
-                if inode != self._inode or size < self._at:
-                    self._at, self._inode, self.rows, self.num_skipped = 0, inode, [], 0
                 file.seek(self._at)
                 data = file.read()
         except FileNotFoundError:
@@ -174,90 +128,76 @@ class MetricsTail:
         whole = data[: data.rfind(b"\n") + 1]  # the last line may be being written
         self._at += len(whole)
         lines = whole.splitlines()
-        found = [row for row in parse_rows(lines) if is_usable(row)]
-        self.num_skipped += sum(1 for line in lines if line.strip()) - len(found)
+        found = [r for r in parse_rows(lines) if isinstance(r.get("time"), int | float) and r.get("kind") in _KINDS]
+        self.num_skipped += len(lines) - len(found)
         self.rows = [*self.rows, *found] if found else self.rows  # readers keep the list that they have
         return bool(found)
 
 
-def state_of(standing: Standing, rows: Sequence[Row], live: Json | None, recipe: Recipe) -> Json:
-    """Rollouts in flight, waits between components, evaluations, and the doctor's verdict."""
-    shares: Mapping[str, Mapping[str, float]] = newest_shares(rows)
-    if live is not None and live["shares"]:
-        shares = {name: of for name, of in live["shares"].items() if not is_records(name) and not is_weights(name)}
+def state_of(standing: Standing, rows: Sequence[Row], live: run_pb2.RunProgress | None, recipe: Recipe) -> Json:
+    """Rollouts in flight, waits between components, evaluations, and the doctor's verdict. ``live``: as the orchestrator says
+    it; None where only the files tell."""
+    shares = newest_shares([{"kind": RowKind.ACCOUNTS, "shares": shares_of(live.accounts)}] if live else rows)
+    evaluations = [row for row in rows if row["kind"] == RowKind.EVALUATION]
+    now = as_json(live if live is not None else _last(standing, rows))
+    if live is None:
+        steps = [row for row in rows if row["kind"] == RowKind.TRAINING_STEP]
+        now["rollouts"] = sum(row.get(StepKey.ROLLOUTS_FINISHED) or 0 for row in steps)
+        now["trained_tokens"] = sum(row.get(StepKey.NUM_TRAINED_TOKENS) or 0 for row in steps)
     return {
-        "state": live["state"] if live is not None else standing.state,
+        "state": now["state"] if live is not None else standing.state,
         "held_by": standing.held_by,
         "directory": str(standing.run_dir),
         "stands": standing.state,
         "newest_at": rows[-1]["time"] if rows else None,
         "checkpoints": standing.checkpoints,
-        "now": live if live is not None else _last(standing, rows),
+        "now": now,
         "is_live": live is not None,
-        "recipe": {
-            "name": recipe.name,
-            "description": recipe.description,
-            "steps": recipe.run.steps,
-            "seed": recipe.run.seed,
-        },
+        "recipe": {"name": recipe.name, "description": recipe.description, "seed": recipe.run.seed},
         "time": [
             {
                 "component": component,
-                "segments": [
-                    {"kind": kind, "activity": activity, "share": share}
-                    for kind, activity, share in segments_of(shares[component])
-                ],
+                "segments": [segment._asdict() for segment in segments_of(shares[component])],
             }
             for component in sorted(shares)
         ],
-        "evaluations": [_evaluation(row) for row in rows if row["kind"] == RowKind.EVALUATION],
+        "evaluations": [
+            {
+                **{key: row[key] for key in ("name", "mean_reward", "num_failed", "difference")},
+                "played_by": played_by(row["name"], row["versions"], row["newest_versions"]),
+                "datasets": [{"name": of["name"], "mean_reward": of["mean_reward"]} for of in row["datasets"]],
+            }
+            for row in evaluations
+        ],
         "verdict": as_object(diagnose(rows, recipe)) if rows else None,
     }
 
 
-def _last(standing: Standing, rows: Sequence[Row]) -> Json:
-    """The same keys as ``live.as_json``, as far as the files tell."""
-    steps = [row for row in rows if row["kind"] == RowKind.TRAINING_STEP]
-    newest = {row["policy"]: row for row in steps}
-    throughput = next((row for row in reversed(rows) if row["kind"] == RowKind.THROUGHPUT), {})
-    reached = next((row for row in reversed(rows) if row["kind"] == RowKind.THRESHOLD), None)
-    return {
-        "time": f"{format_clock(rows[-1]['time'] - rows[0]['time'])} of records" if rows else "",
-        "tokens_per_s": throughput.get(ThroughputKey.TOKENS_PER_S),
-        "policies": [
-            {
-                "policy": policy,
-                "version": row["step"],
-                "num_steps": standing.wanted_steps,
-                "staleness_max": row.get(StepKey.STALENESS_MAX),
-                "metrics": row,
-            }
-            for policy, row in newest.items()
-        ],
-        "replicas": [],
-        "rollouts": sum(row.get(StepKey.ROLLOUTS_FINISHED) or 0 for row in steps),
-        "trained_tokens": sum(row.get(StepKey.NUM_TRAINED_TOKENS) or 0 for row in steps),
-        "waits": throughput.get("waits", []),
-        "stalls": [
-            {"component": one["who"], "cause": one["cause"], "detail": one["text"], "since": one["at"], "advice": ""}
-            for one in _stalls(rows)
-            if one["seconds"] is None
-        ],
-        "warnings": [],
-        "threshold": f"threshold reached after training step {reached['step']}: {reached['wanted']}" if reached else "",
-    }
-
-
-def _evaluation(row: Row) -> Json:
-    whole = ("name", "versions", "mean_reward", "num_trajectories", "num_failed", "num_opaque", "difference")
-    return {
-        **{key: row.get(key) for key in whole},
-        "played_by": played_by(row["name"], row["versions"], row.get("newest_versions", {})),
-        "datasets": [
-            {"name": d.get("name"), "mean_reward": d.get("mean_reward"), "pass_at": d.get("pass_at", {})}
-            for d in row["datasets"]
-        ],
-    }
+def _last(standing: Standing, rows: Sequence[Row]) -> run_pb2.RunProgress:
+    """The progress of a run as far as its files tell."""
+    progress = run_pb2.RunProgress()
+    newest = {row["policy"]: row for row in rows if row["kind"] == RowKind.TRAINING_STEP}
+    for policy, row in newest.items():
+        metrics = {key: value for key, value in row.items() if isinstance(value, int | float)}
+        most = int(row.get(StepKey.STALENESS_MAX) or 0)
+        progress.policies.add(
+            policy=policy, version=row["step"], num_steps=standing.wanted_steps, staleness_max=most, metrics=metrics
+        )
+    for row in rows:
+        if row["kind"] == RowKind.THROUGHPUT:
+            progress.tokens_per_s = row.get(ThroughputKey.TOKENS_PER_S) or 0.0
+            progress.waits[:] = row.get("waits", ())
+        elif row["kind"] == RowKind.THRESHOLD:
+            told = {key: row[key] for key in ("wanted", "step", "seconds")}
+            progress.threshold.MergeFrom(run_pb2.Threshold(reached=True, **told))
+    for stall in _stalls(rows):
+        if stall["seconds"] is None:
+            open_ = progress.stalls.add(component=stall["who"], cause=stall["cause"], detail=stall["text"])
+            open_.since.FromNanoseconds(int(stall["at"] * 1e9))
+    if rows:
+        progress.started_at.FromNanoseconds(int(rows[0]["time"] * 1e9))
+        progress.at.FromNanoseconds(int(rows[-1]["time"] * 1e9))
+    return progress
 
 
 _CALLS = threading.Lock()  # one call at a time uses the identity of this process
@@ -270,23 +210,19 @@ class Live:
         self._run_dir = run_dir
         self.why = ""
 
-    def ask(self, standing: Standing) -> Json | None:
+    def ask(self, standing: Standing) -> run_pb2.RunProgress | None:
         """None of a run that has ended or whose orchestrator does not answer; a call of at most seconds."""
+        self.why = ""
         if not standing.held_by and standing.state != RUNNING:
-            self.why = ""
             return None
         try:
             with _CALLS, identity.used(None):  # of this call: several runs have keys of their own
                 client = reach(self._run_dir, None)
-                try:
-                    progress = check_answers(client, self._run_dir).progress
-                finally:
-                    client.close()
+                with closing(client):
+                    return check_answers(client, self._run_dir).progress
         except RollmillError as error:
             self.why = error.message
             return None
-        self.why = ""
-        return as_json(progress)
 
 
 def as_json(progress: run_pb2.RunProgress) -> Json:
@@ -310,7 +246,6 @@ def as_json(progress: run_pb2.RunProgress) -> Json:
         ],
         "warnings": [*warnings_of(progress), *masked_rollouts(progress.counters)],
         "threshold": threshold_words(progress.threshold) if progress.HasField("threshold") else "",
-        "shares": shares_of(progress.accounts),
     }
 
 

@@ -235,20 +235,6 @@ def pyplot() -> Any:
     return pyplot
 
 
-def percent_axis() -> Any:
-    """A formatter of an axis of shares."""
-    from matplotlib.ticker import PercentFormatter
-
-    return PercentFormatter(1.0)
-
-
-def thousands_axis() -> Any:
-    """A formatter of large numbers with a prefix: 150k, 2M."""
-    from matplotlib.ticker import EngFormatter
-
-    return EngFormatter(sep="")
-
-
 def drawn(draw: Callable[[], T], console: Console) -> T | None:
     """The result of ``draw``; or None and the reason if no picture can be made, because no command fails for a missing
     picture."""

@@ -160,7 +160,7 @@ def test_a_trained_group_shows_every_stage_from_prompt_to_gradient(run_dir: Path
     ]
     wanted += ["advantage_group_kept", "batch", "pulled", "training", "trained", "published"]
     assert [what.index(name) for name in wanted] == sorted(what.index(name) for name in wanted)
-    for slot in facts.slots:
+    for slot in facts.slots.values():
         (generated,) = [phase for phase in slot.phases if phase.what == "generate"]
         assert generated.num_tokens == slot.sequences[0].num_trained_tokens > 0
         assert generated.seconds >= 0.4  # the engine's latency
@@ -179,7 +179,7 @@ def test_a_group_whose_replica_was_killed_shows_the_loss_and_who_played_it(run_d
     assert "replica.lease_lost" in what
     lost = ["issued", "task_group.orphaned", "reissued", "accepted"]
     assert [what.index(name) for name in lost] == sorted(what.index(name) for name in lost)
-    assert {slot.replica_id for slot in facts.slots} == {"b"}
+    assert {slot.replica_id for slot in facts.slots.values()} == {"b"}
     assert next(stage.name for stage in stages(facts)) == "lost with a replica"
 
 
@@ -189,7 +189,7 @@ def test_every_rollout_of_a_run_that_was_killed_has_one_fate_and_the_sums_come_o
     assert found.failed_checks == []
     total = found.total("model0")
     groups = read_groups(run_dir)
-    assert total.issued_groups == len(groups)
+    assert total.groups.total() == len(groups)
     by_status = counted(groups)
     assert total.groups[Fate.TRAINED] == by_status["trained"] >= NUM_STEPS
     assert total.groups[Fate.EQUAL_REWARDS] == by_status["filtered"]

@@ -33,7 +33,7 @@
     const place = el("div", { class: "conversation" });
     const draw = () => put(place,
       found.expected && el("div", { class: "expected" }, el("h3", {}, "Expected"), el("pre", {}, found.expected)),
-      found.sequences.map((sequence, n) => ofSequence(sequence, n, found.sequences.length, found.texts_loading)),
+      found.sequences.map((sequence, n) => ofSequence(sequence, n, found.sequences.length)),
       found.task_row && el("details", {}, el("summary", {}, "The task's row"), el("pre", {}, found.task_row)),
       metrics(found.metrics));
     draw();
@@ -44,11 +44,11 @@
     ];
   }
 
-  function ofSequence(sequence, number, count, loading) {
+  function ofSequence(sequence, number, count) {
     const name = count > 1 ? `Sequence ${number}${known(sequence.parent) ? `, ${sequence.origin} of ${sequence.parent}` : ""}: ` : "";
     return el("section", { class: "sequence" },
       el("h3", {}, `${name}${sequence.policy} as ${sequence.role}`, sequence.attempt > 0 && `, attempt ${sequence.attempt}`, " ", count > 1 && pill(sequence.reward)),
-      !sequence.are_text && note(loading ? "The tokenizer is being loaded: open the rollout again in a moment. Until then token ids are shown." : "The tokenizer of this policy is not on this machine: token ids are shown.", "warn"),
+      !sequence.are_text && note("The tokenizer of this policy is not on this machine: token ids are shown.", "warn"),
       el("ol", { class: "turns" }, sequence.turns.map((turn) => (turn.role === "policy" ? written(turn, sequence, shade) : read(turn)))),
       el("p", { class: "soft" }, `ended by ${words(sequence.stop)}`), training(sequence.use), metrics(sequence.metrics));
   }

@@ -65,7 +65,7 @@
         stage("Rollouts", at.replicas.length ? `${running} / ${slots}` : num(at.rollouts), at.replicas.length ? "slots" : "finished",
           at.replicas.length > 0 && `${num(at.tokens_per_s, 0)} tokens/s on ${at.replicas.length} replica${at.replicas.length > 1 ? "s" : ""}`),
         stage("Experience", state.is_live ? each((one) => num(one.num_buffered)) : num(at.trained_tokens), state.is_live ? "buffered" : "trained tokens",
-          at.policies.some((one) => known(one.num_expected)) && `${each((one) => num(one.num_expected))} expected, quota ${each((one) => num(one.quota))}`),
+          state.is_live && `${each((one) => num(one.num_expected))} expected, quota ${each((one) => num(one.quota))}`),
         stage("Training", each((one) => `${num(one.version)} / ${num(one.num_steps)}`), "steps",
           each((one) => [one.trainer_state, known(one.metrics[LOSS]) && `loss ${num(one.metrics[LOSS])}`].filter(Boolean).join(", "))),
         stage("Weights", each((one) => `v${num(one.version)}`), "", held(at), each((one) => `staleness ≤ ${num(one.staleness_max)}`)),

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 from benchmarks._page_run import HOSTILE, write_run
 from extras.page import index
 from extras.page.index import FAILED, TRAINED
-from extras.page.reader import Pieces
+from extras.page.reader import token_texts
 from extras.page.server import POLICY, PageServer, check_runs, keys_to_serve
 from extras.page.state import as_json
 from services.cli.__main__ import app
+from services.cli.inspect.trajectories import Ids
 from services.common.errors import ConfigError
 from services.common.pb import run_pb2
 from services.common.security import identity
@@ -310,11 +311,10 @@ def test_what_an_orchestrator_says_is_shown_as_it_says_it() -> None:
 
 def test_the_texts_of_tokens_add_up_to_the_text() -> None:
     tokenizer = qwen_like_tokenizer()
-    pieces = Pieces(tokenizer)
     for text in ("plain words", "é漢🌾 and 👩‍🌾", "<|im_start|>user\nA<|im_end|>", "", "\n\n\t"):
         ids = tokenizer.encode(text, add_special_tokens=False)
-        found = pieces.of(ids)
+        found = token_texts(tokenizer, ids)
         assert "".join(found) == text and len(found) == len(ids)
     half = tokenizer.encode("漢", add_special_tokens=False)[:1]
-    assert len(pieces.of(half * 3)) == 3, "bytes that are no character have a place each"
-    assert Pieces(None).of([7, 8]) == ["[7] ", "[8] "]
+    assert len(token_texts(tokenizer, half * 3)) == 3, "bytes that are no character have a place each"
+    assert token_texts(Ids(), [7, 8]) == ["[7] ", "[8] "]

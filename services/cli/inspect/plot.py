@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from services.cli.console import percent_axis, pyplot, thousands_axis
+from services.cli.console import pyplot
 from services.cli.inspect.fate import Fate, Fates, Tally, read_fates
 from services.cli.inspect.run_state import Row, read_metrics, training_steps
 from services.common import run_files
@@ -34,7 +33,6 @@ from services.common.telemetry.metrics import (
 
 Json = dict[str, Any]
 Points = list[tuple[float, float]]
-Read = Callable[[Path], list[Row]]
 
 _OF_ONE_RUN = ("id", "dir", "seed")  # keys of ``run`` that differ between runs of one recipe
 _OF_ONE_MACHINE = ("port", "rendezvous_port", "ports", "endpoint", "node")
@@ -45,8 +43,7 @@ STEP, SECONDS, TOKENS = "training step", "seconds since the start of the run", "
 REWARD = "mean reward of training rollouts"
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One metric in a panel."""
 
     key: str
@@ -55,8 +52,7 @@ class Line:
     only_if_any: bool = False  # left out where it is 0 in every step
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
+class Panel(NamedTuple):
     title: str
     lines: tuple[Line, ...]
     x: str = STEP
@@ -97,8 +93,7 @@ PANELS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
+class Runs(NamedTuple):
     """Runs that are drawn as one."""
 
     label: str
@@ -106,10 +101,11 @@ class Runs:
     """Of each run."""
 
 
-def grouped(run_dirs: Sequence[Path], read: Read = read_metrics) -> list[Runs]:
-    """The runs, those together that differ in nothing but the seed; one without a recipe stands alone."""
+def grouped(runs: Mapping[Path, list[Row]]) -> list[Runs]:
+    """The runs, those together that differ in nothing but the seed; one without a recipe stands alone. ``runs``: the rows of
+    the metrics by directory."""
     by_settings: dict[str, list[Path]] = {}
-    for run_dir in run_dirs:
+    for run_dir in runs:
         try:
             recipe = json.loads((run_dir / RESOLVED).read_text())
         except (OSError, json.JSONDecodeError):
@@ -122,7 +118,7 @@ def grouped(run_dirs: Sequence[Path], read: Read = read_metrics) -> list[Runs]:
     for same in by_settings.values():
         others = len(same) - 1
         label = same[0].name + (f" and {others} other seed{'s' if others > 1 else ''}" if others else "")
-        found.append(Runs(label, [read(run_dir) for run_dir in same]))
+        found.append(Runs(label, [runs[run_dir] for run_dir in same]))
     return found
 
 
@@ -132,27 +128,25 @@ def _without_places(tree: Any) -> Any:
     return tree
 
 
-def curves(run_dirs: Sequence[Path], read: Read = read_metrics) -> Json:
+def curves(runs: Mapping[Path, list[Row]]) -> Json:
     """``groups``: runs that differ in the seed alone. ``panels``: each with ``lines`` of ``x``, ``y`` and, of several seeds, the
     ``low`` and ``high`` of their band; ``points``, the evaluations; ``marks``, the steps at which ``run.until`` held."""
-    groups = grouped(run_dirs, read)
-    panels = []
+    groups = grouped(runs)
+    panels: list[Json] = []
     for panel in PANELS:
-        is_first = panel is PANELS[0]
-        panels.append(
-            {
-                **{name: getattr(panel, name) for name in ("title", "x", "y", "from_zero")},
-                "lines": [
-                    {"group": number, "policy": policy, "label": line.label, "style": line.style, **drawn}
-                    for number, group in enumerate(groups)
-                    for policy, line, runs in _curves_of(panel, group, alone=len(groups) == 1)
-                    if (drawn := _line(runs))["x"]
-                ],
-                "points": [point for n, group in enumerate(groups) for point in _evaluations(n, group) if is_first],
-                "marks": [mark for group in groups for mark in _thresholds(group) if is_first],
-            }
-        )
-    return {"groups": [{"label": g.label, "seeds": len(g.rows)} for g in groups], "panels": panels}
+        lines = [
+            {"group": number, "policy": policy, "label": line.label, "style": line.style, **drawn}
+            for number, group in enumerate(groups)
+            for policy, line, points in _curves_of(panel, group, alone=len(groups) == 1)
+            if (drawn := _line(points))["x"]
+        ]
+        panels.append({**panel._asdict(), "lines": lines, "points": [], "marks": []})
+    for number, group in enumerate(groups):
+        panels[0]["points"] += _evaluations(number, group)
+        for rows in group.rows:  # the step after which run.until held: there is no training beyond those that had begun
+            reached = [row for row in rows if row["kind"] == RowKind.THRESHOLD]
+            panels[0]["marks"] += [{"x": row["step"], "label": row["wanted"]} for row in reached[-1:]]
+    return {"groups": [{"label": group.label, "seeds": len(group.rows)} for group in groups], "panels": panels}
 
 
 def _curves_of(panel: Panel, group: Runs, *, alone: bool) -> Iterator[tuple[str, Line, list[Points]]]:
@@ -256,13 +250,6 @@ def _evaluations(number: int, group: Runs) -> Iterator[Json]:
             }
 
 
-def _thresholds(group: Runs) -> Iterator[Json]:
-    """The step after which ``run.until`` held: there is no training beyond those that had begun."""
-    for rows in group.rows:
-        for row in [row for row in rows if row["kind"] == RowKind.THRESHOLD][-1:]:
-            yield {"x": row["step"], "label": row["wanted"]}
-
-
 LEAST_SHARE = 0.02  # of a segment of its own; smaller ones are one
 SMALL = "other"
 _WORK = (
@@ -302,15 +289,23 @@ def kind_of(activity: str) -> str:
     return "idle" if name in _IDLE else "wait"
 
 
-def segments_of(shares: Mapping[str, float]) -> list[tuple[str, str, float]]:
-    """(kind, activity, share), work first, larger ones first; small ones of a kind are one."""
-    found: list[tuple[str, str, float]] = []
+class Segment(NamedTuple):
+    """A part of the bar of a component."""
+
+    kind: str
+    activity: str
+    share: float
+
+
+def segments_of(shares: Mapping[str, float]) -> list[Segment]:
+    """Work first, larger ones first; small ones of a kind are one."""
+    found: list[Segment] = []
     for kind in ("work", "wait", "idle"):
         of_kind = sorted(((s, a) for a, s in shares.items() if kind_of(a) == kind), reverse=True)
-        found += [(kind, activity, share) for share, activity in of_kind if share >= LEAST_SHARE]
+        found += [Segment(kind, activity, share) for share, activity in of_kind if share >= LEAST_SHARE]
         small = sum(share for share, _ in of_kind if share < LEAST_SHARE)
         if small > 0.001:
-            found.append((kind, SMALL, small))
+            found.append(Segment(kind, SMALL, small))
     return found
 
 
@@ -336,14 +331,10 @@ def plot_runs(run_dirs: Sequence[Path], output: Path) -> Path | None:
     rows = {run_dir: read_metrics(run_dir) for run_dir in run_dirs}
     if not any(training_steps(of_one) for of_one in rows.values()):
         return None
-    found = curves(run_dirs, rows.__getitem__)
-    shares: Shares = {}
-    fates: Fates | None = None
-    if len(run_dirs) == 1:  # several would need a picture each
-        shares = newest_shares(rows[run_dirs[0]])
-        if run_files.journal(run_dirs[0]).is_dir():
-            fates = read_fates(run_dirs[0])
-    heights = [8.4, *([0.9 + 0.44 * len(shares)] if shares else []), *[3.2] * (len(fates.policies) if fates else 0)]
+    found, alone = curves(rows), run_dirs[0] if len(run_dirs) == 1 else None
+    shares = newest_shares(rows[alone]) if alone else {}  # several would need a picture each
+    fates = read_fates(alone) if alone and run_files.journal(alone).is_dir() else Fates()
+    heights = [8.4, *([0.9 + 0.44 * len(shares)] if shares else []), *[3.2] * len(fates.policies)]
     plt = pyplot()
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(16, sum(heights)), layout="constrained")
@@ -356,8 +347,7 @@ def plot_runs(run_dirs: Sequence[Path], output: Path) -> Path | None:
         above.suptitle(", ".join(group["label"] for group in found["groups"]), fontsize=12)
         if shares:
             draw_time(below.pop(0).subplots(), shares)
-        for part, policy in zip(below, fates.policies if fates else (), strict=True):
-            assert fates is not None
+        for part, policy in zip(below, fates.policies, strict=True):
             of = "" if len(fates.policies) == 1 else f" of {policy}"
             draw_fates(part.subplots(), fates.steps(policy), of)
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -374,7 +364,9 @@ def _draw_panel(ax: Any, panel: Json, *, alone: bool) -> None:
     if panel["x"] != SECONDS:
         ax.xaxis.get_major_locator().set_params(integer=True)
     if panel["x"] == TOKENS:  # labels of six digits overlap
-        ax.xaxis.set_major_formatter(thousands_axis())
+        from matplotlib.ticker import EngFormatter
+
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     policies = list(dict.fromkeys(line["policy"] for line in panel["lines"]))
     for line in panel["lines"]:
         place, style = policies.index(line["policy"]), line["style"]
@@ -455,25 +447,23 @@ def draw_time(ax: Any, shares: Shares) -> None:
             color = _COLORS[kind][shade % len(_COLORS[kind])]
             ax.barh(place, share, left=left, height=0.82, color=color, edgecolor="white", linewidth=1.2)
             room = int(share * _CHARACTERS)
-            lines = textwrap.wrap(
-                f"{share:.0%} {activity.replace(' -> ', ' → ')}", max(room, 1), break_long_words=False
-            )
-            if len(lines) > 3 or any(len(line) > room for line in lines):
-                lines = [f"{lines[0]} …"] if room >= 4 and len(lines[0]) <= room else []
+            told = f"{share:.0%} {activity.replace(' -> ', ' → ')}"
+            wrap = textwrap.TextWrapper(max(room, 2), max_lines=3, placeholder=" …", break_long_words=False)
+            lines = wrap.wrap(told)
+            if any(len(line) > room for line in lines):
+                lines = []
             ax.text(left + share / 2, place, "\n".join(lines), ha="center", va="center", fontsize=6.5)
             left += share
     ax.set_yticks(range(len(shares)), sorted(shares, reverse=True), fontsize=8)
     ax.set_xlim(0, 1)
     ax.set_ylim(-0.5, len(shares) - 0.5)
-    ax.xaxis.set_major_formatter(percent_axis())
+    ax.xaxis.set_major_formatter("{x:.0%}")
     ax.set_xlabel(
         "share of the component's time   (green: work; orange: waits for the component behind the arrow; grey: nothing to do)"
     )
     ax.set_title("where the time went")
     ax.grid(False)
 
-
-MOST_BARS = 100
 
 # From the bottom of a bar to its top: trained, lost because of age, left out by a filter, still open.
 _COLOURS = {
@@ -487,34 +477,28 @@ _COLOURS = {
     Fate.LEFT_OVER: "#bcbcbc",
     Fate.CANCELLED: "#9a9a9a",
     Fate.UNKNOWN: "#000000",
+    **dict.fromkeys((fate for fate in Fate if fate.in_flight), "#dddddd"),
 }
 
 
 def draw_fates(ax: Any, steps: dict[int, Tally], of: str) -> None:
-    """The shares of the sampled tokens by training step, in at most ``MOST_BARS`` bins of equal width."""
-    ax.set_title(f"fates of the sampled tokens{of}")
-    ax.set_xlabel("training step in which the rollout was issued")
-    ax.set_ylabel("share of its tokens")
-    ax.set_ylim(0, 1)
-    ax.yaxis.set_major_formatter(percent_axis())
-    ax.grid(False)
-    if not steps:
-        return
+    """The shares of the sampled tokens by training step."""
     first, last = min(steps), max(steps)
-    width = -(-(last - first + 1) // MOST_BARS)
-    bins = [Tally() for _ in range(first, last + 1, width)]
-    for step, tally in steps.items():
-        bins[(step - first) // width].add(tally)
-    middles = [first + place * width + (width - 1) / 2 for place in range(len(bins))]
-    bottom = [0.0] * len(bins)
-    parts = [({fate}, fate.label, colour) for fate, colour in _COLOURS.items()]
-    for fates, label, colour in (*parts, ({fate for fate in Fate if fate.in_flight}, "in flight", "#dddddd")):
-        shares = [sum(tally.tokens[fate] for fate in fates) / max(1, tally.sampled_tokens) for tally in bins]
-        if any(shares):
-            ax.bar(middles, shares, width=width, bottom=bottom, color=colour, label=label, linewidth=0)
-            bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
-    ax.set_xlim(first - 0.5, first + len(bins) * width - 0.5)
+    bottom = np.zeros(last - first + 1)
+    for fate, colour in _COLOURS.items():
+        top = bottom.copy()
+        for step, tally in steps.items():
+            top[step - first] += tally.tokens[fate] / max(1, tally.tokens.total())
+        if (top > bottom).any():
+            edges, label = np.arange(first, last + 2) - 0.5, "in flight" if fate.in_flight else fate.label
+            ax.stairs(top, edges, baseline=bottom, fill=True, color=colour, label=label)
+            bottom = top
+    ax.set(xlim=(first - 0.5, last + 0.5), ylim=(0, 1), title=f"fates of the sampled tokens{of}")
+    ax.set(xlabel="training step in which the rollout was issued", ylabel="share of its tokens")
+    ax.yaxis.set_major_formatter("{x:.0%}")
     ax.xaxis.get_major_locator().set_params(integer=True)
-    handles, labels = ax.get_legend_handles_labels()
-    # As they are stacked: the uppermost first.
-    ax.legend(handles[::-1], labels[::-1], fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    ax.grid(False)
+    labels = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))  # each once
+    ax.legend(
+        labels.values(), labels, reverse=True, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False
+    )

@@ -9,7 +9,6 @@ journal that is being written, or of an orchestrator that was killed.
 
 from __future__ import annotations
 
-import heapq
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 from services.cli.inspect.run_state import check_run_directory
 from services.common import run_files
 from services.common.errors import ConfigError
-from services.common.records import Purpose, RolloutFailure, RolloutPhase
+from services.common.records import Purpose, RolloutPhase
 from services.common.telemetry.metrics import TrainerKey
 from services.orchestrator.groups import RunState, split_sequence_id
 from services.orchestrator.journal import entries as records
@@ -38,6 +37,9 @@ _LOADED = frozenset(
         records.GROUP, records.ASSIGNMENT, records.FAILURE, records.VERDICT, records.BATCH, records.VERSION, records.CLOSED,
     }
 )  # fmt: skip
+_OF_RUN = frozenset({records.BATCH, records.VERSION, records.EVALUATION, records.STATE})
+NOT_RECORDED = "not recorded"
+"""The reason of a failure whose record cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +62,20 @@ class SequenceFacts:
     stop_reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SlotFacts:
-    """One resolved slot. Times of a replica are on the replica's clock; 0 is unknown."""
+    """One resolved slot. The model knows when it was durable, and its failure; a viewer loads the rest of its record.
+
+    Times of a replica are on the replica's clock; 0 is unknown.
+    """
 
     index: int
-    replica_id: str
     durable_at: float
+    row: Row | None = None  # the record that resolved it
+    failure: str = ""  # its reason
+    detail: str = ""
+    reward: float | None = None  # None: a failure
+    replica_id: str = ""
     accepted_at: float = 0.0
     started_at: float = 0.0
     finished_at: float = 0.0
@@ -74,9 +83,6 @@ class SlotFacts:
     num_sends: int = 0
     num_retries: int = 0
     phases: tuple[RolloutPhase, ...] = ()
-    reward: float | None = None  # None: a failure
-    failure: str = ""
-    detail: str = ""
     sequences: tuple[SequenceFacts, ...] = ()
     readable: bool = True  # its record is still there
 
@@ -88,10 +94,10 @@ class Used:
     policy: str
     training_step: int
     assembled_at: float
-    num_sequences: int  # of the task group
     batch_size: int  # sequences
-    minibatches: tuple[int, ...]
-    staleness_max: int
+    num_sequences: int = 0  # of the task group
+    minibatches: tuple[int, ...] = ()
+    staleness_max: int = 0
     replayed: bool = False  # an earlier batch had them, too
     pulls: tuple[tuple[int, float], ...] = ()  # rank, when
     compute: tuple[tuple[float, float], ...] = ()  # stretches, on the trainer's clock
@@ -134,7 +140,7 @@ class GroupFacts:
     num_slots: int = 0  # 0: the record of its issue cannot be read
     policies: tuple[str, ...] = ()  # empty: all of the run
     assignments: tuple[Assignment, ...] = ()
-    slots: tuple[SlotFacts, ...] = ()  # resolved ones, by index, as far as a viewer has loaded them
+    slots: dict[int, SlotFacts] = field(default_factory=dict)  # resolved ones, by index
     verdicts: tuple[GroupVerdict, ...] = ()
     judged_at: float = 0.0
     uses: tuple[Used, ...] = ()
@@ -145,8 +151,6 @@ class GroupFacts:
     clocks: dict[str, float] = field(default_factory=dict)  # replica -> seconds that its times were moved by
     # Of the model alone:
     steps: dict[str, int] = field(default_factory=dict)  # policy -> training step in which the group was issued
-    rows: dict[int, Row] = field(default_factory=dict)  # slot -> the record that resolved it
-    failures: dict[int, str] = field(default_factory=dict)  # slot -> reason
     entries: list[Entry] = field(default_factory=list)
 
     @property
@@ -161,7 +165,7 @@ class GroupFacts:
 
     @property
     def num_failed(self) -> int:
-        return sum(1 for slot in self.slots if slot.failure)
+        return sum(1 for slot in self.slots.values() if slot.failure)
 
 
 def open_journal(run_dir: Path) -> JournalReader:
@@ -203,22 +207,15 @@ class RunModel:
 
     def read(self, only: str = "") -> None:
         """Take the new records; with ``only``, those that concern one task group."""
-        for row in self.rows_of_group(only) if only else self.new_rows():
-            self.take(row, only)
+        for row in self.new_rows():
+            if not only or row.kind in _OF_RUN or only in (row.key, row.key.rpartition("/")[0]):
+                self.take(row)
 
     def new_rows(self) -> Iterator[Row]:
         """Rows after the last one that was taken."""
         return self.reader.select("r.number > ?", (self.last,))
 
-    def rows_of_group(self, name: str) -> Iterator[Row]:
-        """The records of a task group, and all batches, versions and evaluations, in order."""
-        reader = self.reader
-        own = [reader.rows_of(k, name) for k in (records.GROUP, records.ASSIGNMENT, records.VERDICT, records.CLOSED)]
-        slots = [reader.rows_below(kind, f"{name}/") for kind in (records.TRAJECTORY, records.FAILURE)]
-        of_all = [reader.rows_of(kind) for kind in (records.BATCH, records.VERSION, records.EVALUATION)]
-        return heapq.merge(*map(list, (*own, *slots, *of_all)))
-
-    def take(self, row: Row, only: str = "") -> Json | None:
+    def take(self, row: Row) -> Json | None:
         """Take one record; returns its content. None for a trajectory, for one that cannot be read, and for a kind that the
         model does not load."""
         self.last = row.number
@@ -234,7 +231,7 @@ class RunModel:
             elif row.kind == records.VERSION:
                 self._published(row, record)
             elif row.kind == records.BATCH and record is not None:
-                self._batch(row, record, only)
+                self._batch(row, record)
             elif row.kind == records.EVALUATION:
                 self._evaluated[row.key] = row.written_at
                 for group in self._of_evaluation[row.key]:
@@ -281,12 +278,12 @@ class RunModel:
         if group is None:
             return
         slot = int(index)
-        if slot in group.rows:  # the first record of a slot counts
+        if slot in group.slots:  # the first record of a slot counts
             self.num_repeated += group.purpose == Purpose.TRAIN
             return
-        group.rows[slot] = row
+        found = group.slots[slot] = SlotFacts(index=slot, durable_at=row.written_at, row=row)
         if row.kind == records.FAILURE:
-            group.failures[slot] = "" if record is None else records.from_json(RolloutFailure, record).reason
+            found.failure = NOT_RECORDED if record is None else record["reason"]
         self.changed.add(name)
 
     def _told(self, group: GroupFacts, row: Row, record: Json | None) -> None:
@@ -295,46 +292,37 @@ class RunModel:
             replica = "" if record is None else record["replica_id"]
             group.assignments += (Assignment(at=row.written_at, replica_id=replica),)
         elif row.kind == records.VERDICT and record is not None:
-            group.verdicts, group.judged_at = (
-                records.from_json(records.Verdicts, record).advantage_groups,
-                row.written_at,
-            )
+            group.verdicts = records.from_json(records.Verdicts, record).advantage_groups
+            group.judged_at = row.written_at
         elif row.kind == records.CLOSED:
             group.closed_at = row.written_at
             group.closed_reason = "" if record is None else record["reason"]
         self.changed.add(row.key)
 
-    def _batch(self, row: Row, record: Json, only: str) -> None:
-        policy, step = str(record["policy"]), int(record["training_step"])
-        of_groups: dict[str, list[tuple[int, int, Json]]] = defaultdict(list)
-        for entry in record["sequences"]:
-            name, slot, position = split_sequence_id(entry["sequence_id"])
-            self.num_fresh[policy] += not entry["replayed"]
-            if only in ("", name):
-                of_groups[name].append((slot, position, entry))
-        if not any(entry["replayed"] for entry in record["sequences"]):
+    def _batch(self, row: Row, record: Json) -> None:
+        policy, step, sequences = str(record["policy"]), int(record["training_step"]), record["sequences"]
+        if not any(entry["replayed"] for entry in sequences):
             # Lengths of sequences that are trained again are dropped by then.
             self.batch_tokens[policy, step] = sum(totals["num_trained_tokens"] for totals in record["minibatches"])
-        for name, found in of_groups.items():
+        uses: dict[str, Used] = {}
+        for entry in sequences:
+            name, slot, position = split_sequence_id(entry["sequence_id"])
+            self.num_fresh[policy] += not entry["replayed"]
             if (group := self.groups.get(name)) is None:
                 continue
-            use = Used(
-                policy=policy,
-                training_step=step,
-                assembled_at=row.written_at,
-                num_sequences=len(found),
-                batch_size=len(record["sequences"]),
-                minibatches=tuple(sorted({entry["minibatch"] for _, _, entry in found})),
-                staleness_max=max(entry["staleness"] for _, _, entry in found),
-                replayed=any(entry["replayed"] for _, _, entry in found),
-            )
-            group.uses += (use,)
-            group.entries += [
-                Entry(slot, position, use, entry["num_masked_tokens"], entry["replayed"])
-                for slot, position, entry in found
-            ]
-            self._uses[policy, step].append(use)
-            self.changed.add(name)
+            if name not in uses:
+                uses[name] = Used(
+                    policy=policy, training_step=step, assembled_at=row.written_at, batch_size=len(sequences)
+                )
+                group.uses += (uses[name],)
+                self.changed.add(name)
+            use = uses[name]
+            use.num_sequences += 1
+            use.minibatches = tuple(sorted({*use.minibatches, entry["minibatch"]}))
+            use.staleness_max = max(use.staleness_max, entry["staleness"])
+            use.replayed |= entry["replayed"]
+            group.entries.append(Entry(slot, position, use, entry["num_masked_tokens"], entry["replayed"]))
+        self._uses[policy, step] += uses.values()
 
     def _published(self, row: Row, record: Json | None) -> None:
         policy, _, number = row.key.rpartition("/")

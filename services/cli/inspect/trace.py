@@ -15,12 +15,12 @@ import io
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import typer
 from rich.console import Console
@@ -29,14 +29,13 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.console import FittingTable, columns, format_seconds, say
-from services.cli.inspect.run_model import Assignment, GroupFacts, Json, Note, RunModel, SequenceFacts, SlotFacts, Used
+from services.cli.inspect.run_model import GroupFacts, Json, Note, RunModel, SequenceFacts, SlotFacts, Used
 from services.cli.inspect.run_state import logged_at, parse_rows
 from services.common import run_files
 from services.common.errors import ConfigError
-from services.common.records import GroupFate, PhaseKind, RolloutFailure, TokenSequence, Trajectory
+from services.common.records import GroupFate, PhaseKind, RolloutFailure, Trajectory
 from services.common.telemetry.logs import LogEvent
 from services.orchestrator.journal import entries
-from services.orchestrator.journal.segments import Row
 
 OUTCOMES = {
     GroupFate.KEPT: "queued for a batch",
@@ -64,8 +63,7 @@ class StageName(enum.StrEnum):
     UNTIL_CLOSED = "until it was closed"
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """A part of a task group's life."""
 
     name: StageName
@@ -77,8 +75,7 @@ class Stage:
         return self.end - self.begin
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     at: float
     what: str  # short and countable
     text: str
@@ -100,19 +97,14 @@ def status(facts: GroupFacts) -> str:
     if facts.num_failed == facts.num_slots and facts.all_known:
         return "failed"
     outcomes = {verdict.outcome for verdict in facts.verdicts}
-    if GroupFate.KEPT in outcomes:
-        return facts.closed_reason or StageName.WAITING_FOR_BATCH.value
-    for outcome in (GroupFate.SURPLUS, GroupFate.EXPIRED):
-        if outcome in outcomes:
-            return outcome.value
-    if outcomes:
-        return "filtered"
+    if outcomes and GroupFate.KEPT not in outcomes:
+        return next((o.value for o in (GroupFate.SURPLUS, GroupFate.EXPIRED) if o in outcomes), "filtered")
     return facts.closed_reason or StageName.WAITING_FOR_BATCH.value
 
 
 def first_use(facts: GroupFacts) -> Used | None:
     """The first batch that trained the sequence; replays come later."""
-    fresh = [use for use in facts.uses if not use.replayed] or list(facts.uses)
+    fresh = [use for use in facts.uses if not use.replayed] or facts.uses
     return min(fresh, key=lambda use: use.assembled_at, default=None)
 
 
@@ -121,9 +113,7 @@ def stages(facts: GroupFacts) -> list[Stage]:
     found: list[Stage] = []
     at = 0.0
     for name, end in _marks(facts):
-        if not end:
-            continue
-        if at:
+        if at and end:
             found.append(Stage(name, at, max(at, end)))
         at = max(at, end)
     return found
@@ -131,7 +121,7 @@ def stages(facts: GroupFacts) -> list[Stage]:
 
 def _marks(facts: GroupFacts) -> Iterator[tuple[StageName, float]]:
     """(stage, time of its end), in order of cause; 0 if unknown."""
-    slots, use = facts.slots, first_use(facts)
+    slots, use = facts.slots.values(), first_use(facts)
     yield StageName.ISSUED, _least(assignment.at for assignment in facts.assignments)
     accepted = _least(slot.accepted_at or slot.started_at or slot.durable_at for slot in slots)
     again = [assignment.at for assignment in facts.assignments[1:] if assignment.at <= accepted]
@@ -156,140 +146,105 @@ def _marks(facts: GroupFacts) -> Iterator[tuple[StageName, float]]:
 
 def events(facts: GroupFacts, *, with_slots: bool = False) -> list[Event]:
     """The events of the group; ``with_slots`` also every phase of every rollout."""
-    found = [
-        *_issue(facts),
-        *(_slot_events(facts) if with_slots else ()),
-        *_play(facts),
-        *_training(facts),
-        *_end(facts),
-    ]
+    found = [*_played(facts, with_slots), *_trained(facts)]
     found += [Event(note.at, note.event, f"{note.text} ({note.service})") for note in facts.notes]
     return sorted((event for event in found if event.at), key=lambda event: event.at)
 
 
-def _issue(facts: GroupFacts) -> Iterator[Event]:
+def _played(facts: GroupFacts, with_slots: bool) -> Iterator[Event]:
+    """From the issue until every slot is durable."""
     for number, assignment in enumerate(facts.assignments):
         replica = f"replica {assignment.replica_id}" if assignment.replica_id else "no replica"
         if number:
             yield Event(assignment.at, "reissued", f"open slots issued again, to {replica}")
         else:
             of = f" of {', '.join(facts.policies)}" if facts.policies else ""
-            yield Event(
-                assignment.at, "issued", f"task {facts.task_id} issued to {replica}: {facts.num_slots} slots{of}"
-            )
-
-
-def _play(facts: GroupFacts) -> Iterator[Event]:
-    slots = facts.slots
+            told = f"task {facts.task_id} issued to {replica}: {facts.num_slots} slots{of}"
+            yield Event(assignment.at, "issued", told)
+    slots = facts.slots.values()
+    for slot in slots if with_slots else ():
+        index = slot.index
+        yield Event(slot.started_at, "slot_started", f"slot {index} starts", index)
+        for phase in slot.phases:
+            tokens = f" {phase.num_tokens} tokens of {phase.policy}" if phase.policy else ""
+            detail = f" ({phase.detail})" if phase.detail else ""
+            told = f"slot {index}: {phase.what}{tokens}{detail} in {phase.seconds:.3f} s"
+            yield Event(slot.started_at + phase.begin_s, phase.what, told, index)
+        yield Event(slot.finished_at, "slot_finished", f"slot {index} ends", index)
+        again = f", for the {slot.num_sends}. time" if slot.num_sends > 1 else ""
+        yield Event(slot.sent_at, "slot_sent", f"slot {index} is sent{again}", index)
+        yield Event(slot.durable_at, "slot_durable", f"slot {index} is durable", index)
     for replica in dict.fromkeys(slot.replica_id for slot in slots if slot.accepted_at):
-        accepted = min(slot.accepted_at for slot in slots if slot.replica_id == replica and slot.accepted_at)
+        accepted = _least(slot.accepted_at for slot in slots if slot.replica_id == replica)
         yield Event(accepted, "accepted", f"accepted by replica {replica}")
     yield Event(_least(slot.started_at for slot in slots), "started", "the first rollout starts")
     for slot in slots:
         if slot.failure:
             text = f"slot {slot.index} failed: {slot.failure}" + (f": {slot.detail}" if slot.detail else "")
-            yield Event(slot.finished_at or slot.durable_at, "failed", text, slot=slot.index)
-    if not facts.all_known:
-        return
-    finished = max(slot.finished_at for slot in slots)
-    yield Event(finished, "finished", "the last rollout ends")
-    came = f"{facts.num_slots - facts.num_failed} trajectories, {facts.num_failed} failures"
-    yield Event(max(slot.durable_at for slot in slots), "complete", f"complete, all durable: {came}")
+            yield Event(slot.finished_at or slot.durable_at, "failed", text, slot.index)
+    if facts.all_known:
+        yield Event(max(slot.finished_at for slot in slots), "finished", "the last rollout ends")
+        came = f"{facts.num_slots - facts.num_failed} trajectories, {facts.num_failed} failures"
+        yield Event(max(slot.durable_at for slot in slots), "complete", f"complete, all durable: {came}")
 
 
-def _slot_events(facts: GroupFacts) -> Iterator[Event]:
-    for slot in facts.slots:
-        yield Event(slot.started_at, "slot_started", f"slot {slot.index} starts", slot=slot.index)
-        for phase in slot.phases:
-            text = f"slot {slot.index}: {phase_text(phase.what, phase.policy, phase.num_tokens, phase.detail)}"
-            text += f" in {phase.seconds:.3f} s"
-            yield Event(slot.started_at + phase.begin_s, phase.what, text, slot=slot.index)
-        yield Event(slot.finished_at, "slot_finished", f"slot {slot.index} ends", slot=slot.index)
-        again = f", for the {slot.num_sends}. time" if slot.num_sends > 1 else ""
-        yield Event(slot.sent_at, "slot_sent", f"slot {slot.index} is sent{again}", slot=slot.index)
-        yield Event(slot.durable_at, "slot_durable", f"slot {slot.index} is durable", slot=slot.index)
-
-
-def phase_text(what: str, policy: str, num_tokens: int, detail: str) -> str:
-    """
-    >>> phase_text("generate", "model0", 64, "stop")
-    'generate 64 tokens of model0 (stop)'
-    """
-    tokens = f" {num_tokens} tokens of {policy}" if policy else ""
-    return f"{what}{tokens}" + (f" ({detail})" if detail else "")
-
-
-def _training(facts: GroupFacts) -> Iterator[Event]:
+def _trained(facts: GroupFacts) -> Iterator[Event]:
+    """From the verdict to the published version, or to another end."""
     for verdict in facts.verdicts:
         name = "/".join(part for part in (verdict.policy, verdict.role, str(verdict.attempt)) if part)
         text = (
-            f"advantage group {name}: {verdict.num_sequences} sequences, reward {verdict.mean:.3g} ± {verdict.std:.3g}, "
-            f"{OUTCOMES[verdict.outcome]}"
+            f"advantage group {name}: {verdict.num_sequences} sequences, reward {verdict.mean:.3g} ± {verdict.std:.3g}"
         )
+        text += f", {OUTCOMES[verdict.outcome]}"
         if 0 < verdict.num_kept < verdict.num_sequences:
             text += f" ({verdict.num_kept} of them)"
         yield Event(facts.judged_at, f"advantage_group_{verdict.outcome}", text)
     for use in facts.uses:
-        yield from _use(use)
-
-
-def _use(use: Used) -> Iterator[Event]:
-    again = "again " if use.replayed else ""
-    cuts = ", ".join(map(str, use.minibatches))
-    text = (
-        f"{again}in the batch of step {use.training_step} of {use.policy}: {use.num_sequences} of its {use.batch_size} "
-        f"sequences, minibatch {cuts}, staleness at most {use.staleness_max}"
-    )
-    yield Event(use.assembled_at, "batch", text)
-    for rank, at in use.pulls:
-        yield Event(at, "pulled", f"batch of step {use.training_step} pulled by rank {rank}")
-    for begin, end in use.compute:
-        yield Event(begin, "training", f"training step {use.training_step} of {use.policy} begins")
-        facts = [f"{end - begin:.3f} s"]
-        facts += [f"loss {use.loss:.4g}"] if use.loss is not None else []
-        facts += [f"gradient norm {use.grad_norm:.4g}"] if use.grad_norm is not None else []
-        yield Event(end, "trained", f"training step {use.training_step} done: {', '.join(facts)}")
-    if use.published_at:
-        yield Event(use.published_at, "published", f"version {use.training_step} of {use.policy} published")
-
-
-def _end(facts: GroupFacts) -> Iterator[Event]:
-    if facts.closed_at and facts.closed_reason != "trained":
+        again, cuts, step = "again " if use.replayed else "", ", ".join(map(str, use.minibatches)), use.training_step
+        text = f"{again}in the batch of step {step} of {use.policy}: {use.num_sequences} of its {use.batch_size}"
+        text += f" sequences, minibatch {cuts}, staleness at most {use.staleness_max}"
+        yield Event(use.assembled_at, "batch", text)
+        for rank, at in use.pulls:
+            yield Event(at, "pulled", f"batch of step {step} pulled by rank {rank}")
+        for begin, end in use.compute:
+            yield Event(begin, "training", f"training step {step} of {use.policy} begins")
+            text = f"training step {step} done: {end - begin:.3f} s"
+            text += f", loss {use.loss:.4g}" if use.loss is not None else ""
+            text += f", gradient norm {use.grad_norm:.4g}" if use.grad_norm is not None else ""
+            yield Event(end, "trained", text)
+        yield Event(use.published_at, "published", f"version {step} of {use.policy} published")
+    if facts.closed_reason != "trained":
         yield Event(facts.closed_at, "closed", f"closed: {facts.closed_reason}")
-    if facts.evaluated_at:
-        yield Event(facts.evaluated_at, "evaluated", f"evaluation {facts.evaluation} is finished")
+    yield Event(facts.evaluated_at, "evaluated", f"evaluation {facts.evaluation} is finished")
 
 
 def seconds_in(slot: SlotFacts, what: PhaseKind | None = None, *, other_than: PhaseKind | None = None) -> float:
     """Seconds of a rollout in phases of a kind, or of all other kinds; phases at the same time count once."""
-    chosen = [
-        p for p in slot.phases if what in (None, p.what) and p.what != other_than and p.what != PhaseKind.NOT_RECORDED
-    ]
     total, until = 0.0, 0.0
-    for phase in sorted(chosen, key=lambda phase: phase.begin_s):
-        total += max(0.0, phase.end_s - max(phase.begin_s, until))
-        until = max(until, phase.end_s)
+    for phase in sorted(slot.phases, key=lambda phase: phase.begin_s):
+        if what in (None, phase.what) and phase.what not in (other_than, PhaseKind.NOT_RECORDED):
+            total += max(0.0, phase.end_s - max(phase.begin_s, until))
+            until = max(until, phase.end_s)
     return total
 
 
-def _least(times: Iterator[float]) -> float:
+def _least(times: Iterable[float]) -> float:
     return min((at for at in times if at), default=0.0)
 
 
 def headline(facts: GroupFacts) -> str:
     """One line: the task, the purpose, and the result."""
-    parts = [f"task {facts.task_id}"] if facts.task_id else []
-    parts.append(f"evaluation {facts.evaluation}" if facts.evaluation else facts.purpose)
-    use = first_use(facts)
-    word = status(facts)
-    parts.append(f"{word} in step {use.training_step} of {use.policy}" if use and word == "trained" else word)
-    found = stages(facts)
-    if found:
-        parts.append(f"{format_seconds(found[-1].end - found[0].begin)} in all")
-    return ", ".join(parts)
+    use, word, life = first_use(facts), status(facts), stages(facts)
+    parts = [
+        f"task {facts.task_id}" if facts.task_id else "",
+        f"evaluation {facts.evaluation}" if facts.evaluation else facts.purpose,
+        f"{word} in step {use.training_step} of {use.policy}" if use and word == "trained" else word,
+        f"{format_seconds(life[-1].end - life[0].begin)} in all" if life else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
-Pulls = Mapping[tuple[str, int], Mapping[int, float]]  # (policy, step) -> rank -> when it first asked
+# --- facts of the logs, and of the records of slots
 
 # Events of a log -> their description, with keys of the line; whom they concern: one task group, a replica of its, or the run.
 _OF_GROUP: dict[str, str] = {
@@ -309,44 +264,33 @@ _OF_RUN: dict[str, str] = {LogEvent.RUN_RECOVERED: "the orchestrator was started
 _NOTES: dict[str, str] = {**_OF_GROUP, **_OF_REPLICA, **_OF_RUN}
 
 
-def read_notes(run_dir: Path, facts: GroupFacts) -> tuple[tuple[Note, ...], Pulls]:
-    """Notes in order of time, and when which rank asked for which batch."""
+def add_notes(run_dir: Path, facts: GroupFacts) -> None:
+    """Set the notes, in order of time, and when which rank first asked for which batch. Most lines are not parsed."""
     replicas = {assignment.replica_id for assignment in facts.assignments}
-    begin = min((assignment.at for assignment in facts.assignments), default=0.0)
-    end = float("inf")
+    begin, end = min((assignment.at for assignment in facts.assignments), default=0.0), float("inf")
     if facts.complete:  # without slots: retention has collected their records since
-        end = max((slot.durable_at for slot in facts.slots), default=facts.judged_at)
-    wanted = {(use.policy, use.training_step) for use in facts.uses}
+        end = max((slot.durable_at for slot in facts.slots.values()), default=facts.judged_at)
+    uses = {(use.policy, use.training_step): use for use in facts.uses}
     notes: list[Note] = []
     pulls: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
-    needles = [facts.task_group_id, *_OF_REPLICA, *_OF_RUN, *([LogEvent.BATCH_PULLED] if wanted else [])]
-    for row in _rows(run_dir, [needle.encode() for needle in needles]):
-        event, at, concerns = str(row.get("event")), logged_at(row), False
-        if event == LogEvent.BATCH_PULLED:
-            if (key := (row.get("policy", ""), row.get("step", 0))) in wanted:
-                pulls[key].setdefault(row.get("rank", 0), at)
-        elif event in _OF_GROUP:
-            concerns = row.get("task_group") == facts.task_group_id
-        else:
-            concerns = begin <= at <= end and (event in _OF_RUN or row.get("replica") in replicas)
-        if event in _NOTES and concerns:
-            text = _NOTES[event].format_map(defaultdict(lambda: None, row))
-            notes.append(Note(at=at, service=row.get("instance", ""), event=event, text=text))
-    return tuple(sorted(notes, key=lambda note: note.at)), pulls
-
-
-def pulls_of(pulls: Pulls, use: Used) -> tuple[tuple[int, float], ...]:
-    return tuple(sorted(pulls.get((use.policy, use.training_step), {}).items()))
-
-
-def _rows(run_dir: Path, needles: list[bytes]) -> Iterator[Json]:
-    """Lines of all logs that hold one of the needles; most lines are not parsed."""
+    needles = [facts.task_group_id, *_OF_REPLICA, *_OF_RUN, *([LogEvent.BATCH_PULLED] if uses else [])]
+    wanted = re.compile(b"|".join(re.escape(needle.encode()) for needle in needles))
     for path in sorted(run_files.logs(run_dir).glob("*.jsonl")):
         with path.open("rb") as lines:
-            yield from parse_rows(line for line in lines if any(needle in line for needle in needles))
-
-
-_TIMES = ("accepted_at", "started_at", "finished_at", "sent_at")
+            for row in parse_rows(filter(wanted.search, lines)):
+                event, at = str(row.get("event")), logged_at(row)
+                if event == LogEvent.BATCH_PULLED:
+                    pulls[row.get("policy", ""), row.get("step", 0)].setdefault(row.get("rank", 0), at)
+                elif event in _OF_GROUP:
+                    concerns = row.get("task_group") == facts.task_group_id
+                else:
+                    concerns = begin <= at <= end and (event in _OF_RUN or row.get("replica") in replicas)
+                if event in _NOTES and concerns:
+                    text = _NOTES[event].format_map(defaultdict(lambda: None, row))
+                    notes.append(Note(at=at, service=row.get("instance", ""), event=event, text=text))
+    facts.notes = tuple(sorted(notes, key=lambda note: note.at))
+    for key, use in uses.items():
+        use.pulls = tuple(sorted(pulls.get(key, {}).items()))
 
 
 def read_group(run_dir: Path, task_group_id: str) -> GroupFacts:
@@ -359,11 +303,12 @@ def read_group(run_dir: Path, task_group_id: str) -> GroupFacts:
             raise ConfigError(
                 f"no task group {task_group_id!r} in this run: `rollmill trace RUN --list` shows which there are"
             )
-        facts.slots = tuple(_slot(index, row, model.reader.load(row)) for index, row in sorted(facts.rows.items()))
-    facts.notes, pulls = read_notes(run_dir, facts)
-    for use in facts.uses:
-        use.pulls = pulls_of(pulls, use)
-    return fitted(facts)
+        facts.slots = dict(sorted(facts.slots.items()))
+        for slot in facts.slots.values():
+            _load(slot, model)
+    add_notes(run_dir, facts)
+    fit_clocks(facts)
+    return facts
 
 
 def read_groups(run_dir: Path) -> list[GroupFacts]:
@@ -371,78 +316,57 @@ def read_groups(run_dir: Path) -> list[GroupFacts]:
     is read."""
     with closing(RunModel(run_dir)) as model:
         model.read()
-    for facts in model.groups.values():
-        facts.slots = tuple(
-            SlotFacts(
-                index=index,
-                replica_id="",
-                durable_at=row.written_at,
-                failure="failed" if index in facts.failures else "",
-            )
-            for index, row in sorted(facts.rows.items())
-        )
-    return list(model.groups.values())
+        return list(model.groups.values())
 
 
-def _slot(index: int, row: Row, record: Json | None) -> SlotFacts:
+def _load(slot: SlotFacts, model: RunModel) -> None:
+    """Set the facts that are in the record of a slot."""
+    record = model.load(slot.row) if slot.row is not None else None
+    slot.readable = record is not None
     if record is None:
-        return SlotFacts(index=index, replica_id="", durable_at=row.written_at, readable=False)
+        return
     found: Trajectory | RolloutFailure
-    if row.kind == entries.FAILURE:
+    if slot.failure:
         found = entries.from_json(RolloutFailure, record)
-        outcome: Json = {"failure": found.reason, "detail": found.detail}
+        slot.detail = found.detail
     else:
         found = entries.from_json(Trajectory, record)
-        outcome = {"reward": found.reward, "sequences": tuple(map(_sequence, found.sequences))}
-    times = {
-        name: getattr(found.timing, name) for name in ("accepted_at", "sent_at", "num_sends", "num_retries", "phases")
-    }
-    return SlotFacts(
-        index=index, replica_id=found.replica_id, durable_at=row.written_at, started_at=found.started_at,
-        finished_at=found.finished_at, **times, **outcome,
-    )  # fmt: skip
+        slot.reward = found.reward
+        names = ("policy", "role", "attempt", "reward", "num_tokens", "num_trained_tokens")
+        slot.sequences = tuple(
+            SequenceFacts(
+                **{name: getattr(sequence, name) for name in names},
+                versions=tuple(
+                    dict.fromkeys(s.weight_version for s in sequence.segments if s.is_policy and s.num_tokens)
+                ),
+                stop_reason=sequence.stop_reason.value,
+            )
+            for sequence in found.sequences
+        )
+    slot.replica_id, slot.started_at, slot.finished_at = found.replica_id, found.started_at, found.finished_at
+    for name in ("accepted_at", "sent_at", "num_sends", "num_retries", "phases"):
+        setattr(slot, name, getattr(found.timing, name))
 
 
-def _sequence(found: TokenSequence) -> SequenceFacts:
-    names = ("policy", "role", "attempt", "reward", "num_tokens", "num_trained_tokens")
-    written = (s.weight_version for s in found.segments if s.is_policy and s.num_tokens)
-    return SequenceFacts(
-        **{name: getattr(found, name) for name in names},
-        versions=tuple(dict.fromkeys(written)),
-        stop_reason=found.stop_reason.value,
-    )
-
-
-def fitted(facts: GroupFacts) -> GroupFacts:
-    """The same facts with the times of every replica moved to the orchestrator's clock, as far as they allow it."""
-    slots: dict[str, list[SlotFacts]] = defaultdict(list)
-    for slot in facts.slots:
-        slots[slot.replica_id].append(slot)
-    shifts = {replica: _shift(replica, found, facts.assignments) for replica, found in slots.items()}
-    moved = tuple(_moved(slot, shifts[slot.replica_id]) for slot in facts.slots)
-    return replace(facts, slots=moved, clocks={replica: shift for replica, shift in shifts.items() if shift})
-
-
-def _shift(replica_id: str, slots: Iterable[SlotFacts], assignments: Iterable[Assignment]) -> float:
-    """Seconds to add to a replica's times; 0 when they fit, or when no shift fits."""
-    issued = min((a.at for a in assignments if a.replica_id == replica_id and a.at), default=0.0)
-    least, most = float("-inf"), float("inf")
-    for slot in slots:
-        first = next((at for at in (slot.accepted_at, slot.started_at) if at), 0.0)
-        last = next((at for at in (slot.sent_at, slot.finished_at) if at), 0.0)
-        if first and issued:
-            least = max(least, issued - first)
-        if last and slot.durable_at:
-            most = min(most, slot.durable_at - last)
-    if least > most:
-        return 0.0
-    return min(max(0.0, least), most)
-
-
-def _moved(slot: SlotFacts, shift: float) -> SlotFacts:
-    if not shift:
-        return slot
-    return replace(slot, **{name: at + shift for name in _TIMES if (at := getattr(slot, name))})
+def fit_clocks(facts: GroupFacts) -> None:
+    """Move the times of every replica to the orchestrator's clock, as far as they allow it."""
+    of_replicas: dict[str, list[SlotFacts]] = defaultdict(list)
+    for slot in facts.slots.values():
+        of_replicas[slot.replica_id].append(slot)
+    for replica, slots in of_replicas.items():
+        issued = _least(a.at for a in facts.assignments if a.replica_id == replica)
+        first = [at for slot in slots if issued and (at := slot.accepted_at or slot.started_at)]
+        last = [(slot.durable_at, at) for slot in slots if slot.durable_at and (at := slot.sent_at or slot.finished_at)]
+        least = max((issued - at for at in first), default=float("-inf"))
+        most = min((durable - at for durable, at in last), default=float("inf"))
+        shift = min(max(0.0, least), most) if least <= most else 0.0
+        if not shift:
+            continue
+        facts.clocks[replica] = shift
+        for slot in slots:
+            for name in ("accepted_at", "started_at", "finished_at", "sent_at"):
+                if at := getattr(slot, name):
+                    setattr(slot, name, at + shift)
 
 
 # --- on a terminal, as JSON and as a picture
@@ -458,16 +382,15 @@ def choose(
 ) -> list[Json]:
     """One object for each task group that matches: the newest last, or the slowest first."""
     lines = [_line(facts) for facts in groups if step is None or any(use.training_step == step for use in facts.uses)]
-    lines = [line for line in lines if state is None or line["status"] == state]
+    lines = [line for line in lines if state in (None, line["status"])]
     if order == "slowest":
         return sorted(lines, key=lambda line: line["seconds"], reverse=True)[:last]
     return lines[-last:]
 
 
 def _line(facts: GroupFacts) -> Json:
-    life = stages(facts)
-    longest: Stage | None = max(life, key=lambda stage: stage.seconds, default=None)
-    use = first_use(facts)
+    life, use = stages(facts), first_use(facts)
+    longest = max(life, key=lambda stage: stage.seconds, default=None)
     return {
         "task_group_id": facts.task_group_id,
         "task_id": facts.task_id,
@@ -489,8 +412,6 @@ def counted(groups: Iterable[GroupFacts]) -> dict[str, int]:
     return dict(Counter(map(status, groups)))
 
 
-_OF_THE_MODEL = ("steps", "rows", "failures", "entries")
-
 PICTURE = 200  # columns of a picture, which has room for all of them
 BAR = 32  # characters of the longest stage
 
@@ -510,59 +431,58 @@ def show(facts: GroupFacts, console: Console, *, with_slots: bool = False) -> No
     """Print everything that is known of a task group."""
     say(console, f"task group {facts.task_group_id}: {headline(facts)}", "bold")
     for replica, shift in facts.clocks.items():
-        how = "behind" if shift > 0 else "ahead"
-        say(
-            console,
-            f"the clock of replica {replica} is at least {format_seconds(abs(shift))} {how}: its times are moved by that",
-            "yellow",
-        )
-    console.print(_timeline(facts, events(facts, with_slots=with_slots)))
+        told = f"{format_seconds(abs(shift))} {'behind' if shift > 0 else 'ahead'}: its times are moved by that"
+        say(console, f"the clock of replica {replica} is at least {told}", "yellow")
+    life = stages(facts)
+    console.print(_timeline(events(facts, with_slots=with_slots), life))
     if facts.slots:
         console.print(_rollouts(facts))
-        say(console, _LEGEND, "dim", wrap=True)
-    if found := stages(facts):
-        longest = max(stage.seconds for stage in found)
+        signs = dict.fromkeys((sign, words) for sign, _, words in _SIGNS.values() if words)
+        say(console, "  ".join(f"{sign} {words}" for sign, words in signs), "dim", wrap=True)
+    if life:
+        longest = max(stage.seconds for stage in life)
         table = Table(title="where the time went", title_justify="left", box=None, show_header=False, pad_edge=False)
-        for stage in found:
+        for stage in life:
             bar = "█" * round(BAR * stage.seconds / longest) if longest else ""
             table.add_row(stage.name, format_seconds(stage.seconds), f"[cyan]{bar}[/cyan]")
         console.print(table)
 
 
-def group_as_json(facts: GroupFacts) -> dict[str, Any]:
+def group_as_json(facts: GroupFacts) -> Json:
     """The same for machines: every fact, every event, every stage."""
+    found = asdict(facts)
+    for name in ("steps", "entries"):  # of the model
+        del found[name]
+    for slot in found["slots"].values():
+        del slot["row"]
     return {
         "status": status(facts),
-        **{name: value for name, value in asdict(facts).items() if name not in _OF_THE_MODEL},
-        "events": [asdict(event) for event in events(facts, with_slots=True)],
-        "stages": [{**asdict(stage), "seconds": stage.seconds} for stage in stages(facts)],
+        **found,
+        "slots": list(found["slots"].values()),
+        "events": [event._asdict() for event in events(facts, with_slots=True)],
+        "stages": [{**stage._asdict(), "seconds": stage.seconds} for stage in stages(facts)],
     }
 
 
-def _timeline(facts: GroupFacts, found: Sequence[Event]) -> Table:
+def _timeline(found: list[Event], life: list[Stage]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    waits = {
-        stage.end: _WAITS[stage.name].format(format_seconds(stage.seconds))
-        for stage in stages(facts)
-        if stage.name in _WAITS and stage.seconds >= LONG_S
-    }
-    zero = found[0].at if found else 0.0
+    long = [stage for stage in life if stage.name in _WAITS and stage.seconds >= LONG_S]
+    waits = {stage.end: _WAITS[stage.name].format(format_seconds(stage.seconds)) for stage in long}
     for event in found:
         if wait := waits.pop(event.at, ""):
-            table.add_row("", "", f"[yellow]  … {wait}[/yellow]")
+            table.add_row("", "", Text(f"  … {wait}", style="yellow"))
         clock = datetime.fromtimestamp(event.at).strftime("%H:%M:%S.%f")[:-3]
-        style = "red" if event.what in _LOSSES else ""
-        text = f"[{style}]{escape(event.text)}[/{style}]" if style else escape(event.text)
-        table.add_row(clock, f"+{event.at - zero:.3f} s", text)
+        text = Text(event.text, style="red" if event.what in _LOSSES else "")
+        table.add_row(clock, f"+{event.at - found[0].at:.3f} s", text)
     return table
 
 
 def _rollouts(facts: GroupFacts) -> FittingTable:
-    slots = facts.slots
-    zero = min((a.at for a in facts.assignments if a.at), default=0.0)
+    slots = facts.slots.values()
+    zero = _least(assignment.at for assignment in facts.assignments)
     whole = max(max(slot.durable_at, slot.finished_at) for slot in slots) - zero
     table = FittingTable(
         columns(
@@ -571,9 +491,14 @@ def _rollouts(facts: GroupFacts) -> FittingTable:
         title="rollouts",
     )
     for slot in slots:
+        versions: dict[str, set[int]] = defaultdict(set)
+        for sequence in slot.sequences:
+            versions[sequence.policy].update(sequence.versions)
+        spans = [f"{p} {min(v)}–{max(v)}" if len(v) > 1 else f"{p} {min(v)}" for p, v in versions.items() if v]
+        outcome = Text(slot.failure, style="red") if slot.reward is None else f"{slot.reward:g}"
         table.add_row(
             str(slot.index),
-            escape(slot.replica_id),
+            Text(slot.replica_id),
             _between(slot.accepted_at, slot.started_at),
             _between(slot.started_at, slot.finished_at),
             format_seconds(seconds_in(slot, PhaseKind.GENERATE)) if slot.phases else "",
@@ -582,33 +507,29 @@ def _rollouts(facts: GroupFacts) -> FittingTable:
             _between(slot.finished_at, slot.durable_at),
             str(slot.num_sends or ""),
             str(slot.num_retries or ""),
-            _outcome(slot),
-            ", ".join(f"{policy} {span}" for policy, span in _versions(slot).items()),
+            outcome if slot.readable else "collected",  # by the journal's retention
+            Text(", ".join(spans)),
             _strip(slot, zero, whole),
         )
     return table
 
 
-# What fills the time of a rollout -> its sign and its style in a strip.
-_SIGNS: dict[str, tuple[str, str]] = {
-    "waiting for a slot": ("·", "dim"),
-    "between calls": ("─", "dim"),
-    PhaseKind.GENERATE: ("█", "blue"),
-    PhaseKind.SCORE: ("▚", "cyan"),
-    PhaseKind.CREATE_EPISODE: ("▒", "yellow"),
-    PhaseKind.STEP: ("▒", "yellow"),
-    PhaseKind.CLOSE_EPISODE: ("▒", "yellow"),
-    PhaseKind.EXECUTE_CODE: ("▒", "yellow"),
-    PhaseKind.COMPUTE_REWARD: ("▓", "magenta"),
-    PhaseKind.JUDGE: ("▓", "magenta"),
-    PhaseKind.RETRY: ("×", "red"),
-    PhaseKind.NOT_RECORDED: ("?", "dim"),
-    "to the journal": ("→", "green"),
+_SLOT, _OWN, _SENDING = "waiting for a slot", "between calls", "to the journal"
+# What fills the time of a rollout -> its sign, its style, and what the legend says.
+_SIGNS: dict[str, tuple[str, str, str]] = {
+    _SLOT: ("·", "dim", _SLOT),
+    _OWN: ("─", "dim", _OWN),
+    PhaseKind.GENERATE: ("█", "blue", "generating"),
+    PhaseKind.SCORE: ("▚", "cyan", "scoring by a teacher"),
+    **dict.fromkeys(
+        (PhaseKind.CREATE_EPISODE, PhaseKind.STEP, PhaseKind.CLOSE_EPISODE, PhaseKind.EXECUTE_CODE),
+        ("▒", "yellow", "environment, code"),
+    ),
+    **dict.fromkeys((PhaseKind.COMPUTE_REWARD, PhaseKind.JUDGE), ("▓", "magenta", "reward, judge")),
+    PhaseKind.RETRY: ("×", "red", "pause before playing again"),
+    PhaseKind.NOT_RECORDED: ("?", "dim", ""),
+    _SENDING: ("→", "green", _SENDING),
 }
-_LEGEND = (
-    "· waiting for a slot  ─ between calls  █ generating  ▚ scoring by a teacher  ▒ environment, code  ▓ reward, judge  "
-    "× pause before playing again  → to the journal"
-)
 STRIP = 48  # characters from the issue of the task group to its last record
 
 
@@ -616,30 +537,17 @@ def _strip(slot: SlotFacts, zero: float, whole: float) -> Text:
     """The time of a rollout as signs, on the axis that all rollouts of its task group share."""
     cells = [(" ", "")] * STRIP
     stretches = [
-        ("waiting for a slot", slot.accepted_at, slot.started_at),
-        ("between calls", slot.started_at, slot.finished_at),
+        (_SLOT, slot.accepted_at, slot.started_at),
+        (_OWN, slot.started_at, slot.finished_at),
         *((p.what, slot.started_at + p.begin_s, slot.started_at + p.end_s) for p in slot.phases if slot.started_at),
-        ("to the journal", slot.finished_at, slot.durable_at),
+        (_SENDING, slot.finished_at, slot.durable_at),
     ]
     for what, begin, end in stretches:
         if begin and end > begin >= zero and whole:
             first = min(STRIP - 1, int(STRIP * (begin - zero) / whole))
             last = min(STRIP, max(first + 1, round(STRIP * (end - zero) / whole)))
-            cells[first:last] = [_SIGNS.get(what, _SIGNS[PhaseKind.NOT_RECORDED])] * (last - first)
+            cells[first:last] = [_SIGNS.get(what, _SIGNS[PhaseKind.NOT_RECORDED])[:2]] * (last - first)
     return Text.assemble(*cells)
-
-
-def _outcome(slot: SlotFacts) -> str:
-    if not slot.readable:
-        return "collected"  # by the journal's retention
-    return f"[red]{escape(slot.failure)}[/red]" if slot.reward is None else f"{slot.reward:g}"
-
-
-def _versions(slot: SlotFacts) -> dict[str, str]:
-    found: dict[str, set[int]] = {}
-    for sequence in slot.sequences:
-        found.setdefault(sequence.policy, set()).update(sequence.versions)
-    return {p: f"{min(v)}–{max(v)}" if len(v) > 1 else str(min(v)) for p, v in found.items() if v}
 
 
 def _between(begin: float, end: float) -> str:

@@ -237,7 +237,7 @@ def show(run_dir: Path, rows: list[Row], console: Console, *, raw: bool = False)
             console.print(_panel(row, sequence, *decoders[policy], raw=raw))
 
 
-class _Ids:
+class Ids:
     """Shows ids as numbers, where there is no tokenizer to decode them."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -267,7 +267,7 @@ def _tokenizer(policy: str, path: str, console: Console) -> Any:
         return load_tokenizer(policy, path)
     except ConfigError as error:
         say(console, error.message, "yellow")
-        return _Ids()
+        return Ids()
 
 
 def _panel(row: Row, sequence: Row, tokenizer: Any, marks: Marks, *, raw: bool) -> Panel:

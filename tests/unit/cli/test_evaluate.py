@@ -255,7 +255,7 @@ def test_runs_that_differ_in_the_seed_alone_are_one_curve(tmp_path: Path) -> Non
     runs = [write_run(tmp_path / name, 4) for name in ("one", "two", "other")]
     for seed, run in enumerate(runs):
         recipe_of(run, id=run.name, seed=seed, steps=4 if run.name != "other" else 9)
-    groups = grouped(runs)
+    groups = grouped({run: read_metrics(run) for run in runs})
     assert [(group.label, len(group.rows)) for group in groups] == [("one and 1 other seed", 2), ("other", 1)]
 
 
@@ -281,7 +281,7 @@ def test_evaluations_are_points_at_their_newest_version_and_a_threshold_is_a_mar
         reached,
         *({"time": float(s), "kind": "throughput", "tokens_per_s": 9.0 + s} for s in range(3)),
     )
-    panels = {panel["title"]: panel for panel in curves([run])["panels"]}
+    panels = {panel["title"]: panel for panel in curves({run: read_metrics(run)})["panels"]}
     first = panels["reward by step"]
     assert [(p["label"], p["x"], p["y"], p["low"], p["high"]) for p in first["points"]] == [
         ("greedy", 8, 0.5, 0.4, 0.7),

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.inspect.fate import Fate, Fates, Lengths, Played, read_fates, show
+from services.cli.inspect.fate import Fate, Fates, Played, bands, mean_lengths, read_fates, show
 from services.cli.inspect.plot import plot_runs
 from services.common import records as fates
 from services.common.errors import ConfigError
@@ -67,7 +67,7 @@ async def test_every_kind_of_fate_is_told_and_the_sums_come_out(worlds: Worlds) 
     await world.send(trajectory(open_, 0, sequence(1.0, num_tokens=9)))
     again = len(await world.orders(replica))  # what was dropped and failed returned its quota
     total = fates_of(world).total("model0")
-    assert (total.issued_groups, total.issued_rollouts) == (4 + again, 4 * (4 + again))
+    assert (total.groups.total(), total.rollouts.total()) == (4 + again, 4 * (4 + again))
     assert total.groups[Fate.BUFFERED] == total.groups[Fate.EQUAL_REWARDS] == total.groups[Fate.SIBLINGS] == 1
     assert total.rollouts[Fate.BUFFERED] == total.rollouts[Fate.EQUAL_REWARDS] == 4
     assert total.rollouts[Fate.TIMED_OUT] == total.rollouts[Fate.STOPPED] == total.rollouts[Fate.SIBLINGS] == 1
@@ -149,8 +149,8 @@ async def test_policies_are_told_apart_and_one_that_said_nothing_has_no_sequence
     found = fates_of(world)
     assert found.policies == ["checker", "solver"]
     solver, checker = found.total("solver"), found.total("checker")
-    assert (solver.sampled_sequences, solver.sampled_tokens) == (4, 16)
-    assert (checker.sampled_sequences, checker.sampled_tokens, checker.rollouts[Fate.EMPTY]) == (2, 5, 3)
+    assert (solver.sampled_sequences, solver.tokens.total()) == (4, 16)
+    assert (checker.sampled_sequences, checker.tokens.total(), checker.rollouts[Fate.EMPTY]) == (2, 5, 3)
 
 
 async def test_the_old_tokens_of_a_late_sequence_are_masked_and_the_young_ones_trained(worlds: Worlds) -> None:
@@ -225,7 +225,7 @@ async def test_a_record_that_cannot_be_read_is_counted_and_the_rest_is_told(worl
     assert found.num_unreadable == 1
     total = found.total("model0")
     assert total.sequences == {Fate.BUFFERED: 4, Fate.UNKNOWN: 4}
-    assert total.sampled_tokens == 32, "the lengths are those of the trajectories"
+    assert total.tokens.total() == 32, "the lengths are those of the trajectories"
 
 
 async def test_collected_trajectories_change_nothing(worlds: Worlds) -> None:
@@ -240,10 +240,9 @@ async def test_collected_trajectories_change_nothing(worlds: Worlds) -> None:
 
 
 def test_the_length_bias_is_the_trained_mean_over_the_played_one() -> None:
-    lengths = Lengths()
-    for length in (10, 20, 30):
-        lengths.append(Played(1, Fate.TRAINED if length < 30 else Fate.TOO_OLD, length, 0))
-    assert lengths.means() == (15.0, 20.0)
+    played = [Played(1, Fate.TRAINED if length < 30 else Fate.TOO_OLD, length, 0) for length in (10, 20, 30)]
+    assert mean_lengths(played) == (15.0, 20.0)
+    assert [(band["quantiles"], band["sequences"]) for band in bands(played)] == [("p0-50", 2), (">p99", 1)]
 
 
 async def test_the_command_prints_one_object_for_machines(worlds: Worlds) -> None:

@@ -15,11 +15,10 @@ from rich.console import Console
 
 from services.cli.inspect.run_model import Assignment, GroupFacts, SequenceFacts, SlotFacts, Used
 from services.cli.inspect.trace import (
+    add_notes,
     events,
-    fitted,
+    fit_clocks,
     group_as_json,
-    pulls_of,
-    read_notes,
     seconds_in,
     show,
     stages,
@@ -96,7 +95,7 @@ def groups(draw: st.DrawFn) -> GroupFacts:
         purpose=draw(st.sampled_from(["train", "evaluation"])),
         num_slots=num_slots,
         assignments=tuple(draw(st.lists(st.builds(Assignment, at=TIME_OR_LOST, replica_id=NAMES), max_size=3))),
-        slots=tuple(draw(slots(index)) for index in sorted(known)),
+        slots={index: draw(slots(index)) for index in sorted(known)},
         verdicts=(verdict,) if draw(st.booleans()) else (),
         judged_at=draw(TIME_OR_LOST),
         uses=tuple(draw(st.lists(uses(), max_size=2))),
@@ -142,16 +141,15 @@ def test_a_clock_that_is_off_is_moved_so_that_cause_comes_before_effect(off: flo
         accepted_at=accepted + off, started_at=started + off, finished_at=finished + off, sent_at=sent + off,
     )  # fmt: skip
     facts = GroupFacts(
-        task_group_id="g", num_slots=1, assignments=(Assignment(at=issued, replica_id="far"),), slots=(slot,)
+        task_group_id="g", num_slots=1, assignments=(Assignment(at=issued, replica_id="far"),), slots={0: slot}
     )
-    moved = fitted(facts)
-    (found,) = moved.slots
-    order = [issued, found.accepted_at, found.started_at, found.finished_at, found.sent_at, durable]
+    fit_clocks(facts)
+    order = [issued, slot.accepted_at, slot.started_at, slot.finished_at, slot.sent_at, durable]
     assert all(right - left > -1e-6 for left, right in pairwise(order))
-    assert found.finished_at - found.started_at == pytest.approx(finished - started, abs=1e-6)
-    assert abs(moved.clocks.get("far", 0.0)) <= abs(off) + 1e-6  # by the least that fits
+    assert slot.finished_at - slot.started_at == pytest.approx(finished - started, abs=1e-6)
+    assert abs(facts.clocks.get("far", 0.0)) <= abs(off) + 1e-6  # by the least that fits
     if off == 0:
-        assert moved.clocks == {}
+        assert facts.clocks == {}
 
 
 def test_phases_at_the_same_time_count_once() -> None:
@@ -168,7 +166,7 @@ def test_phases_at_the_same_time_count_once() -> None:
 def known(**changes: Any) -> GroupFacts:
     slot = SlotFacts(index=0, replica_id="a", durable_at=3.0, reward=1.0)
     complete = GroupFacts(
-        task_group_id="g", num_slots=1, assignments=(Assignment(at=1.0, replica_id="a"),), slots=(slot,)
+        task_group_id="g", num_slots=1, assignments=(Assignment(at=1.0, replica_id="a"),), slots={0: slot}
     )
     return dataclasses.replace(complete, **changes)
 
@@ -187,13 +185,13 @@ def used(**changes: Any) -> Used:
 @pytest.mark.parametrize(
     ("facts", "word"),
     [
-        (known(slots=()), "running"),
-        (known(slots=(), closed_at=2.0, closed_reason="training is over"), "cancelled"),
-        (known(slots=(SlotFacts(index=0, replica_id="a", durable_at=3.0, failure="X"),)), "failed"),
+        (known(slots={}), "running"),
+        (known(slots={}, closed_at=2.0, closed_reason="training is over"), "cancelled"),
+        (known(slots={0: SlotFacts(index=0, replica_id="a", durable_at=3.0, failure="X")}), "failed"),
         (known(verdicts=verdict("kept")), "waiting for a batch"),
         (known(verdicts=verdict("kept"), closed_at=9.0, closed_reason="expired"), "expired"),
         (known(verdicts=verdict("equal_rewards")), "filtered"),
-        (known(verdicts=verdict("equal_rewards"), slots=(), closed_at=9.0), "filtered"),  # its records were collected
+        (known(verdicts=verdict("equal_rewards"), slots={}, closed_at=9.0), "filtered"),  # its records were collected
         (known(verdicts=verdict("surplus")), "surplus"),
         (known(uses=(used(),)), "in a batch"),
         (known(uses=(used(pulls=((0, 5.0),)),)), "training"),
@@ -214,7 +212,7 @@ def test_notes_come_from_lines_that_concern_the_group_and_torn_lines_do_no_harm(
         return f"1970-01-01T00:00:{second:02d}Z"
 
     name = "mark-00000001"
-    facts = known(task_group_id=name, uses=(used(),), slots=(SlotFacts(index=0, replica_id="a", durable_at=40.0),))
+    facts = known(task_group_id=name, uses=(used(),), slots={0: SlotFacts(index=0, replica_id="a", durable_at=40.0)})
     lines: list[dict[str, Any]] = [
         {"event": "record.dropped", "task_group": name, "outcome": "duplicate", "index": 0, "timestamp": at(30)},
         {"event": "record.dropped", "task_group": f"{name}1", "outcome": "duplicate", "index": 0, "timestamp": at(30)},
@@ -230,11 +228,11 @@ def test_notes_come_from_lines_that_concern_the_group_and_torn_lines_do_no_harm(
     (tmp_path / "logs").mkdir()
     torn = b'{"event": "record.dropped", "task_group": "mark-000'
     (tmp_path / "logs" / "orchestrator.jsonl").write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in lines) + torn)
-    notes, pulls = read_notes(tmp_path, facts)
-    assert [(note.at, note.event) for note in notes] == [
+    add_notes(tmp_path, facts)
+    assert [(note.at, note.event) for note in facts.notes] == [
         (0.0, "rollout.retry"),
         (20.0, "replica.lease_lost"),
         (25.0, "replica.replaced"),
         (30.0, "record.dropped"),
     ]
-    assert pulls_of(pulls, facts.uses[0]) == ((1, 45.0),)
+    assert facts.uses[0].pulls == ((1, 45.0),)
