@@ -1,4 +1,4 @@
-"""The queue of executions and judgements in front of a sandbox, which is here or at workers (``queue.redis``).
+"""The queue of executions and judgements in front of a sandbox, which is here or at workers (``extras/farm``).
 
 run ──> same key? ──> equal judgement in flight? ──> a place ──> runner: waits for a slot, runs the job ──> result
 """

@@ -31,25 +31,7 @@ import orjson
 import structlog
 from redis.exceptions import ResponseError
 
-from services.common.aio import TaskOwner
-from services.common.config.processes import MetricsConfig
-from services.common.errors import InvalidRequestError, RollmillError
-from services.common.prometheus import metrics_server
-from services.common.telemetry.logs import LogEvent
-from services.common.telemetry.metrics import Lane, ProcessStatus
-from services.envgateway.app import WORKER_METRICS
-from services.envgateway.judge.judge import Judge
-from services.envgateway.queue.local import (
-    Job,
-    JobResult,
-    Runner,
-    decode,
-    encode,
-    infrastructure_failure,
-    is_about_the_program,
-    sandbox_runner,
-)
-from services.envgateway.queue.redis import (
+from extras.farm.queue import (
     BLOCK_S,
     GATEWAY,
     GROUP,
@@ -61,13 +43,35 @@ from services.envgateway.queue.redis import (
     connect,
     finish,
 )
+from services.common.aio import TaskOwner
+from services.common.config.envgateway import QueueConfig
+from services.common.config.processes import MetricsConfig
+from services.common.errors import InvalidRequestError, RollmillError
+from services.common.prometheus import Metric, metrics_server
+from services.common.telemetry.logs import LogEvent
+from services.common.telemetry.metrics import Lane, ProcessStatus
+from services.envgateway.app import RUNNING_METRICS
+from services.envgateway.judge.judge import Judge
+from services.envgateway.queue.local import (
+    Job,
+    JobResult,
+    Runner,
+    decode,
+    encode,
+    infrastructure_failure,
+    is_about_the_program,
+    sandbox_runner,
+)
 from services.envgateway.rewards.pool import comparisons
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
 from services.envgateway.sandbox.scheduler import batch_share
-from services.envgateway.variables import WorkerSettings
 
 log = structlog.get_logger()
+METRICS = (
+    *RUNNING_METRICS,
+    Metric("rollmill_worker_jobs_total", "counter", "Jobs by outcome, at this worker.", "{event}"),
+)
 
 MAX_ATTEMPTS = 3  # of one job; the last is made alone, and its failure is one of the infrastructure
 _DRAIN_GRACE_S = 5.0
@@ -462,7 +466,8 @@ class Worker:
 
 
 async def work(
-    settings: WorkerSettings,
+    redis_uri: str,
+    queue: QueueConfig,
     sandbox: SandboxPool,
     *,
     metrics: MetricsConfig | None = None,
@@ -474,14 +479,14 @@ async def work(
     Raises:
         ConfigError: a URI that cannot be used.
     """
-    client = connect(settings.redis_uri, settings.queue.allow_plain_redis)
+    client = connect(redis_uri, queue.allow_plain_redis)
     apart = comparisons()
     worker = Worker(
         client,
-        Keys(settings.queue.redis_prefix),
+        Keys(queue.redis_prefix),
         sandbox_runner(sandbox, Judge(sandbox, apart.failure)),
-        num_slots=settings.sandbox.num_slots,
-        lease_s=settings.queue.lease_s,
+        num_slots=sandbox.config.num_slots,
+        lease_s=queue.lease_s,
         about={"tier": sandbox.tier, "host": socket.gethostname(), "pid": str(os.getpid())},
     )
     loop = asyncio.get_running_loop()
@@ -500,12 +505,12 @@ async def work(
         )
 
     served = metrics_server(
-        metrics or MetricsConfig(), status, WORKER_METRICS, name="worker", host="127.0.0.1", run_dir=run_dir
+        metrics or MetricsConfig(), status, METRICS, name="worker", host="127.0.0.1", run_dir=run_dir
     )
     try:
         if served is not None:
             await served.start()
-        await worker.run(drain_s=settings.sandbox.wall_time_s + _DRAIN_GRACE_S)
+        await worker.run(drain_s=sandbox.config.wall_time_s + _DRAIN_GRACE_S)
     finally:
         if served is not None:
             await served.stop()

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from extras.farm import worker as worker_module
+from extras.farm.queue import GROUP, Keys, connect
+from extras.farm.tests.conftest import Farm
+from extras.farm.worker import Worker
 from services.common.errors import InvalidRequestError
 from services.common.telemetry.metrics import Lane
 from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
 from services.envgateway.queue.local import Job, JobResult, encode
-from services.envgateway.queue.redis import GROUP, Keys, connect
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
-from services.envgateway.worker import worker as worker_module
-from services.envgateway.worker.worker import Worker
-from tests.integration.envgateway.queue.conftest import Farm
 from tests.waiting import until
 
 
