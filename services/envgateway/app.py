@@ -62,7 +62,6 @@ RUNNING_METRICS = (  # of workers as well
 METRICS = (
     Metric("rollmill_judge_queue_waiting_jobs", "gauge", "Jobs that wait for a slot.", "queue_{lane}_waiting"),
     *RUNNING_METRICS,
-    Metric("rollmill_judge_stored_results", "gauge", "Results kept for calls that are repeated.", "queue_stored_results"),
     Metric("rollmill_judge_unanswered_jobs", "gauge", "Jobs sent to workers and not answered yet.", QueueGauge.UNANSWERED),
     Metric("rollmill_judge_workers", "gauge", "Workers that are heard of.", QueueGauge.WORKERS),
     Metric("rollmill_judge_worker_slots", "gauge", "Slots of all workers.", "queue_worker_slots"),

@@ -1,6 +1,6 @@
 """The queue of executions and judgements in front of a sandbox, which is here or at workers (``extras/farm``).
 
-run ──> same key? ──> equal judgement in flight? ──> a place ──> runner: waits for a slot, runs the job ──> result
+run ──> equal to one in flight? ──> a place ──> runner: waits for a slot, runs the job ──> result
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
-from typing import Any, TypeAlias, get_args, get_type_hints, overload
+from typing import Any, TypeAlias, get_args, get_type_hints
 
 from services.common.aio import deadline
 from services.common.errors import DeadlineError, InvalidRequestError
@@ -33,9 +33,6 @@ Job: TypeAlias = ExecutionRequest | JudgeRequest
 JobResult: TypeAlias = ExecutionResult | JudgeResult
 # Waits for a slot, for so many seconds at most, and runs the job there; cancelling it kills the job.
 Runner: TypeAlias = Callable[[Job, Lane, float | None], Awaitable[JobResult]]
-
-_STORED_RESULTS = 16384
-_STORED_BYTES = 64 << 20
 
 
 def sandbox_runner(sandbox: SandboxPool, judge: Judge) -> Runner:
@@ -65,34 +62,16 @@ def infrastructure_failure(job: Job, detail: str) -> JobResult:
 class JobQueue:
     """Runs programs when their turn has come. Cancelling the caller removes a waiting job, or kills a running one.
 
-    Equal judgements of one client in one lane that wait or run at the same time are one job. Nothing of them is kept
-    after the last caller. Executions are never shared: a tool call may draw numbers of its own.
+    Equal judgements of one client in one lane that wait or run at the same time are one job, and so are equal executions
+    under one key: without a key a tool call may draw numbers of its own. Nothing is kept after the last caller.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self._runner = runner
         self._scheduler = scheduler
-        self._by_key: SharedCalls[JobResult] = SharedCalls(
-            _STORED_RESULTS, keep=is_about_the_program, weigh=_weight, max_weight=_STORED_BYTES
-        )
-        self._judging: SharedCalls[JobResult] = SharedCalls(0)
+        self._shared: SharedCalls[JobResult] = SharedCalls()
         self.counts: Counter[str] = Counter()
 
-    @overload
-    async def run(
-        self, job: ExecutionRequest, *, lane: Lane, request_id: str, deadline_s: float
-    ) -> ExecutionResult: ...
-    @overload
-    async def run(
-        self,
-        job: JudgeRequest,
-        *,
-        lane: Lane,
-        request_id: str,
-        deadline_s: float,
-        wait_s: float | None = None,
-        places: asyncio.Semaphore | None = None,
-    ) -> JudgeResult: ...
     async def run(
         self,
         job: Job,
@@ -103,21 +82,21 @@ class JobQueue:
         wait_s: float | None = None,
         places: asyncio.Semaphore | None = None,
     ) -> Any:
-        """Run a job.
+        """The ``ExecutionResult`` of an ``ExecutionRequest``, the ``JudgeResult`` of a ``JudgeRequest``.
 
-        ``request_id`` is the key of the job, empty for none: the same job under the same key joins the running one or
-        gets the stored result. ``deadline_s`` bounds waiting and running together, ``wait_s`` waiting alone. The job
-        takes one of ``places`` before it waits for its turn, and keeps it to its end.
+        ``request_id`` is the key of an execution, empty for none. ``deadline_s`` bounds waiting and running together,
+        ``wait_s`` waiting alone. The job takes one of ``places`` before it waits for its turn, and keeps it to its end.
 
         Raises:
             CapacityError: too many wait already, or no slot came free within ``wait_s``; says when to come back.
             DeadlineError: no result within ``deadline_s`` seconds; a running program was killed.
         """
-        # Another job under the same key is another job: no caller gets the result of another program.
-        digest = _digest(job) if request_id or isinstance(job, JudgeRequest) else ""
-        key = f"{request_id} {digest}" if request_id else ""
-        client = current_client()
-        judging = f"{lane} {wait_s} {digest} {client}" if digest and isinstance(job, JudgeRequest) else ""
+        key = ""
+        if isinstance(job, JudgeRequest):
+            if digest := _digest(job):
+                key = f"{lane} {wait_s} {digest} {current_client()}"
+        elif request_id:  # another job under the same key is another job
+            key = f"{request_id} {_digest(job)}"
 
         async def in_turn() -> JobResult:
             if places is not None:
@@ -128,13 +107,10 @@ class JobQueue:
                 if places is not None:
                     places.release()
 
-        async def once() -> JobResult:
-            self.counts["joined"] += judging in self._judging
-            return await self._judging.run(judging, in_turn)
-
+        self.counts["joined"] += key in self._shared
         try:
             async with deadline(deadline_s, f"execution {request_id or 'without id'} in the {lane} lane"):
-                return await self._by_key.run(key, once)
+                return await self._shared.run(key, in_turn)
         except DeadlineError:
             self.counts["expired"] += 1
             raise
@@ -154,7 +130,6 @@ class JobQueue:
         """Numbers for GetStatus."""
         return {
             **self._scheduler.gauges,
-            "queue_stored_results": float(len(self._by_key)),
             **{f"queue_{name}": float(count) for name, count in self.counts.items()},
         }
 
@@ -172,13 +147,6 @@ class JobQueue:
 def local_queue(sandbox: SandboxPool, judge: Judge) -> JobQueue:
     """The queue in front of this process's own sandbox."""
     return JobQueue(sandbox_runner(sandbox, judge), sandbox.scheduler)
-
-
-def _weight(result: JobResult) -> int:
-    """About the bytes that a stored result takes."""
-    if isinstance(result, JudgeResult):
-        return 500 + sum(500 + len(case.stdout) + len(case.stderr) + len(case.detail) for case in result.cases)
-    return 500 + len(result.stdout) + len(result.stderr)
 
 
 def _digest(job: Job) -> str:
