@@ -38,7 +38,7 @@ from services.envgateway.calls import THREADS
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.episodes import EnvironmentRegistry, EpisodeManager, make_worlds
 from services.envgateway.judge.judge import Judge
-from services.envgateway.queue.local import JobQueue, local_queue
+from services.envgateway.queue import JobQueue, local_queue
 from services.envgateway.rewards.pool import MathPool, comparisons
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rpc import (

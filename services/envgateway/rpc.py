@@ -42,7 +42,7 @@ from services.envgateway.judge.records import (
     StdinTests,
     Tests,
 )
-from services.envgateway.queue.local import JobQueue
+from services.envgateway.queue import JobQueue
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
 from services.envgateway.sandbox.scheduler import on_behalf_of

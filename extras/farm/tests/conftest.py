@@ -16,7 +16,7 @@ from extras.farm.worker import Worker
 from services.common.config.envgateway import QueueConfig
 from services.common.telemetry.metrics import Lane
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
-from services.envgateway.queue.local import Job, JobResult
+from services.envgateway.queue import Job, JobResult
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 from tests import needs

@@ -13,7 +13,7 @@ from extras.farm.tests.conftest import Farm
 from services.common.errors import DeadlineError
 from services.common.telemetry.metrics import Lane
 from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
-from services.envgateway.queue.local import Job, JobResult
+from services.envgateway.queue import Job, JobResult
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from tests.waiting import until
 

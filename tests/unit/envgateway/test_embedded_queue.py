@@ -20,7 +20,7 @@ from services.envgateway.judge.records import (
     StdinCase,
     StdinTests,
 )
-from services.envgateway.queue.local import JobQueue
+from services.envgateway.queue import JobQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
 from services.envgateway.sandbox.scheduler import Scheduler, batch_share, on_behalf_of
