@@ -29,7 +29,7 @@ from services.common.telemetry.metrics import Lane
 from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import CallCase, CallTests, JudgeRequest, StdinCase, StdinTests
-from services.envgateway.queue.local import local_queue
+from services.envgateway.queue import local_queue
 from services.envgateway.rewards.registry import CodeReward
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool

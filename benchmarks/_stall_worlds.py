@@ -84,7 +84,7 @@ class World:
             self._spawn_program(
                 "redis", program, "--port", str(self.ports["redis"]), "--save", "", "--dir", str(self.folder)
             )
-            self._spawn("worker", "services.envgateway.worker", "--run-dir", str(self.run_dir))
+            self._spawn("worker", "extras.farm", "--run-dir", str(self.run_dir))
         if self.shape.gateway:
             self._spawn("gateway", "services.envgateway", *self._gateway_arguments())
         self._spawn("inference", "services.inference", "--name", "a", "--orchestrator", f"127.0.0.1:{dialled}")

@@ -106,7 +106,7 @@ HONEST_JOBS = [
 
 TESTED_ROWS = {  # rows that are about more than one slot, by their tests
     51: ("tests/unit/envgateway/test_embedded_queue.py", "flood or full"),
-    52: ("tests/integration/envgateway/queue/test_redis.py", "kills_its_workers"),
+    52: ("extras/farm/tests/test_redis.py", "kills_its_workers"),
     53: ("tests/integration/envgateway/test_math_reward.py", "bomb or rows_fault"),
 }
 

@@ -48,9 +48,9 @@ from typing import Any
 import aiohttp
 
 from benchmarks._bench import median_and_spread, report, report_nothing, why_not
+from extras.farm.tests.processes import ROOT
+from extras.farm.tests.redis_server import RedisServer
 from services.common.system.child import DIE_WITH_PARENT
-from tests.integration.envgateway.queue.processes import ROOT
-from tests.integration.envgateway.queue.redis_server import RedisServer
 from tests.ports import free_port
 
 # --- Judges that speak Code Judge's HTTP schema, each with four workers: ours over Redis, ours embedded, the public one,
@@ -129,7 +129,7 @@ async def ours(over_redis: bool) -> Arm:
         redis_uri = arm.start_redis()
         gateway["REDIS_URI"] = redis_uri
         arm.start_process(
-            [sys.executable, "-m", "services.envgateway.worker"],
+            [sys.executable, "-m", "extras.farm"],
             REDIS_URI=redis_uri, MAX_WORKERS=str(NUM_WORKERS), ALLOW_TIER_0="1",
         )  # fmt: skip
     arm.start_process([sys.executable, "-m", "services.envgateway"], MAX_WORKERS=str(NUM_WORKERS), **gateway)

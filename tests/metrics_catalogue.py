@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from extras.farm.worker import METRICS as WORKER
 from extras.prometheus.server import METRICS as PROCESS
 from services.common.prometheus import Metric
 from services.envgateway.app import METRICS as ENVGATEWAY
-from services.envgateway.app import WORKER_METRICS as WORKER
 from services.inference.replica import METRICS as INFERENCE
 from services.orchestrator.progress import METRICS as ORCHESTRATOR
 from services.trainer.app import METRICS as TRAINER

@@ -28,7 +28,7 @@ from services.cli.plan import address_of_node_0
 from services.common.config.envgateway import SandboxConfig
 from services.common.config.processes import Tracker, missing_packages
 from services.common.errors import ConfigError, SandboxRefusedError
-from services.envgateway.sandbox.bare import memcg, native
+from services.envgateway.sandbox.bare import native
 from services.envgateway.sandbox.bare.confinement import landlock_version
 from services.envgateway.sandbox.launch import SupervisorLauncher
 from tests import two_machines
@@ -138,14 +138,6 @@ def _no_cuda() -> str | None:
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
-def _no_memory_cgroup() -> str | None:
-    granted = memcg.grant(1)
-    if isinstance(granted, str):
-        return granted
-    granted.close()
-    return None
-
-
 def _no_verifiers() -> str | None:
     try:
         python = interpreter()
@@ -204,7 +196,6 @@ NEEDS = {
         Need("sandbox tier U", _no_sandbox("U"), "run as a user other than root, with user namespaces and Landlock",
              on_ci=False),
         Need("sandbox tier 0", _no_sandbox("0"), "envgateway.sandbox.allow_tier_0", on_ci=False),
-        Need("memory cgroup", _no_memory_cgroup, "run as root where cgroups can be written", on_ci=False),
         Need("isolating sandbox", _no_sandbox("2", "1", "U"), _PRIVILEGED),
         Need("libseccomp", lambda: None if find_library("seccomp") else "there is no libseccomp", "apt-get install libseccomp2"),
         Need("Landlock", lambda: None if landlock_version() else "this kernel has none", "Linux 5.13 or newer",

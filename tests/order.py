@@ -26,11 +26,11 @@ LONGEST = (
     "tests/e2e/test_walks.py",
     "tests/e2e/test_stalls.py",
     "tests/e2e/test_installed_wheel.py",
-    "tests/integration/envgateway/queue/test_processes.py",
+    "extras/farm/tests/test_processes.py",
     "extras/worlds/tests/test_alfworld_games.py",
     "tests/integration/envgateway/test_judge_verdicts.py",
     "tests/unit/benchmarks/test_study.py",
-    "tests/integration/envgateway/queue/test_judge_scripts.py",
+    "extras/farm/tests/test_judge_scripts.py",
     "tests/integration/trainer/test_gradients.py",
     "tests/integration/orchestrator/test_kill.py",
 )

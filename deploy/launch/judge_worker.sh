@@ -6,4 +6,4 @@
 set -euo pipefail
 : "${REDIS_URI:=${REDIS_URL:?set REDIS_URI to the Redis of the judge, such as redis://127.0.0.1:6379}}"
 export REDIS_URI OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "${PYTHON:-python}" -P "$(dirname "$0")/../../services/start.py" services.envgateway.worker ${1:+--recipe "$1"}
+exec "${PYTHON:-python}" -P "$(dirname "$0")/../../services/start.py" extras.farm ${1:+--recipe "$1"}

@@ -39,7 +39,7 @@ from services.envgateway.judge.records import (
     StdinCase,
     StdinTests,
 )
-from services.envgateway.queue.local import JobQueue
+from services.envgateway.queue import JobQueue
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import COMPILE_TIME_S

@@ -24,6 +24,8 @@ Kind = Literal[
     "datasets",
     "graders",
     "judge_http",
+    "queues",
+    "workers",
     "tool_servers",
     "server_checks",
     "workflows",

@@ -14,6 +14,7 @@ from services.common.config.loading import load_recipe, load_resolved
 from services.common.config.processes import MetricsConfig
 from services.common.config.reading.unread import unread_variables
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError, RollmillError
+from services.common.extras import provided
 from services.common.security import identity
 from services.common.security.identity import check_keys_are_there
 from services.common.security.keys import Role
@@ -26,7 +27,7 @@ from services.envgateway.variables import VARIABLES, port_variables, runs_worker
 _DESCRIPTION = """\
 Serve environments, sandboxed code execution and rewards, as a recipe's `envgateway` says; without a recipe as a judge
 with the settings that users of Code Judge know. With REDIS_URI (or envgateway.queue.redis_uri) programs run at workers:
-python -m services.envgateway.worker. With envgateway.http.port clients of Code Judge are served as well.
+python -m extras.farm. With envgateway.http.port clients of Code Judge are served as well.
 
   python -m services.envgateway --recipe recipes/quickstart
   CODE_JUDGE_PORT=8000 MAX_EXECUTION_TIME=4 REDIS_URI=redis://127.0.0.1:6379 python -m services.envgateway
@@ -124,7 +125,8 @@ def _settings(arguments: argparse.Namespace) -> _Settings:
     given = {"--run-dir": arguments.run_dir, "--recipe": arguments.recipe}
     source = [str(part) for option in given.items() if option[1] is not None for part in option]
     source += [part for override in arguments.overrides for part in ("--set", override)]
-    worker = module_command("services.envgateway.worker", *source) if runs_worker() and redis_uri else ()
+    module = provided("workers")["redis"].partition(":")[0] if runs_worker() and redis_uri else ""
+    worker = module_command(module, *source) if module else ()
     runs_none = (runs_none and (http is None or http.port is None)) or bool(redis_uri)
     return _Settings(config, run_id, redis_uri, needs_keys, metrics, worker, runs_none)
 

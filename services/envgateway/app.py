@@ -38,8 +38,7 @@ from services.envgateway.calls import THREADS
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.episodes import EnvironmentRegistry, EpisodeManager, make_worlds
 from services.envgateway.judge.judge import Judge
-from services.envgateway.queue.local import JobQueue, local_queue
-from services.envgateway.queue.redis import RedisQueue
+from services.envgateway.queue import JobQueue, local_queue
 from services.envgateway.rewards.pool import MathPool, comparisons
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rpc import (
@@ -53,17 +52,16 @@ from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.tools.registry import ToolBox
 from services.envgateway.tools.tools import built_in_tools
 
-# --- Metrics of the environment gateway and of its workers: their gauges under the names of the field.
+# --- Metrics of the environment gateway: its gauges under the names of the field.
 
 
-_QUEUE = (
-    Metric("rollmill_judge_queue_waiting_jobs", "gauge", "Jobs that wait for a slot.", "queue_{lane}_waiting"),
+RUNNING_METRICS = (  # of workers as well
     Metric("rollmill_judge_queue_running_jobs", "gauge", "Jobs that run.", "queue_{lane}_running"),
     Metric("rollmill_judge_job_seconds", "gauge", "Mean seconds of a job in its slot, over about the last twenty.", "queue_mean_s"),
 )  # fmt: skip
 METRICS = (
-    *_QUEUE,
-    Metric("rollmill_judge_stored_results", "gauge", "Results kept for calls that are repeated.", "queue_stored_results"),
+    Metric("rollmill_judge_queue_waiting_jobs", "gauge", "Jobs that wait for a slot.", "queue_{lane}_waiting"),
+    *RUNNING_METRICS,
     Metric("rollmill_judge_unanswered_jobs", "gauge", "Jobs sent to workers and not answered yet.", QueueGauge.UNANSWERED),
     Metric("rollmill_judge_workers", "gauge", "Workers that are heard of.", QueueGauge.WORKERS),
     Metric("rollmill_judge_worker_slots", "gauge", "Slots of all workers.", "queue_worker_slots"),
@@ -86,10 +84,6 @@ METRICS = (
     Metric("rollmill_world_processes", "gauge", "Processes that hold an environment's games.", "{world}_engine_processes"),
     Metric("rollmill_world_games", "gauge", "Games that are open in them.", "{world}_engine_games"),
     Metric("rollmill_world_events_total", "counter", "Starts and ends of these processes.", "{world}_engine_{event}"),
-)  # fmt: skip
-WORKER_METRICS = (
-    *_QUEUE[1:],
-    Metric("rollmill_worker_jobs_total", "counter", "Jobs by outcome, at this worker.", "{event}"),
 )  # fmt: skip
 
 
@@ -125,7 +119,7 @@ class Gateway:
         redis_uri = config.queue.redis_uri if redis_uri is None else redis_uri
         self.queue: JobQueue
         if redis_uri:
-            self.queue = RedisQueue(config.queue, redis_uri)
+            self.queue = load_extra("queues", "redis")(config.queue, redis_uri)
         else:
             self.queue = local_queue(sandbox, Judge(sandbox, self._comparisons.failure))
         self._reasoning = MathPool(config.reasoning_gym, BuiltInReward.REASONING_GYM)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -28,80 +28,41 @@ async def take_place(places: asyncio.Semaphore | asyncio.Lock, limit_s: float | 
         raise CapacityError(busy, retry_after_s=1.0) from None
 
 
-@dataclass(slots=True, eq=False)
-class _Running(Generic[Result]):
-    task: asyncio.Task[Result]
-    num_waiting: int = 0
-
-
 class SharedCalls(Generic[Result]):
-    """One execution per key: a repeated key joins the running call or gets the stored result.
+    """One execution per key at a time: a call under the key of a running one joins it. Nothing is kept after the end.
 
-    The call is cancelled when its last waiter leaves. Errors, and results that ``keep`` refuses, are not stored: the
-    next caller runs the call again. The oldest results go when there are more than ``max_stored``, or when together
-    they weigh more than ``max_weight``.
+    The execution is cancelled when its last waiter leaves.
     """
 
-    def __init__(
-        self,
-        max_stored: int,
-        keep: Callable[[Result], bool] = lambda _: True,
-        weigh: Callable[[Result], int] = lambda _: 0,
-        max_weight: int = 0,
-    ) -> None:
-        self._running: dict[str, _Running[Result]] = {}
-        self._stored: OrderedDict[str, Result] = OrderedDict()
-        self._max_stored = max_stored
-        self._keep = keep
-        self._weigh = weigh
-        self._weight = 0
-        self._max_weight = max_weight
+    def __init__(self) -> None:
+        self._running: dict[str, asyncio.Task[Result]] = {}
+        self._waiting: Counter[asyncio.Task[Result]] = Counter()
 
-    async def run(self, key: str, call: Callable[[], Awaitable[Result]]) -> Result:
+    async def run(self, key: str, call: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         """``key`` may be empty: then the call is not shared."""
         if not key:
             return await call()
-        if key in self._stored:
-            return self._stored[key]
-        if key not in self._running:
-            self._running[key] = _Running(asyncio.create_task(self._carry_out(key, call)))
-        running = self._running[key]
-        running.num_waiting += 1
+        task = self._running.get(key)
+        if task is None:
+            task = self._running[key] = asyncio.create_task(call())
+            task.add_done_callback(lambda _: self._forget(key, task))
+        self._waiting[task] += 1
         try:
-            return await asyncio.shield(running.task)
+            return await asyncio.shield(task)
         finally:
-            running.num_waiting -= 1
-            if not running.num_waiting and not running.task.done():
-                if self._running.get(key) is running:
-                    del self._running[key]
-                running.task.cancel()
+            self._waiting[task] -= 1
+            if not self._waiting[task]:
+                del self._waiting[task]
+                self._forget(key, task)
+                task.cancel()
 
     def __contains__(self, key: str) -> bool:
         """Whether a call with this key runs."""
         return key in self._running
 
-    def __len__(self) -> int:
-        """Running calls and stored results."""
-        return len(self._running) + len(self._stored)
-
-    async def _carry_out(self, key: str, call: Callable[[], Awaitable[Result]]) -> Result:
-        try:
-            result = await call()
-        finally:
-            running = self._running.get(key)
-            is_waited_for = running is not None and running.task is asyncio.current_task()
-            if is_waited_for:
-                del self._running[key]
-        if is_waited_for and self._keep(result):
-            self._store(key, result)
-        return result
-
-    def _store(self, key: str, result: Result) -> None:
-        self._stored[key] = result
-        self._weight += self._weigh(result)
-        while len(self._stored) > self._max_stored or self._weight > self._max_weight:
-            _, oldest = self._stored.popitem(last=False)
-            self._weight -= self._weigh(oldest)
+    def _forget(self, key: str, task: asyncio.Task[Result]) -> None:
+        if self._running.get(key) is task:
+            del self._running[key]
 
 
 # --- Interface and results of reward functions.

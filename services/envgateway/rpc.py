@@ -42,7 +42,7 @@ from services.envgateway.judge.records import (
     StdinTests,
     Tests,
 )
-from services.envgateway.queue.local import JobQueue
+from services.envgateway.queue import JobQueue
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
 from services.envgateway.sandbox.scheduler import on_behalf_of
@@ -218,7 +218,6 @@ def _check_run(own: str, found: str) -> None:
 
 
 EnvironmentRpcContext = grpc.aio.ServicerContext[Any, Any]
-_STORED_RESULTS = 1024
 _OUTCOME = {outcome: pb.RewardOutcome.Value(f"REWARD_OUTCOME_{outcome.name}") for outcome in RewardOutcome}
 
 
@@ -278,7 +277,7 @@ class CodeExecutionServicer(pb_grpc.CodeExecutionServiceServicer):
 class RewardServicer(pb_grpc.RewardServiceServicer):
     def __init__(self, rewards: Rewards) -> None:
         self._rewards = rewards
-        self._shared: SharedCalls[RewardResult] = SharedCalls(_STORED_RESULTS, keep=_is_graded)
+        self._shared: SharedCalls[RewardResult] = SharedCalls()
 
     async def ComputeReward(
         self, request: pb.ComputeRewardRequest, context: EnvironmentRpcContext
@@ -293,10 +292,6 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
             detail=encodable(result.detail),
             opaque=result.opaque,
         )
-
-
-def _is_graded(result: RewardResult) -> bool:
-    return result.outcome is not RewardOutcome.GRADER_FAILED
 
 
 # --- gRPC servicer of the judge: convert, call the queue, convert. No module behind this one sees grpc or protobuf.

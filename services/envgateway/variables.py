@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import ValidationError
 
-from services.common.config.envgateway import EnvGatewayConfig, QueueConfig, SandboxConfig
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.loading import explain
 from services.common.errors import ConfigError
+from services.common.extras import absent, provided
 from services.common.net.hosts import is_loopback
 from services.common.system.machine import num_cores
 
@@ -40,7 +40,8 @@ def with_variables(
     The URI stays out of the config, so that its password is not saved with a run.
 
     Raises:
-        ConfigError: a variable that is not a number, or that contradicts the recipe; a URI that cannot be used.
+        ConfigError: a variable that is not a number, or that contradicts the recipe; a URI that cannot be used; no queue over
+            Redis in this installation.
     """
     tree = (config or EnvGatewayConfig()).model_dump()
     sandbox, queue = tree["sandbox"], tree["queue"]
@@ -60,6 +61,10 @@ def with_variables(
     redis_uri = environment.get("REDIS_URI") or environment.get("REDIS_URL") or queue["redis_uri"]
     if redis_uri:
         check_redis(redis_uri, queue["allow_plain_redis"])
+        if "redis" not in provided("queues"):
+            raise ConfigError(
+                f"{without_user(redis_uri)} cannot hold jobs (envgateway.queue.redis_uri): {absent('queues', 'redis')}"
+            )
     try:
         return EnvGatewayConfig.model_validate(tree), redis_uri
     except ValidationError as error:  # a limit that a variable lowers may contradict the recipe
@@ -126,20 +131,3 @@ def _flag(environment: Mapping[str, str], name: str) -> bool:
     if text not in ("", "0", "1", "false", "true"):
         raise ConfigError(f"the variable {name} is {text!r}; it must be 0 or 1")
     return text in ("1", "true")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
-    redis_uri: str
-    queue: QueueConfig
-    sandbox: SandboxConfig
-
-
-def worker_settings(config: EnvGatewayConfig | None, environment: Mapping[str, str] = os.environ) -> WorkerSettings:
-    """Settings from a recipe's section (None: Code Judge's defaults) and variables."""
-    told, redis_uri = with_variables(config, environment)
-    if not redis_uri:
-        raise ConfigError("a worker needs a Redis: set REDIS_URI=redis://127.0.0.1:6379, or envgateway.queue.redis_uri")
-    # Live processes belong to episodes, which the gateway holds.
-    sandbox = told.sandbox.model_copy(update={"num_live": 0})
-    return WorkerSettings(redis_uri=redis_uri, queue=told.queue, sandbox=sandbox)

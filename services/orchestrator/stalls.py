@@ -143,7 +143,7 @@ class Cause(enum.StrEnum):
         f"check the network to the publisher, and {LogEvent.WEIGHTS_KEPT_OLD} in the replica's log",
     )
     UNREACHABLE = "unreachable", "start the component, or check the network in between; jobs are kept and sent again"
-    NO_WORKERS = "no_workers", "start workers: python -m services.envgateway.worker"
+    NO_WORKERS = "no_workers", "start workers: python -m extras.farm"
     EXHAUSTED = "exhausted", "raise envgateway.sandbox.num_slots, or lower the limits of the programs that fill it"
     ALL_FILTERED = (
         "all_filtered",

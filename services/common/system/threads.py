@@ -247,6 +247,8 @@ class DaemonThreads:
             EndedByCodeError: the function raised ``SystemExit`` or the like, which would end the process, or cancelled
                 itself.
         """
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
         try:
             if _is_async(function):
                 if on_begin is not None:
@@ -254,10 +256,11 @@ class DaemonThreads:
                 return await function(*arguments, **named)
             result = await self.run(functools.partial(function, *arguments, **named), on_begin=on_begin)
             return await result if inspect.isawaitable(result) else result
-        except (Exception, GeneratorExit):
+        except Exception:
             raise
         except BaseException as error:
-            task = asyncio.current_task()
+            if isinstance(error, GeneratorExit) and asyncio.current_task(loop) is not task:
+                raise  # this coroutine is closed, from outside of its task
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # its caller has given up
             raise EndedByCodeError(f"{type(error).__name__}: {error}") from error

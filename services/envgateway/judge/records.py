@@ -1,4 +1,4 @@
-"""Requests and results of the judge. ``services.envgateway.queue.local`` has their form as bytes."""
+"""Requests and results of the judge. ``services.envgateway.queue`` has their form as bytes."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _restrict() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     if seccomp.is_supported():
         try:
-            seccomp.refuse_common("1", may_execute=False, accounted=False)
+            seccomp.refuse_common("1", may_execute=False)
         except OSError:  # a kernel without filters: the memory limit and the owner's deadline remain
             return
 

@@ -42,7 +42,7 @@ from services.envgateway.judge.records import (
     StdinTests,
     Tests,
 )
-from services.envgateway.queue.local import JobQueue
+from services.envgateway.queue import JobQueue
 from services.envgateway.rewards.math import boxed_match, compare_plainly, final_answers
 from services.envgateway.rewards.pool import MAX_COMPLETION_CHARS, MathPool
 from services.envgateway.sandbox.bare.statuses import RunStatus

@@ -105,8 +105,6 @@ def _sweep_orphans() -> None:
 
 
 _PACKAGE_PARENT = str(Path(__file__).parent)
-# The kernel enforces the memory limit where cgroups of version 2 are granted; else the supervisor measures processes.
-MEMORY_CGROUP = True
 _HELLO_TIMEOUT_S = 60.0
 _PREFIX = "rollmill-sandbox-"
 _BARE_FLAGS = ("-I", "-S", "-X", "utf8")
@@ -180,7 +178,6 @@ class SupervisorLauncher:
             "packages": _packages(self._config.packages),
             "profiles": ["scientific"] if self._config.prewarm_scientific else [],
             "links": WRITABLE,
-            "memory_cgroup": MEMORY_CGROUP,
         }
         boot = f"import sys; sys.path.append({_PACKAGE_PARENT!r}); from bare.supervisor import main; main()"
         # the real interpreter, not a version manager's shim: 150 ms a start

@@ -222,7 +222,6 @@ class SandboxPool:
         facts = {} if self._supervisor is None else self._supervisor.facts
         self.tier = "none" if self._supervisor is None else self._supervisor.tier
         self._has_cpp = bool(facts.get("cpp"))
-        self._memory_cgroup = int(facts.get("memory_cgroup", 0))  # 0 where processes are watched
         self.counts: collections.Counter[str] = collections.Counter()
         self.live = LiveSlots(self, config.num_live)
 
@@ -338,7 +337,6 @@ class SandboxPool:
         """Numbers for GetStatus."""
         return {
             "sandbox_busy_slots": float(self.scheduler.num_running),
-            "sandbox_memory_cgroup": float(self._memory_cgroup),
             "sandbox_queued": float(sum(map(self.scheduler.num_waiting, Lane))),
             **{f"sandbox_{status.lower()}": float(count) for status, count in self.counts.items()},
             **{f"sandbox_{name}": value for name, value in self.live.gauges.items()},
@@ -383,7 +381,6 @@ class SandboxPool:
         self._last_start = time.monotonic()
         self._supervisor = await asyncio.to_thread(self._launcher.launch)
         self.tier = self._supervisor.tier
-        self._memory_cgroup = int(self._supervisor.facts["memory_cgroup"])
         self.counts["restarts"] += 1
         log.warning("sandbox.restarted", tier=self.tier, pid=self.supervisor_pid)
 

@@ -17,7 +17,7 @@ from services.common.errors import InfrastructureError
 from services.common.telemetry.metrics import Lane
 from services.common.text.tools import ToolStatus, shown_output, status_of_program
 from services.common.tools import JupyterDescription, PythonDescription, ToolResult
-from services.envgateway.queue.local import JobQueue
+from services.envgateway.queue import JobQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.lease import why_unusable
 from services.envgateway.sandbox.live import CellResult, LiveProcess

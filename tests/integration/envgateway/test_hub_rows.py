@@ -12,7 +12,7 @@ from services.common.config.data import DatasetConfig
 from services.common.config.envgateway import ScorerConfig
 from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.judge import Judge
-from services.envgateway.queue.local import local_queue
+from services.envgateway.queue import local_queue
 from services.envgateway.rewards.pool import MathPool
 from services.envgateway.rewards.registry import CodeReward, MathReward
 from services.envgateway.sandbox.pool import SandboxPool

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from services.common.config.envgateway import SandboxConfig
 from services.envgateway.judge.judge import Judge
-from services.envgateway.queue.local import local_queue
+from services.envgateway.queue import local_queue
 from services.envgateway.rewards.registry import CodeReward
 from services.envgateway.sandbox.pool import SandboxPool
 from services.orchestrator.tasks.code_rows import code_row

@@ -9,7 +9,7 @@ import pytest
 from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, CallCase, CallTests, JudgeRequest, JudgeResult
-from services.envgateway.queue.local import local_queue
+from services.envgateway.queue import local_queue
 from services.envgateway.rewards.registry import CodeReward
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool

@@ -13,7 +13,6 @@ from services.common.telemetry.metrics import Lane
 from services.common.text.programs import program_of, with_preamble
 from services.envgateway.calls import RewardOutcome
 from services.envgateway.judge.records import AssertTests, CallCase, CallTests, CaseResult, JudgeRequest, JudgeResult
-from services.envgateway.queue.local import decode, encode
 from services.envgateway.rewards.registry import CodeReward, read_tests
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from tests.unit.envgateway.test_embedded_queue import queue_over
@@ -226,7 +225,6 @@ async def test_integer_keys_and_other_readings_of_a_row_reach_the_judge() -> Non
     assert queue.requests[0].tests == CallTests(
         entry_point="f", cases=(CallCase(args=({1: 2}, {"a": {-3: [{1: 2}]}}, {}), expected=4, also=([4], "4")),)
     )
-    assert decode(encode(queue.requests[0])) == queue.requests[0]
 
 
 async def test_an_empty_program_is_not_judged() -> None:

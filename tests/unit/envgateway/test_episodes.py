@@ -16,7 +16,7 @@ from services.common.errors import (
     StateError,
     UnknownEnvironmentError,
 )
-from services.envgateway.envs.base import EnvironmentLike, Observation, StepResult
+from services.envgateway.envs.base import EnvironmentLike, EpisodeLostError, Observation, StepResult
 from services.envgateway.envs.episodes import EpisodeManager
 from tests.clock import Clock
 
@@ -66,6 +66,9 @@ class Leaving(Counter):
             raise asyncio.CancelledError(self._where)
         return await super().reset(task, seed)
 
+    async def step(self, action: str) -> StepResult:
+        raise GeneratorExit(action)
+
 
 class Worlds:
     def __init__(self) -> None:
@@ -105,6 +108,13 @@ async def test_an_environment_that_leaves_at_its_start_fails_its_episode_alone(w
     with pytest.raises(InfrastructureError, match=f"(SystemExit|CancelledError): {where}"):
         await manager.create("r", f"leaves in {where}", {}, 0)
     assert (await manager.create("s", "counter", {}, 7)).observation.text == "seed 7"
+
+
+async def test_an_environment_whose_turn_raises_what_ends_a_coroutine_is_lost() -> None:
+    manager, _, _ = _manager()
+    episode = (await manager.create("r", "leaves in step", {}, 0)).episode_id
+    with pytest.raises(EpisodeLostError, match="GeneratorExit: go"):
+        await manager.step(episode, 1, "go")
 
 
 async def test_a_repeated_create_gives_the_same_episode_even_while_it_begins() -> None:

@@ -17,22 +17,14 @@ from hypothesis import strategies as st
 from services.common.text.literals import to_tree
 from services.envgateway.judge.compare import ValueRule, difference, equal, key, shown, truth
 from services.envgateway.judge.records import (
-    AssertTests,
-    CallCase,
-    CallTests,
     CaseResult,
     Comparison,
     ComparisonMode,
-    JudgeRequest,
-    StdinCase,
-    StdinTests,
     whole_result,
 )
-from services.envgateway.queue.local import decode, encode
 from services.envgateway.sandbox.bare import plain
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.lease import profile_of
-from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
 
 M = ComparisonMode
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -253,28 +245,6 @@ def test_no_output_breaks_a_comparison(expected: str, printed: bytes, mode: Comp
     assert isinstance(difference(expected, printed, Comparison(mode=mode)), str)
 
 
-@given(VALUES, VALUES, st.text(), st.booleans())
-def test_requests_survive_json(value: Any, other: Any, text: str, flag: bool) -> None:
-    for tests in (
-        StdinTests(cases=(StdinCase(stdin=text, expected=None if flag else text),)),
-        CallTests(entry_point="f", cases=(CallCase(args=(value,), kwargs={"a": other}, expected=value),)),
-        AssertTests(tests=text, entry_point="f", preamble=text),
-    ):
-        request = JudgeRequest(
-            code=text, tests=tests, comparison=Comparison(mode=M.FLOAT if flag else None, tolerance=0.5),
-            limits=ExecutionLimits(wall_s=1.5), stop_early=flag,
-        )  # fmt: skip
-        assert decode(encode(request)) == request
-
-
-@given(st.binary(), st.text(), st.booleans())
-def test_executions_survive_json(data: bytes, text: str, flag: bool) -> None:
-    request = ExecutionRequest(code=text, stdin=data, limits=ExecutionLimits(memory_bytes=5), echo=flag, language="cpp")
-    assert decode(encode(request)) == request
-    result = ExecutionResult(status=RunStatus.RUNTIME_ERROR, exit_code=1, stdout=data, stderr=data, truncated=flag)
-    assert decode(encode(result)) == result
-
-
 Point = namedtuple("Point", "x y")
 LIBRARY = [
     (range(3), [0, 1, 2]),
@@ -352,7 +322,6 @@ def test_the_first_failure_decides_and_never_the_machinery_where_the_program_fai
 ) -> None:
     result = whole_result([_case(i, v) for i, v in enumerate(verdicts)], len(verdicts), "2")
     assert result.verdict is whole
-    assert decode(encode(result)) == result
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 from services.envgateway import variables
-from services.envgateway.variables import port_variables, with_variables, worker_settings
+from services.envgateway.variables import port_variables, with_variables
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "quickstart"
 SECTION = EnvGatewayConfig.model_validate(
@@ -60,7 +60,6 @@ def test_a_time_below_the_recipes_case_time_is_refused_with_both() -> None:
 def test_either_name_of_redis_will_do_and_is_not_saved(environment: dict[str, str], uri: str) -> None:
     config, redis_uri = with_variables(SECTION, environment)
     assert redis_uri == uri and "secret" not in config.model_dump_json()
-    assert worker_settings(SECTION, environment).redis_uri == uri
 
 
 @pytest.mark.parametrize(
@@ -79,9 +78,10 @@ def test_a_host_of_redis_in_a_query_is_refused(uri: str) -> None:
         with_variables(None, {"REDIS_URI": uri})
 
 
-def test_a_worker_without_redis_gets_an_error_with_the_setting() -> None:
-    with pytest.raises(ConfigError, match="REDIS_URI="):
-        worker_settings(None, {})
+def test_a_redis_without_the_extra_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variables, "provided", lambda kind: {})
+    with pytest.raises(ConfigError, match="install Rollmill with its folder extras"):
+        with_variables(SECTION, {})
 
 
 def test_the_port_of_the_http_interface_comes_from_its_variable_with_and_without_a_recipe() -> None:

@@ -274,7 +274,8 @@ _SYSTEM_READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib"
                     "/etc/ld.so.cache", "/etc/localtime")  # fmt: skip
 # A compiled program's start needs the dynamic loader, named by its real directory.
 _LOADERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+# without /dev/zero: a shared mapping of zeros is memory that is in no resident set
+_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 # A call, its arguments, and whether a returned value other than 0 is a failure.
@@ -307,11 +308,10 @@ class Confinement:
         slot_dirs: list[str],
         readable: list[str],
         tools: list[str],
-        accounted: bool,
         links: list[str] | None = None,
     ) -> None:
         """``readable``: trees that any program may read; ``tools``: those that only a compiler may read and execute;
-        ``accounted``: a cgroup counts all memory; ``links``: of a shell, which executes the tools and its own files:
+        ``links``: of a shell, which executes the tools and its own files:
         names below the root that lead into the work dir."""
         self._tier = tier
         self._slot_dirs = slot_dirs
@@ -323,9 +323,6 @@ class Confinement:
         self._hard = {what: 1 << 62 if value == resource.RLIM_INFINITY else value for what, value in hard.items()}
         self._filtered = seccomp.is_supported()
         self._may_execute = bool(tools)
-        self._accounted = accounted
-        # a shared mapping of zeros is memory that is in no resident set
-        devices = _DEVICES if accounted else tuple(device for device in _DEVICES if device != "/dev/zero")
         if not self._filtered and tier != "0":
             raise OSError(f"tier {tier} needs seccomp, whose numbers are not known for {os.uname().machine}")
         abi = landlock_version()
@@ -339,7 +336,7 @@ class Confinement:
         self._parent = os.getpid() if tier != "2" else 0
         if tier == "2":
             self._jail = Jail()
-            self._jail.enter(os.path.join(os.path.dirname(slot_dirs[0]), "root"), [*readable, *tools], devices,
+            self._jail.enter(os.path.join(os.path.dirname(slot_dirs[0]), "root"), [*readable, *tools], _DEVICES,
                              links or [])  # fmt: skip
         # one rule set per slot: the slot's directory is never removed, only its work dir
         places = [WORK_PARENT] if self._jail is not None else slot_dirs
@@ -348,7 +345,7 @@ class Confinement:
             readable, executable = [*readable, *tools], [*executable, *tools, *places]
         self._rulesets, self._compiler_rulesets = [], []
         if abi:
-            self._rulesets = [create_ruleset(abi, readable, [p], devices, executable) for p in places]
+            self._rulesets = [create_ruleset(abi, readable, [p], _DEVICES, executable) for p in places]
         if abi and tools:
             self._compiler_rulesets = [
                 create_ruleset(abi, [*readable, *tools], [place], ["/dev/null"], [*executable, *tools])
@@ -365,7 +362,7 @@ class Confinement:
         if not self._filtered:
             return
         try:
-            seccomp.refuse_common(self._tier, self._may_execute, self._accounted)
+            seccomp.refuse_common(self._tier, self._may_execute)
         except OSError:
             if self._tier != "0":
                 raise

@@ -392,7 +392,7 @@ class ForkServerChild:
             tools = {"native": native.TOOL_TREES, SHELL: native.SHELL_TREES}.get(self._profile, [])
             links = settings["links"] if self._profile == SHELL else None
             confinement = Confinement(settings["tier"], settings["slot_dirs"], paths.readable, tools,
-                                      settings["accounted"], links)  # fmt: skip
+                                      links)  # fmt: skip
             harness.warm_up()
             confinement.prepare_parent()
             self._confinement = confinement
@@ -498,6 +498,6 @@ def _descriptor_of_ended_children() -> int:
 
 
 def main() -> None:
-    """``argv``: channel descriptor, settings (tier, profile, slot_dirs, packages, link_dir, accounted) as JSON."""
+    """``argv``: channel descriptor, settings (tier, profile, slot_dirs, packages, link_dir) as JSON."""
     channel = _socket.socket(fileno=int(sys.argv[1]))
     ForkServerChild(channel, json.loads(sys.argv[2])).serve()

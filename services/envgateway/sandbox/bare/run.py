@@ -229,13 +229,10 @@ class Run:
         self.strays_cpu_s = 0.0
         self.adopted_before_s = 0.0  # CPU time that the slot's first process had reaped before this run
         self.peak_memory_bytes = 0
-        self._group = slot.memory
-        if self._group is not None:
-            self._group.renew()
-        self._oom_kills_before = 0 if self._group is not None else procfs.oom_kills()
+        self._oom_kills_before = procfs.oom_kills()
         self._room = None if slot.has_own_disk else Room(slot.directory, limits.disk_bytes, limits.num_files)
         self._disk_was_full = False
-        self._buffer_bytes = 0  # kernel memory of its sockets and pipes, where no cgroup counts them
+        self._buffer_bytes = 0  # kernel memory of its sockets and pipes
         self._next_buffers = now + _BUFFERS_EVERY_S
         self._next_shares = now
         self._seen_ticks: dict[int, int] = {}
@@ -312,8 +309,6 @@ class Run:
         family = procfs.descendants([self.pid, *strays])
         used = procfs.usage(family, self._seen_ticks)
         self.peak_memory_bytes = max(self.peak_memory_bytes, used.resident_bytes if len(family) == 1 else 0)
-        if self._group is not None and (killed := self._group.look(family, self.limits.memory_bytes)) is not None:
-            return self._killed(killed)
         self.cpu_s = max(self.cpu_s, used.cpu_s + self.strays_cpu_s)
         if used.processes > self.limits.processes:
             self.detail = "more processes than allowed"
@@ -354,9 +349,9 @@ class Run:
         """The sum of resident sets counts a page that children share once for each: decide by the shares.
 
         Asking for the shares takes the kernel a step for each mapping, so the supervisor does so seldom where the call
-        is slow; in between, and where a cgroup holds the limit, the largest process decides.
+        is slow; in between, the largest process decides.
         """
-        if self._group is None and now >= self._next_buffers:
+        if now >= self._next_buffers:
             self._buffer_bytes = procfs.buffer_bytes(family)
             self._next_buffers = now + _BUFFERS_EVERY_S
         resident_bytes += self._buffer_bytes
@@ -364,8 +359,7 @@ class Run:
             return False
         if len(family) > 1:
             resident_bytes = max(map(procfs.resident_bytes, family)) + self._buffer_bytes
-            in_doubt = resident_bytes <= self.limits.memory_bytes and self._group is None
-            if in_doubt and now >= self._next_shares:
+            if resident_bytes <= self.limits.memory_bytes and now >= self._next_shares:
                 began = time.monotonic()
                 resident_bytes = procfs.proportional_bytes(family) + self._buffer_bytes
                 self._next_shares = now + _SHARES_PAUSE * (time.monotonic() - began)
@@ -392,15 +386,6 @@ class Run:
     def left_its_process(self) -> None:
         """The first process has ended: a last check of resources that are gone with the process."""
         self._disk_was_full = self._room is not None and self._room.was_short()
-        killed = self._group.killed() if self._group is not None else None
-        if killed is not None and self.stop_status is None:
-            self.stop_status = self._killed(killed)
-
-    def _killed(self, status: RunStatus) -> RunStatus:
-        """The kernel has killed a process for want of memory."""
-        if status is RunStatus.INFRA_ERROR:
-            self.detail = _NO_MEMORY
-        return status
 
     def close(self) -> None:
         self.drain()
@@ -422,7 +407,7 @@ class Run:
             "truncated": self.is_flooded,
             "wall_s": (self.ended or self.started) - self.started,
             "cpu_s": self.cpu_s,
-            "peak_memory_bytes": max(self.peak_memory_bytes, self._group.peak_bytes if self._group is not None else 0),
+            "peak_memory_bytes": self.peak_memory_bytes,
             "tier": tier,
             "detail": self.detail,
             "slot_s": time.monotonic() - self.started if self.pid is not None else 0.0,
@@ -454,5 +439,4 @@ class Run:
             return f"{place} has no room for envgateway.sandbox.disk_bytes ({self.limits.disk_bytes}): free space there"
         # A compiler tells of a part of itself that was killed as of an error.
         may_be_killed = end.signal == signal.SIGKILL or end.status is RunStatus.COMPILE_ERROR
-        watched = self._group is None and may_be_killed
-        return _NO_MEMORY if watched and procfs.oom_kills() > self._oom_kills_before else ""
+        return _NO_MEMORY if may_be_killed and procfs.oom_kills() > self._oom_kills_before else ""

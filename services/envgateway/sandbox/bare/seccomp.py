@@ -246,7 +246,7 @@ def _if_call(number: int, body: bytes) -> bytes:
 
 
 def _unaccounted_memory() -> bytes:
-    """Where no cgroup counts memory: refuse memory outside of resident sets, and large buffers in the kernel."""
+    """Refuse memory outside of resident sets, which the supervisor measures, and large buffers in the kernel."""
     number = _numbers(_ARGUMENT_FILTERED)
     shared = [
         _instruction(_LD_W_ABS, _OFFSET_ARG3),
@@ -264,7 +264,7 @@ def _unaccounted_memory() -> bytes:
     )
 
 
-def _common_filter(tier: str, may_execute: bool, accounted: bool) -> bytes:
+def _common_filter(tier: str, may_execute: bool) -> bytes:
     """Refuse calls that no process of the sandbox needs after its start, fork server and children alike."""
     number = _numbers(_ARGUMENT_FILTERED)
     needed = (_EXECUTING if may_execute else ()) + (_NAMESPACING if tier == "2" else ())
@@ -291,7 +291,7 @@ def _common_filter(tier: str, may_execute: bool, accounted: bool) -> bytes:
         _of_call(number["socketpair"], _OFFSET_ARG1, (_DATAGRAMS,), _REFUSE, _JSET),
         # at tier 1 the times of files that every user may write, as /dev/null, are shared with the next program
         _any(_numbers(_FLUSHES | (_TIMES if tier == "1" else {})).values(), _PRETEND),
-        b"" if accounted else _unaccounted_memory(),
+        _unaccounted_memory(),
         # a mount namespace only; never a user namespace, which would hand out capabilities
         _unless(number["unshare"], _OFFSET_ARG0, (_NEW_NS,)) if tier == "2" else b"",
         # glibc falls back to clone, whose flags can be read here; clone3 takes flags from memory
@@ -360,12 +360,9 @@ def _exec_filter(arguments: int, environment: int) -> bytes:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def refuse_common(tier: str, may_execute: bool, accounted: bool) -> None:
-    """Install the long filter, once, in the process that forks; children inherit the filter at no cost.
-
-    ``accounted``: a cgroup counts all memory, also memory outside of resident sets.
-    """
-    _install(_common_filter(tier, may_execute, accounted))
+def refuse_common(tier: str, may_execute: bool) -> None:
+    """Install the long filter, once, in the process that forks; children inherit the filter at no cost."""
+    _install(_common_filter(tier, may_execute))
 
 
 def refuse_for_child(processes: bool) -> None:

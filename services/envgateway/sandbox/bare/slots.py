@@ -15,7 +15,6 @@ import stat
 
 from . import procfs
 from .confinement import PidNamespace
-from .memcg import SlotMemory
 
 
 class Slot:
@@ -27,7 +26,6 @@ class Slot:
         self.mark = mark
         self.own_user = tier in ("2", "1")
         self.has_own_disk = tier == "2"
-        self.memory: SlotMemory | None = None  # where the machine grants cgroups
         self._pid_namespace: PidNamespace | None = None
         self._wipes = 0
         self.remover: int | None = None  # the process that removes moved trees

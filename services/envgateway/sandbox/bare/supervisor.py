@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import memcg, native, procfs, seccomp, wire
+from . import native, procfs, seccomp, wire
 from .confinement import landlock_version
 from .fork_server import ForkServer, ForkServers
 from .run import Limits, Run, sealed
@@ -170,27 +170,21 @@ class Supervisor:
         slots: Sequence[Slot],
         num_programs: int,
         fork_settings: dict[str, Any],
-        memory: memcg.MemoryGroups | None = None,
     ) -> None:
-        """``slots``: ``num_programs`` for programs, the rest for live processes; ``memory``: a cgroup for each slot, where
-        the machine grants them. The gateway counts free slots, too, and never asks for more than there are."""
+        """``slots``: ``num_programs`` for programs, the rest for live processes. The gateway counts free slots, too, and
+        never asks for more than there are."""
         self._tier = tier
         self._slots = slots
         self._free = [*slots[:num_programs]]
         self._free_live = [*slots[num_programs:]]
-        if memory is not None:
-            for slot in self._slots:
-                slot.memory = memory.slots[slot.index]
         self._runs: dict[int, Run] = {}
         self._cleaning: dict[int, Run] = {}
         self._channels: dict[int, InteractiveChannel] = {}
         self._epoll = select.epoll()
         self._gateway = GatewayEnd(self._epoll, gateway)
         self.forks = ForkServers(
-            self._epoll, {**fork_settings, "tier": tier, "slot_dirs": [slot.directory for slot in self._slots],
-                          "accounted": memory is not None},
-        )  # fmt: skip
-        self._helpers = {memory.mover_pid} if memory is not None else set()  # our own children that are no fork servers
+            self._epoll, {**fork_settings, "tier": tier, "slot_dirs": [slot.directory for slot in self._slots]}
+        )
         self._pid = os.getpid()
         self._user_tasks = 0
         self._count_again = 0.0
@@ -428,8 +422,7 @@ class Supervisor:
         process of each pid namespace adopts them."""
         if self._tier == "2":
             return []
-        ours = self.forks.pids | self._helpers
-        return [pid for pid in procfs.children(self._pid) if pid not in ours]
+        return [pid for pid in procfs.children(self._pid) if pid not in self.forks.pids]
 
     def _reap(self) -> None:
         """Reap the dead, and charge them to the run of their user."""
@@ -476,7 +469,7 @@ def _no_pipe() -> tuple[int, int]:
 # --- The entry: finds the strongest tier that works here, reports the tier, serves.
 #
 # ``argv[1]`` is a JSON object: channel, tiers (strongest first), base_dir, uids (of programs, then of live processes; tiers 2
-# and 1), marks (as many), num_slots, num_live, packages, profiles, links (of a shell), memory_cgroup. The
+# and 1), marks (as many), num_slots, num_live, packages, profiles, links (of a shell). The
 # first frame to the gateway is ``hello`` with the tier, or ``refused`` with the failure of each tier.
 
 
@@ -507,9 +500,7 @@ _PROBE_DISK_BYTES = 1 << 20
 _PROBE_LIMITS = Limits(10.0, 10.0, 512 << 20, 16, 65536, 0, 1 << 20, 64, _PROBE_DISK_BYTES, 64)
 
 
-def _try_tier(
-    gateway: socket.socket, tier: str, settings: dict[str, Any], memory: memcg.MemoryGroups | None
-) -> tuple[Supervisor, list[str]] | str:
+def _try_tier(gateway: socket.socket, tier: str, settings: dict[str, Any]) -> tuple[Supervisor, list[str]] | str:
     """A supervisor that has run the probe, and the operations that were refused in the probe; or why this tier does not
     work."""
     own_users = tier in ("2", "1")
@@ -532,7 +523,7 @@ def _try_tier(
     link_dir = os.path.join(base_dir, "packages")
     fork_settings = {"packages": settings["packages"], "link_dir": link_dir, "links": settings["links"]}
     try:
-        supervisor = Supervisor(gateway, tier, slots, settings["num_slots"], fork_settings, memory)
+        supervisor = Supervisor(gateway, tier, slots, settings["num_slots"], fork_settings)
         head, blobs = supervisor.run_alone(_PROBE, _PROBE_LIMITS)
     except OSError as error:
         return f"tier {tier}: {error}"
@@ -574,11 +565,8 @@ def main() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the gateway
     reasons: list[str] = []
-    num_all = settings["num_slots"] + settings["num_live"]
-    granted = memcg.grant(num_all) if settings["memory_cgroup"] else "it is switched off"
-    memory = granted if isinstance(granted, memcg.MemoryGroups) else None
     for tier in settings["tiers"]:
-        outcome = _try_tier(gateway, tier, settings, memory)
+        outcome = _try_tier(gateway, tier, settings)
         if not isinstance(outcome, str):
             supervisor, refused = outcome
             for profile in settings["profiles"]:  # now rather than at the first run that asks for them
@@ -588,15 +576,9 @@ def main() -> None:
                 "seccomp": seccomp.is_supported(),
                 "landlock_abi": landlock_version(),
                 "cpp": os.access(native.COMPILER, os.X_OK),
-                "memory_cgroup": int(memory is not None),
-                "why_no_cgroup": granted if isinstance(granted, str) else "",
             }
             gateway.sendall(wire.encode({"kind": "hello", "tier": tier, "facts": facts, "reasons": reasons}))
             supervisor.serve()
-            if memory is not None:
-                memory.close()
             return
         reasons.append(outcome)
-    if memory is not None:
-        memory.close()
     gateway.sendall(wire.encode({"kind": "refused", "reasons": reasons}))

@@ -35,12 +35,13 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from extras.farm.codec import decode, encode
 from services.common.aio import TaskOwner, backoff
 from services.common.config.envgateway import QueueConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.telemetry.metrics import Lane, QueueGauge
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
-from services.envgateway.queue.local import Job, JobQueue, JobResult, decode, encode, infrastructure_failure
+from services.envgateway.queue import Job, JobQueue, JobResult, infrastructure_failure
 from services.envgateway.sandbox.scheduler import Scheduler
 from services.envgateway.variables import check_redis, without_user
 
@@ -51,8 +52,8 @@ ID, GATEWAY = b"id", b"gateway"  # fields of an entry of a stream of jobs
 BLOCK_S = 1  # of blocking reads
 _TIMEOUT_S = 10.0  # of any answer, so more than BLOCK_S
 _MAX_CONNECTIONS = 32
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 2.0
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
 
 _LEAST_WINDOW = 64
 _WINDOW_PER_SLOT = 8  # running, ahead of a slot, and on the way there and back
@@ -149,7 +150,7 @@ class RedisLoops:
 
     async def for_ever(self, work: Callable[[], Awaitable[None]]) -> None:
         """Repeat the call. Ends with an error that is not a failure of Redis, which only a bug can raise."""
-        pauses = backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             try:
                 await work()
@@ -157,7 +158,7 @@ class RedisLoops:
                 # when the write ends
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise asyncio.CancelledError
-                pauses = backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+                pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
                 if not self.connected:
                     self.connected = True
                     log.info(f"{self._name}.redis_back", jobs=self._num_jobs())

@@ -31,29 +31,14 @@ import orjson
 import structlog
 from redis.exceptions import ResponseError
 
-from services.common.aio import TaskOwner
-from services.common.config.processes import MetricsConfig
-from services.common.errors import InvalidRequestError, RollmillError
-from services.common.prometheus import metrics_server
-from services.common.telemetry.logs import LogEvent
-from services.common.telemetry.metrics import Lane, ProcessStatus
-from services.envgateway.app import WORKER_METRICS
-from services.envgateway.judge.judge import Judge
-from services.envgateway.queue.local import (
-    Job,
-    JobResult,
-    Runner,
-    decode,
-    encode,
-    infrastructure_failure,
-    is_about_the_program,
-    sandbox_runner,
-)
-from services.envgateway.queue.redis import (
+from extras.farm.codec import decode, encode
+from extras.farm.queue import (
     BLOCK_S,
+    FIRST_PAUSE_S,
     GATEWAY,
     GROUP,
     ID,
+    LONGEST_PAUSE_S,
     UNREACHABLE,
     Client,
     Keys,
@@ -61,13 +46,33 @@ from services.envgateway.queue.redis import (
     connect,
     finish,
 )
+from services.common.aio import TaskOwner, backoff
+from services.common.config.envgateway import QueueConfig
+from services.common.config.processes import MetricsConfig
+from services.common.errors import InvalidRequestError, RollmillError
+from services.common.prometheus import Metric, metrics_server
+from services.common.telemetry.logs import LogEvent
+from services.common.telemetry.metrics import Lane, ProcessStatus
+from services.envgateway.app import RUNNING_METRICS
+from services.envgateway.judge.judge import Judge
+from services.envgateway.queue import (
+    Job,
+    JobResult,
+    Runner,
+    infrastructure_failure,
+    is_about_the_program,
+    sandbox_runner,
+)
 from services.envgateway.rewards.pool import comparisons
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
 from services.envgateway.sandbox.scheduler import batch_share
-from services.envgateway.variables import WorkerSettings
 
 log = structlog.get_logger()
+METRICS = (
+    *RUNNING_METRICS,
+    Metric("rollmill_worker_jobs_total", "counter", "Jobs by outcome, at this worker.", "{event}"),
+)
 
 MAX_ATTEMPTS = 3  # of one job; the last is made alone, and its failure is one of the infrastructure
 _DRAIN_GRACE_S = 5.0
@@ -79,48 +84,17 @@ _FIRST_BACKOFF_S = 1.0
 _REST_AT_ONCE_S = 0.5
 _LOOKS_A_LEASE = 3
 _LONGEST_LOOK_PAUSE_S = 1.0  # a job without a waiting caller runs for so long at most
-_FORGET_CONSUMERS_EVERY = 1000  # looks
-_CONSUMER_FORGOTTEN_MS = 3_600_000
 _LEAVE_S = 5.0
 
-# A worker answers jobs: an answer is in its gateway's list and the job is gone, or neither.
-#   keys: for each answer the list, the job, the stream
-#   arguments: seconds that a list lasts, the group, then for each answer the entry, and the job's id with the result
+# A worker answers a job: the answer is in its gateway's list and the job is gone, or neither.
+#   keys: the list, the job, the stream; arguments: seconds that a list lasts, the group, the entry, the job's id with the result
 _ANSWER = """
-for i = 1, #KEYS, 3 do
-  local entry = ARGV[2 * (i - 1) / 3 + 3]
-  redis.call('RPUSH', KEYS[i], ARGV[2 * (i - 1) / 3 + 4])
-  redis.call('EXPIRE', KEYS[i], ARGV[1])
-  redis.call('DEL', KEYS[i + 1])
-  redis.call('XACK', KEYS[i + 2], ARGV[2], entry)
-  redis.call('XDEL', KEYS[i + 2], entry)
-end
+redis.call('RPUSH', KEYS[1], ARGV[4])
+redis.call('EXPIRE', KEYS[1], ARGV[1])
+redis.call('DEL', KEYS[2])
+redis.call('XACK', KEYS[3], ARGV[2], ARGV[3])
+redis.call('XDEL', KEYS[3], ARGV[3])
 """
-_ANSWER_AT_ONCE = 64
-
-
-class WorkerBackoff:
-    """A time without jobs after repeated failures of the sandbox, in which other workers run them. Longer after each
-    further failure, up to ``longest_s``; over with the first job that runs."""
-
-    def __init__(self, longest_s: float) -> None:
-        self._longest_s = longest_s
-        self._failures = 0
-        self._until = 0.0
-
-    def note(self, ran: bool) -> None:
-        """Record a job that ran here, or one that the machinery failed."""
-        self._failures = 0 if ran else self._failures + 1
-        over = self._failures - _FAILURES_IN_A_ROW
-        if over >= 0:
-            self._until = time.monotonic() + min(self._longest_s, _FIRST_BACKOFF_S * 2.0 ** min(over, 30))
-        elif ran:
-            self._until = 0.0
-
-    @property
-    def left_s(self) -> float:
-        """Seconds to go; 0 when there is no reason to rest."""
-        return max(0.0, self._until - time.monotonic())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,15 +137,13 @@ class Worker:
         self.held: dict[tuple[Lane, bytes], tuple[Delivery, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
         self._mean_s = 0.05  # of a job
-        self._backoff = WorkerBackoff(longest_s=lease_s)
+        self._failures = 0  # of the sandbox, in a row
+        self._rests_until = 0.0
         self._last_attempt = asyncio.Lock()
-        self._answers: list[tuple[Delivery, bytes, asyncio.Future[None]]] = []
-        self._answer_is_there = asyncio.Event()
         self._reads = 0  # of the streams, under way
         self._cursors = dict.fromkeys(Lane, "0-0")  # where the next search for the jobs of the dead goes on
         self._loops = RedisLoops("worker", lambda: len(self.held), self._mend)
         self._stopping = False
-        self._looks = 0
         self.counts: Counter[str] = Counter()
 
     def stop(self) -> None:
@@ -186,7 +158,6 @@ class Worker:
             for lane in Lane:
                 taking.start(self._loops.for_ever(partial(self._take, lane)), f"worker: take {lane}")
             keeping.start(self._loops.for_ever(self._look), "worker: look")
-            keeping.start(self._loops.for_ever(self._send_answers), "worker: answers")
             log.info(LogEvent.WORKER_READY, worker=self.name, slots=self._slots[Lane.INTERACTIVE], **self._about)
             stop = taking.start(self._stopped(), "worker: stop")
             broken = [tasks.start(tasks.failed(), "worker: first failure") for tasks in (taking, keeping)]
@@ -232,8 +203,8 @@ class Worker:
         if room <= ahead // 2 or self._stopping or any(map(self._is_last, self.held.values())):
             await self._change()
             return
-        if self._backoff.left_s:
-            await asyncio.sleep(min(self._backoff.left_s, _REST_AT_ONCE_S))
+        if self._rest_s:
+            await asyncio.sleep(min(self._rest_s, _REST_AT_ONCE_S))
             return
         stream = self._keys.jobs(lane)
         self._reads += 1
@@ -251,7 +222,7 @@ class Worker:
         waited longest, and new jobs would fill all slots first."""
         slots, stream = self._slots[lane], self._keys.jobs(lane)
         bound = min(slots, (1 + _MOST_AHEAD_PER_SLOT) * slots - self._num_held(lane))
-        if bound <= 0 or any(map(self._is_last, self.held.values())) or self._backoff.left_s:
+        if bound <= 0 or any(map(self._is_last, self.held.values())) or self._rest_s:
             return
         # Looks at ten times as many leases at once, so the cursor goes on behind those that are renewed.
         reply: Any = await self._client.xautoclaim(
@@ -350,34 +321,34 @@ class Worker:
             log.exception("worker.job_failed", job=delivery.job_id)
             result = infrastructure_failure(job, f"worker {self.name}: {type(error).__name__}")
         self._mean_s += 0.05 * (time.monotonic() - began - self._mean_s)
-        self._backoff.note(is_about_the_program(result))
+        self._note(is_about_the_program(result))
         return result
 
-    async def _answer(self, delivery: Delivery, payload: bytes) -> None:
-        """Wait until Redis has the answer; answers of one moment go together."""
-        sent = asyncio.get_running_loop().create_future()
-        self._answers.append((delivery, payload, sent))
-        self._answer_is_there.set()
-        await sent
+    def _note(self, ran: bool) -> None:
+        """After repeated failures of the sandbox rest without new jobs, which other workers run meanwhile: longer after each
+        further failure, at most the time of a lease; over with the first job that runs."""
+        self._failures = 0 if ran else self._failures + 1
+        over = self._failures - _FAILURES_IN_A_ROW
+        if over >= 0:
+            self._rests_until = time.monotonic() + min(self._lease_s, _FIRST_BACKOFF_S * 2.0 ** min(over, 30))
+        elif ran:
+            self._rests_until = 0.0
 
-    async def _send_answers(self) -> None:
-        await self._answer_is_there.wait()
-        answers, keys = self._answers[:_ANSWER_AT_ONCE], []
-        arguments: list[Any] = [RESULTS_EXPIRE_S, GROUP]
-        for delivery, payload, _ in answers:
-            keys += [
-                self._keys.results(delivery.gateway),
-                self._keys.job(delivery.job_id),
-                self._keys.jobs(delivery.lane),
-            ]
-            arguments += [delivery.entry, delivery.job_id.encode() + payload]
-        await self._client.eval(_ANSWER, len(keys), *keys, *arguments)  # type: ignore[misc]
-        del self._answers[: len(answers)]
-        if not self._answers:
-            self._answer_is_there.clear()
-        for _, _, sent in answers:
-            if not sent.done():
-                sent.set_result(None)
+    @property
+    def _rest_s(self) -> float:
+        """Seconds of rest to go."""
+        return max(0.0, self._rests_until - time.monotonic())
+
+    async def _answer(self, delivery: Delivery, payload: bytes) -> None:
+        """Wait until Redis has the answer, also over an outage."""
+        keys = self._keys.results(delivery.gateway), self._keys.job(delivery.job_id), self._keys.jobs(delivery.lane)
+        arguments: tuple[Any, ...] = (RESULTS_EXPIRE_S, GROUP, delivery.entry, delivery.job_id.encode() + payload)
+        for pause_s in backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S):
+            try:
+                await self._client.eval(_ANSWER, len(keys), *keys, *arguments)  # type: ignore[misc]
+                return
+            except UNREACHABLE:
+                await asyncio.sleep(pause_s)
 
     async def _give_back(self, deliveries: Iterable[Delivery], attempt_counts: bool) -> None:
         """Let others have them at once."""
@@ -402,9 +373,6 @@ class Worker:
             await self._renew(lane)
             if not self._stopping:
                 await self._take_over(lane)
-        if self._looks % _FORGET_CONSUMERS_EVERY == 0:
-            await self._forget_consumers()
-        self._looks += 1
         await asyncio.sleep(min(_LONGEST_LOOK_PAUSE_S, self._lease_s / _LOOKS_A_LEASE))
 
     async def _renew(self, lane: Lane) -> None:
@@ -432,13 +400,6 @@ class Worker:
                 finish(pipe, stream, *withdrawn)
                 await pipe.execute()
 
-    async def _forget_consumers(self) -> None:
-        """Remove consumers without jobs that were not seen for an hour: names of workers that are gone."""
-        for lane in Lane:
-            for consumer in await self._client.xinfo_consumers(self._keys.jobs(lane), GROUP):
-                if not consumer["pending"] and consumer["idle"] > _CONSUMER_FORGOTTEN_MS:
-                    await self._client.xgroup_delconsumer(self._keys.jobs(lane), GROUP, consumer["name"])
-
     async def _drain(self, drain_s: float) -> None:
         """Let running jobs end; give back the rest."""
         log.info("worker.draining", running=len(self.held), drain_s=drain_s)
@@ -462,7 +423,8 @@ class Worker:
 
 
 async def work(
-    settings: WorkerSettings,
+    redis_uri: str,
+    queue: QueueConfig,
     sandbox: SandboxPool,
     *,
     metrics: MetricsConfig | None = None,
@@ -474,14 +436,14 @@ async def work(
     Raises:
         ConfigError: a URI that cannot be used.
     """
-    client = connect(settings.redis_uri, settings.queue.allow_plain_redis)
+    client = connect(redis_uri, queue.allow_plain_redis)
     apart = comparisons()
     worker = Worker(
         client,
-        Keys(settings.queue.redis_prefix),
+        Keys(queue.redis_prefix),
         sandbox_runner(sandbox, Judge(sandbox, apart.failure)),
-        num_slots=settings.sandbox.num_slots,
-        lease_s=settings.queue.lease_s,
+        num_slots=sandbox.config.num_slots,
+        lease_s=queue.lease_s,
         about={"tier": sandbox.tier, "host": socket.gethostname(), "pid": str(os.getpid())},
     )
     loop = asyncio.get_running_loop()
@@ -500,12 +462,12 @@ async def work(
         )
 
     served = metrics_server(
-        metrics or MetricsConfig(), status, WORKER_METRICS, name="worker", host="127.0.0.1", run_dir=run_dir
+        metrics or MetricsConfig(), status, METRICS, name="worker", host="127.0.0.1", run_dir=run_dir
     )
     try:
         if served is not None:
             await served.start()
-        await worker.run(drain_s=settings.sandbox.wall_time_s + _DRAIN_GRACE_S)
+        await worker.run(drain_s=sandbox.config.wall_time_s + _DRAIN_GRACE_S)
     finally:
         if served is not None:
             await served.stop()

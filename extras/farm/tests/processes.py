@@ -13,7 +13,7 @@ from services.common.rpc.client import channel
 from tests.ports import free_port
 from tests.waiting import WAIT_S
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 START_S = 60.0
 
 
@@ -91,7 +91,7 @@ class World:
 
     def start_worker(self, slots: int = 2, *settings: str) -> Process:
         return self._started(
-            ["services.envgateway.worker", "--recipe", "recipes/quickstart", "--set", "envgateway.queue.lease_s=2",
+            ["extras.farm", "--recipe", "recipes/quickstart", "--set", "envgateway.queue.lease_s=2",
              "--set", "envgateway.sandbox.prewarm_scientific=false",
              *(part for setting in settings for part in ("--set", setting))],
             f"worker{len(self.processes)}.log", MAX_WORKERS=str(slots), ALLOW_TIER_0="1",

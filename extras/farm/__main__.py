@@ -1,4 +1,4 @@
-"""``python -m services.envgateway.worker``: starts the sandbox first, then Redis and other parts with threads."""
+"""``python -m extras.farm``: starts the sandbox first, then Redis and other parts with threads."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from services.common.errors import ConfigError, RollmillError
 from services.common.system.child import die_with_parent_if_asked
 from services.common.telemetry import logs
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.variables import VARIABLES, worker_settings
+from services.envgateway.variables import VARIABLES, with_variables
 
 _DESCRIPTION = """\
 Run programs for environment gateways, in a sandbox on this node. Gateway and workers meet in one Redis only; start as
 many workers as you like, on as many nodes as you like, and stop or kill them at any moment: their jobs go to others.
 
-  REDIS_URI=redis://127.0.0.1:6379 MAX_WORKERS=64 MAX_EXECUTION_TIME=4 python -m services.envgateway.worker
+  REDIS_URI=redis://127.0.0.1:6379 MAX_WORKERS=64 MAX_EXECUTION_TIME=4 python -m extras.farm
 
 SIGTERM: take no more jobs, finish running jobs, give back the rest. kill -9: others take over its jobs after lease_s.
 Where Redis is away the worker waits for it, for ever; it ends by itself only over settings that cannot work.
@@ -30,7 +30,7 @@ Where Redis is away the worker waits for it, for ever; it ends by itself only ov
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m services.envgateway.worker",
+        prog="python -m extras.farm",
         description=_DESCRIPTION,
         epilog=VARIABLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -44,15 +44,21 @@ def main() -> None:
     die_with_parent_if_asked()
     try:
         recipe = _recipe(arguments)
-        settings = worker_settings(recipe.envgateway if recipe else None)
+        config, redis_uri = with_variables(recipe.envgateway if recipe else None)
+        if not redis_uri:
+            raise ConfigError(
+                "a worker needs a Redis: set REDIS_URI=redis://127.0.0.1:6379, or envgateway.queue.redis_uri"
+            )
+        # Live processes belong to episodes, which the gateway holds.
+        limits = config.sandbox.model_copy(update={"num_live": 0})
         logs.configure("envgateway", arguments.run_dir, instance=f"worker-{os.getpid()}")
         for sentence in unread_variables(None, os.environ):
             sys.stderr.write(f"warning: {sentence}\n")
-        sandbox = SandboxPool.start_before_threads(settings.sandbox)
-        from services.envgateway.worker.worker import work  # redis and asyncio, and with them threads, only now
+        sandbox = SandboxPool.start_before_threads(limits)
+        from extras.farm.worker import work  # redis and asyncio, and with them threads, only now
 
         metrics, run_id = (recipe.metrics, recipe.run.id or "") if recipe else (None, "")
-        asyncio.run(work(settings, sandbox, metrics=metrics, run_id=run_id, run_dir=arguments.run_dir))
+        asyncio.run(work(redis_uri, config.queue, sandbox, metrics=metrics, run_id=run_id, run_dir=arguments.run_dir))
     except RollmillError as error:
         sys.exit(f"error: {error.message}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from typing import Any
 import pytest
 
 from extras.code_judge.tests.judge_clients import GradingClient, RolloutClient, Status
+from extras.farm.tests.processes import ROOT, Process, World, children, serves_connection
+from extras.farm.tests.redis_server import RedisServer
 from services.common.telemetry.logs import LogEvent
-from tests.integration.envgateway.queue.processes import ROOT, Process, World, children, serves_connection
-from tests.integration.envgateway.queue.redis_server import RedisServer
 from tests.ports import free_port
 from tests.running import is_running
 from tests.waiting import until
@@ -111,11 +112,11 @@ async def test_run_workers_starts_a_worker_that_is_started_again_and_ends_with_t
     assert [outcome["success"] for outcome in outcomes] == [k % 3 != 0 for k in range(12)]
 
     def workers() -> list[int]:
-        try:
-            of_apis = [pid for child in children(api.pid) for pid in children(child)]
-            return [pid for pid in of_apis if b"envgateway.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        except (FileNotFoundError, ProcessLookupError):
-            return []  # one has ended between the two looks
+        found = []
+        for child in children(api.pid):
+            with suppress(FileNotFoundError, ProcessLookupError):  # one, such as the script's sleep, has just ended
+                found += [p for p in children(child) if b"extras.farm" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        return found
 
     (first,) = workers()
     os.kill(first, signal.SIGKILL)

@@ -8,12 +8,12 @@ from collections import Counter
 import grpc
 import pytest
 
+from extras.farm.tests.processes import World, children
+from extras.farm.tests.redis_server import RedisServer
 from services.common.pb import environment_pb2, environment_pb2_grpc, judge_pb2_grpc
 from services.common.pb import judge_pb2 as pb
 from services.common.rpc.client import channel
 from services.common.telemetry.logs import LogEvent
-from tests.integration.envgateway.queue.processes import World, children
-from tests.integration.envgateway.queue.redis_server import RedisServer
 from tests.integration.envgateway.sandbox_state import programs
 from tests.waiting import until
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from extras.farm.queue import connect
+from extras.farm.tests.conftest import Farm
 from services.common.errors import DeadlineError
 from services.common.telemetry.metrics import Lane
 from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
-from services.envgateway.queue.local import Job, JobResult
-from services.envgateway.queue.redis import connect
+from services.envgateway.queue import Job, JobResult
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from tests.integration.envgateway.queue.conftest import Farm
 from tests.waiting import until
 
 

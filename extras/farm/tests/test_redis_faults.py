@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
+from extras.farm import worker as worker_module
+from extras.farm.codec import encode
+from extras.farm.queue import GROUP, Keys, connect
+from extras.farm.tests.conftest import Farm
+from extras.farm.worker import Worker
 from services.common.errors import InvalidRequestError
 from services.common.telemetry.metrics import Lane
 from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
-from services.envgateway.queue.local import Job, JobResult, encode
-from services.envgateway.queue.redis import GROUP, Keys, connect
+from services.envgateway.queue import Job, JobResult
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
-from services.envgateway.worker import worker as worker_module
-from services.envgateway.worker.worker import Worker
-from tests.integration.envgateway.queue.conftest import Farm
 from tests.waiting import until
 
 
@@ -169,10 +170,10 @@ async def test_a_bug_in_a_loop_ends_the_worker_rather_than_part_of_it(farm: Farm
     client = connect(farm.server.uri, allow_plain=False)
     worker = Worker(client, Keys("rollmill"), farm.programs, num_slots=1, lease_s=0.6, max_attempts=3)
 
-    async def broken() -> None:
+    async def broken(lane: Lane) -> None:
         raise TypeError("a bug")
 
-    worker._forget_consumers = broken  # type: ignore[method-assign]
+    worker._renew = broken  # type: ignore[method-assign]
     async with asyncio.timeout(60):
         with pytest.raises(TypeError, match="a bug"):
             await worker.run(drain_s=1.0)

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from extras.farm.queue import Keys, RedisQueue, connect
+from extras.farm.tests.processes import World
+from extras.farm.tests.redis_server import RedisServer
+from extras.farm.worker import Worker
 from services.common.config.envgateway import QueueConfig
 from services.common.telemetry.metrics import Lane
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
-from services.envgateway.queue.local import Job, JobResult
-from services.envgateway.queue.redis import Keys, RedisQueue, connect
+from services.envgateway.queue import Job, JobResult
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
-from services.envgateway.worker.worker import Worker
 from tests import needs
-from tests.integration.envgateway.queue.processes import World
-from tests.integration.envgateway.queue.redis_server import RedisServer
 
 
 @pytest.fixture
