@@ -130,7 +130,7 @@ $(SGLANG)/.complete $(VLLM)/.complete: $(VENV)%/.complete:
 sglang-cpu-env: $(SGLANG)-cpu/.complete ## make .venv-sglang-cpu: the true SGLang server on a CPU, with a stand-in for its kernels
 vllm-cpu-env: $(VLLM)-cpu/.complete ## make .venv-vllm-cpu: the true vLLM server on a CPU
 race-env: $(RACE)/.complete ## make .venv-race: TRL on a CPU, the other side of benchmarks/race.py
-$(SGLANG)-cpu/.complete: services/inference/engine/sglang_cpu/requirements.txt
+$(SGLANG)-cpu/.complete: extras/sglang/server/requirements.txt
 $(VLLM)-cpu/.complete: extras/vllm/server/requirements.txt
 $(RACE)/.complete: benchmarks/race_requirements.txt
 

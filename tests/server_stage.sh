@@ -23,9 +23,7 @@ reason() { # of what is in the log: its last error, or its last line
 if ! "${MAKE:-make}" --no-print-directory "$engine-cpu-env" >"$log" 2>&1; then
   skip "its environment cannot be made here: $(reason)"
 fi
-probe=tests.$engine.probe
-[ -d "extras/$engine" ] && probe=extras.$engine.tests.probe
-if ! "$python" -m "$probe" "$environment/bin/python" >"$log" 2>&1; then
+if ! "$python" -m "extras.$engine.tests.probe" "$environment/bin/python" >"$log" 2>&1; then
   skip "its server does not start here: $(reason)"
 fi
 # One server at a time: each has several processes, which would take turns on few cores.

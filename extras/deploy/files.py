@@ -27,8 +27,8 @@ from services.cli.profiles import load_for_any_machine
 from services.common.config.loading import port_variables, set_at, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.installing import IN_CHECKOUT, ROOT
 from services.common.extras import provided
+from services.common.installing import IN_CHECKOUT, ROOT
 from services.common.net.hosts import host_and_port
 from services.common.security.keys import VARIABLE as KEYS_VARIABLE
 from services.common.system.machine import LOOPBACK

@@ -332,15 +332,11 @@ def _load_served(
 
 def server_builder(engine: str) -> Callable[[ServedSetup], ServedEngine]:
     """Builds an engine over servers. Raises ``ConfigError`` for the engine of an extra that is not here."""
-    if engine == "sglang":
-        from services.inference.engine.sglang import build_engine
-
-        return build_engine
     try:
         build: Callable[[ServedSetup], ServedEngine] = load_extra("engines", engine)
     except KeyError:
         raise ConfigError(
-            f"engine {engine} is in the folder extras/{engine}, which is not here: add it, or write engine: sglang"
+            f"engine {engine} is in the folder extras/{engine}, which is not here: add it, or write engine: torch"
         ) from None
     return build
 

@@ -14,6 +14,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from extras.sglang.engine import sglang_program
+from extras.sglang.tests.conftest import WEIGHTS, Launch, build, misbehave, seen
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
 from services.common.kept_tokens import unpack
 from services.common.records import Sampling
@@ -21,8 +23,6 @@ from services.common.security.keys import VARIABLE
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest, KvPolicy, WeightUpdate
 from services.inference.engine.served.engine import ServedEngine
 from services.inference.engine.served.process import ServerCommand, ServerProcess
-from services.inference.engine.sglang import sglang_program
-from tests.integration.inference.sglang.conftest import WEIGHTS, Launch, build, misbehave, seen
 from tests.running import is_running
 from tests.waiting import WAIT_S, until
 
@@ -337,7 +337,7 @@ async def test_an_update_that_no_server_takes_fails_and_may_be_given_again(launc
 
 async def test_an_update_without_an_answer_is_in_doubt_too(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = await launch()
-    monkeypatch.setattr("services.inference.engine.sglang.UPDATE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("extras.sglang.engine.UPDATE_TIMEOUT_S", 0.5)
     await misbehave(engine, "/update_weights_from_disk", hang_s=1.0, applied=False)
     await engine.update(version(1))
     assert updates(await seen(engine), 1) == 2

@@ -1,4 +1,4 @@
-"""Engines over fake servers, in this process; or real child processes where a test is about processes."""
+"""A tiny model for true servers; engines over fake servers, in this process or as child processes where a test is about these."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from extras.sglang.engine import sglang_program
+from extras.sglang.tests.fake_server import Fake
 from services.common.aio import backoff
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.served import engine as engine_module
@@ -22,13 +24,23 @@ from services.inference.engine.served.engine import ServedEngine
 from services.inference.engine.served.fleet import DiskTransfer, Server
 from services.inference.engine.served.process import ServerCommand, ServerProcess
 from services.inference.engine.served.stage import Stage
-from services.inference.engine.sglang import sglang_program
-from tests.integration.inference.sglang.fake_server import Fake
+from tests.random_models import build_model
 from tests.waiting import WAIT_S
 
 FAKE = Path(__file__).with_name("fake_server.py")
 WEIGHTS = {"model.norm.weight": np.ones(8, np.float32)}
 CONTEXT = 800
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A random Qwen3 with its directory on disk as ``name_or_path``."""
+    built = build_model("qwen3")
+    path: Path = tmp_path_factory.mktemp("model")
+    built.save_pretrained(path)
+    built.name_or_path = str(path)
+    return built
+
 
 Launch = Callable[..., Awaitable[ServedEngine]]
 

@@ -2,7 +2,7 @@
 
 A script, run by the interpreter of an environment that holds SGLang and not this project (``make sglang-cpu-env``):
 
-    .venv-sglang-cpu/bin/python services/inference/engine/sglang_cpu/launch.py --model-path DIR --device cpu ...
+    .venv-sglang-cpu/bin/python extras/sglang/server/launch.py --model-path DIR --device cpu ...
 
 The module ``sgl_kernel`` beside this file is found because Python puts a script's folder first on the path.
 """

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.waiting import WAIT_S
 
-LAUNCHER = Path(__file__).resolve().parents[2] / "services/inference/engine/sglang_cpu/launch.py"
+LAUNCHER = Path(__file__).resolve().parents[1] / "server/launch.py"
 START_TIMEOUT_S = 180.0  # 14 s on an idle machine
 STOP_TIMEOUT_S = 20.0
 

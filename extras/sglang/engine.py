@@ -1,7 +1,7 @@
 """SGLang: its HTTP interface (only here), the command line of its servers, and the engine over them. Written against 0.5.23.
 
 Log-probabilities are those of the sampling distribution: SGLang scales by the temperature, and where top-k, top-p or min-p
-cut, its sampling mask has the kept tokens and the renormalised log-probability. ``sglang_tensors`` has the way of an update
+cut, its sampling mask has the kept tokens and the renormalised log-probability. ``tensors`` has the way of an update
 that needs torch.
 """
 
@@ -20,11 +20,11 @@ from typing import Any
 
 import structlog
 
+from extras.sglang import server
 from services.common.config.processes import MASK_TOKENS, InferenceConfig
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
 from services.common.export import ADAPTER_WEIGHTS, PEFT_CONFIG, adapter_files
 from services.common.weights.snapshot import AdapterIdentity
-from services.inference.engine import sglang_cpu
 from services.inference.engine.served.client import (
     CONTROL_TIMEOUT_S,
     UPDATE_TIMEOUT_S,
@@ -249,7 +249,7 @@ class AdapterTransfer:
 
 CONTEXT_MARGIN = 8  # tokens that a server keeps for itself at the end of its context
 CPU_CACHE_TOKENS = 65536  # most tokens of a KV cache in host memory
-_CPU_LAUNCHER = Path(sglang_cpu.__file__).resolve().with_name("launch.py")
+_CPU_LAUNCHER = Path(server.__file__).resolve().with_name("launch.py")
 _CPU_MEMORY_SHARE = 0.1
 _ON_CPU: dict[str, str | int | float | bool] = {
     "device": "cpu",
@@ -382,6 +382,6 @@ def _transfer(stage: Stage, setup: ServedSetup) -> Transfer:
         return AdapterTransfer(stage, adapter_files(setup.adapter, setup.model_path, config.dtype, {}))
     if config.sglang.update == "disk":
         return DiskTransfer(stage)
-    from services.inference.engine.sglang_tensors import TensorTransfer  # needs torch, which `disk` does not
+    from extras.sglang.tensors import TensorTransfer  # needs torch, which `disk` does not
 
     return TensorTransfer(stage)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import inspect
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +10,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.multiprocessing import reductions
 
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.records import Sampling
 from services.common.weights.codec import ChunkChange
-from services.inference.engine import sglang_tensors
 from services.inference.engine.base import FinishReason, GenerationRequest, WeightUpdate
 from services.inference.engine.served import stage
-from services.inference.engine.served.client import Refused, VersionSpan
+from services.inference.engine.served.client import VersionSpan
 from services.inference.engine.served.engine import CallOutput, RequestState
 from services.inference.engine.served.stage import FILE, Stage, place_stage, size_of
-from services.inference.engine.sglang_tensors import DEVICE_PLACE, on_device
 
 
 def tensors(seed: int = 0, dtype: Any = torch.bfloat16) -> dict[str, Any]:
@@ -154,60 +148,3 @@ def test_a_request_has_ended_with_its_stop_token_whatever_the_server_said() -> N
     it = state(max_new_tokens=50)
     it.take(output(4, 9), spans((0, 0, 2)), mixed_from=None)
     assert it.ended() is FinishReason.STOP
-
-
-# -- Weights as handles of tensors: their values, their pickle, and the number of the device.
-
-
-def test_the_device_of_a_handle_is_the_rank_of_its_reader() -> None:
-    """By its place among torch's own arguments, so that another torch that moves it fails here, without a GPU."""
-    parameters = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-    assert parameters[DEVICE_PLACE] == "storage_device"
-    arguments = tuple(range(len(parameters)))
-    rebuild, moved = on_device((reductions.rebuild_cuda_tensor, arguments), 99)
-    assert rebuild is reductions.rebuild_cuda_tensor
-    assert [place for place, value in enumerate(moved) if value != arguments[place]] == [DEVICE_PLACE]
-    assert moved[DEVICE_PLACE] == 99 and len(moved) == len(parameters)
-
-
-class Client:
-    """Reads handles as a server does; refuses the first session if one was left open."""
-
-    def __init__(self, devices: tuple[str, ...], *, left_open: bool = False) -> None:
-        self.devices = devices
-        self.calls: list[tuple[object, ...]] = []
-        self.read: dict[str, torch.Tensor] = {}
-        self._open = left_open
-
-    async def begin_update(self) -> None:
-        if self._open:
-            raise Refused("a session is open", 400)
-        self._open = True
-
-    async def end_update(self) -> None:
-        self.calls.append(("end",))
-        self._open = False
-
-    async def update_from_tensors(self, payloads: list[str], version: int, *, flush: bool) -> None:
-        assert self._open
-        self.calls.append((len(payloads), version, flush))
-        for payload in payloads:
-            rows = pickle.loads(base64.b64decode(payload))  # noqa: S301 - made here
-            self.read |= {name: tensor.clone() for name, tensor in rows}
-
-
-async def test_every_rank_gets_every_bucket_and_the_cache_is_flushed_with_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sglang_tensors, "BUCKET_BYTES", 512)
-    values = {name: torch.randn(40, 2) for name in "abc"}
-    stage = Stage(tmp_path / "stage", values, 0)
-    client: Any = Client(("cpu", "cpu"), left_open=True)
-    transfer = sglang_tensors.TensorTransfer(stage)
-    assert await transfer.load(client, 7, flush=True) == ""
-    assert client.calls == [("end",), (2, 7, False), (2, 7, False), (2, 7, True), ("end",)]
-    assert all(torch.equal(client.read[name], value) for name, value in values.items())
-    stage.write(WeightUpdate.full({name: value + 1 for name, value in values.items()}, 8))
-    await transfer.load(client, 8, flush=False)
-    assert all(torch.equal(client.read[name], value + 1) for name, value in values.items())
-    assert not any(flush for *_, flush in client.calls[5:-1])

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from extras.sglang.engine import server_commands
 from services.common.config.processes import InferenceConfig
 from services.common.errors import ConfigError
 from services.common.installing import COMPLETE
 from services.common.weights.snapshot import AdapterIdentity
 from services.inference.engine.served.process import ServerCommand, interpreter, own_gpus
-from services.inference.engine.sglang import server_commands
 
 PYTHON = {"ROLLMILL_SGLANG_PYTHON": sys.executable}
 
@@ -99,7 +99,7 @@ def test_on_a_cpu_ranks_are_bound_to_cores_that_exist() -> None:
     for command in made:
         ranks = command.env["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
         assert len(ranks) == 2 and {int(core) for core in ranks} <= cores
-        assert command.argv[1].endswith("sglang_cpu/launch.py")
+        assert command.argv[1].endswith("sglang/server/launch.py")
         assert option(command, "--attention-backend") == "torch_native"
 
 

@@ -1,4 +1,4 @@
-"""Whether SGLang's server starts in an environment and generates: ``python -m tests.sglang.probe PYTHON``.
+"""Whether SGLang's server starts in an environment and generates: ``python -m extras.sglang.tests.probe PYTHON``.
 
 Uses none of the project's engine, so that a fault of that is a failure of the tests, not a reason to leave them out.
 """
@@ -9,9 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from extras.sglang.tests.server import Server, ServerError
 from services.common import tiny as tiny_models
 from services.common.system.machine import free_ports
-from tests.sglang.server import Server, ServerError
 
 
 def main(python: str) -> None:
