@@ -35,8 +35,15 @@ from services.common.records import (
     WeightTransfer,
     WeightVersion,
 )
-from services.common.telemetry.metrics import MetricsWriter, RowKind, StallMoment, StepKey, ThroughputKey, TrainerKey
-from services.common.telemetry.weight_transfers import ReportedTransfer
+from services.common.telemetry.metrics import (
+    MetricsWriter,
+    ReportedTransfer,
+    RowKind,
+    StallMoment,
+    StepKey,
+    ThroughputKey,
+    TrainerKey,
+)
 from services.common.weights.snapshot import Encoding
 from services.orchestrator.journal import entries as records
 from services.orchestrator.journal import entries as rollouts

@@ -32,8 +32,7 @@ from services.common.errors import RollmillError
 from services.common.pb import run_pb2
 from services.common.security import identity
 from services.common.telemetry.accounts import is_records, is_weights
-from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, ThroughputKey
-from services.common.telemetry.weight_transfers import ReportedTransfer
+from services.common.telemetry.metrics import ReportedTransfer, RowKind, StallMoment, StepKey, ThroughputKey
 from services.orchestrator.evaluation import played_by
 
 LOG_BYTES = 512 * 1024

@@ -27,11 +27,11 @@ from services.common.records import TRANSFER_STAGES, Interval, WeightTransfer
 from services.common.telemetry.metrics import (
     EvaluationSummary,
     MetricsWriter,
+    ReportedTransfer,
     RowKind,
     StallMoment,
     ThroughputKey,
 )
-from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.evaluation import kind_of
 
 if TYPE_CHECKING:
