@@ -73,7 +73,7 @@ class RunMetrics:
         self.row(RowKind.TRAINING_STEP, policy=policy, step=step, **values)
 
     def weight_transfer(self, replica_id: str, transfer: WeightTransfer) -> None:
-        self.row(RowKind.WEIGHT_TRANSFER, **ReportedTransfer(replica=replica_id, transfer=transfer).to_row())
+        self.row(RowKind.WEIGHT_TRANSFER, replica=replica_id, **asdict(transfer))
 
     def stall(self, moment: StallMoment, component: str, cause: str, detail: str, seconds: float) -> None:
         """``seconds`` since the begin of the stall."""

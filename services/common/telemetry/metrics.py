@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +170,6 @@ class ReportedTransfer:
 
     replica: str
     transfer: WeightTransfer
-
-    def to_row(self) -> dict[str, Any]:
-        """
-        >>> ReportedTransfer(replica="a", transfer=WeightTransfer(policy="model0", version=3)).to_row()["replica"]
-        'a'
-        """
-        return {"replica": self.replica, **asdict(self.transfer)}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> ReportedTransfer:
