@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ from services.common.records import (
     WeightVersion,
 )
 from services.common.telemetry.metrics import MetricsWriter, RowKind, StallMoment, StepKey, ThroughputKey, TrainerKey
-from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.common.weights.snapshot import Encoding
 from services.orchestrator.journal import entries as records
 from services.orchestrator.journal import entries as rollouts
@@ -228,9 +228,7 @@ class RunWriter:
             payload_size_bytes=700_000, num_changes=300_000, full_size_bytes=1_400_000, started_at=time.time(), encode_s=0.01,
             fetch_s=0.02 + abs(noise), verify_s=0.01, write_s=0.002, pause_s=0.001,
         )  # fmt: skip
-        self._metrics.write(
-            RowKind.WEIGHT_TRANSFER, **ReportedTransfer(replica=f"a{self._hostile}", transfer=transfer).to_row()
-        )
+        self._metrics.write(RowKind.WEIGHT_TRANSFER, replica=f"a{self._hostile}", **asdict(transfer))
 
     def _events(self) -> None:
         """A stall that ended and one that did not, an evaluation, and the time of every component."""

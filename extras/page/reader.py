@@ -57,8 +57,7 @@ from services.common.records import (
     TrainingSequence,
     Trajectory,
 )
-from services.common.telemetry.metrics import RowKind
-from services.common.telemetry.weight_transfers import ReportedTransfer
+from services.common.telemetry.metrics import ReportedTransfer, RowKind
 from services.orchestrator.groups import split_sequence_id
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import BatchEntry, BatchRecord

@@ -8,6 +8,7 @@ GET /api/curves?runs=    curves            GET /api/runs/N/rollouts/NUMBER    on
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import os
 import signal
@@ -28,7 +29,7 @@ from services.cli.inspect.run_state import Row, check_run_directory
 from services.cli.keys import keys_there
 from services.common.config.loading import load_resolved
 from services.common.errors import ConfigError, InvalidRequestError, NotFoundError, RollmillError
-from services.common.http import Handler, Listener, password
+from services.common.http import Handler, Listener, authorization
 from services.common.net.hosts import is_loopback
 from services.common.security import identity
 from services.common.security.identity import Identity
@@ -219,3 +220,19 @@ async def _serve(server: PageServer, host: str, console: Console) -> None:
     finally:
         with contextlib.suppress(asyncio.CancelledError):
             await server.stop()
+
+
+_BASIC = "Basic "
+
+
+def password(request: web.Request) -> str | None:
+    """The token of a person at a browser, which asks for a name and a password and sends ``Authorization: Basic``; the
+    password is the token, and the name is not looked at. Else the header of a client."""
+    given = authorization(request)
+    if given is None or given[: len(_BASIC)].lower() != _BASIC.lower():
+        return given
+    try:
+        name_and_token = base64.b64decode(given[len(_BASIC) :].strip(), validate=True).decode()
+    except ValueError:
+        return given  # malformed, which the gatekeeper tells
+    return f"Bearer {name_and_token.partition(':')[2]}"

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from services.common.config.processes import Tracker
 from services.common.records import TRANSFER_STAGES
-from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, TrainerKey
-from services.common.telemetry.weight_transfers import ReportedTransfer
+from services.common.telemetry.metrics import ReportedTransfer, RowKind, StallMoment, StepKey, TrainerKey
 from services.orchestrator.metrics import Row, Scalars, scalars_of
 
 if TYPE_CHECKING:

@@ -190,7 +190,7 @@ def houses_here(section: Mapping[str, Any], worlds: Path) -> tuple[dict[str, Any
 
     own = section["data"]
     games = own if own is not None and Path(own).is_dir() else _written_once(worlds / "alfworld-houses", make)
-    rows = {"generator": "services.common.tiny:games", "settings": {"data": str(games)}}
+    rows = {"generator": "extras.worlds.made:games", "settings": {"data": str(games)}}
     return {"data": str(games), "games": None}, rows
 
 
@@ -201,7 +201,7 @@ def shop_here(section: Mapping[str, Any], worlds: Path) -> tuple[dict[str, Any],
     if section["data"] is None or not Path(section["data"]).is_dir():
         made = _written_once(worlds / "webshop-catalogue", lambda folder: write_catalogue(folder, 48, 1))
         settings |= {"data": str(made), "goals": None}
-    return settings, {"generator": "services.common.tiny:places", "settings": {"count": 48}}
+    return settings, {"generator": "extras.worlds.made:places", "settings": {"count": 48}}
 
 
 def _written_once(folder: Path, write: Callable[[Path], object]) -> Path:
@@ -214,3 +214,21 @@ def _written_once(folder: Path, write: Callable[[Path], object]) -> Path:
         except OSError:  # another run has written it meanwhile
             shutil.rmtree(partial_folder)
     return folder
+
+
+def places(seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """``{"id", "index", "messages"}``: the first tasks of an environment, by their place in its own list."""
+    for index in range(count):
+        yield {"id": str(index), "index": index, "messages": []}
+
+
+def games(seed: int, data: str) -> Iterator[dict[str, Any]]:
+    """``{"id", "game", "messages", "expert"}``: ALFWorld's games below a folder with the commands that win them, those
+    with the shortest way first."""
+    found = []
+    for path in Path(data).rglob("game.tw-pddl"):
+        walkthrough = json.loads(path.read_text(encoding="utf-8")).get("walkthrough")
+        if walkthrough:
+            found.append((len(walkthrough), path.relative_to(data).as_posix(), list(walkthrough)))
+    for _, game, walkthrough in sorted(found):
+        yield {"id": game, "game": game, "messages": [], "expert": walkthrough}

@@ -26,8 +26,7 @@ from services.common.config.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.records import StepFact
 from services.common.telemetry.accounts import trainer_component
-from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, TrainerKey
-from services.common.telemetry.weight_transfers import ReportedTransfer
+from services.common.telemetry.metrics import ReportedTransfer, RowKind, StallMoment, StepKey, TrainerKey
 from services.orchestrator.evaluation import kind_of
 from services.orchestrator.stalls import Cause
 

@@ -15,7 +15,6 @@ authentication and before anything is read of the body. With keys any Host is se
 from __future__ import annotations
 
 import asyncio
-import base64
 import errno
 import logging
 import os
@@ -204,7 +203,6 @@ def json_answer(value: object, status: int = 200) -> web.Response:
 # --- Authenticates and authorises HTTP requests by group of routes, before a request's body is read.
 
 
-_BASIC = "Basic "
 Shown = Callable[[web.Request], str | None]
 
 
@@ -216,19 +214,6 @@ def authorization(request: web.Request) -> str | None:
 def plainly(request: web.BaseRequest, error: RollmillError, status: int) -> web.StreamResponse:
     """A refusal as ``{"detail": ...}``, as the judge and the task server write theirs."""
     return json_answer({"detail": error.message}, status)
-
-
-def password(request: web.Request) -> str | None:
-    """The token of a person at a browser, which asks for a name and a password and sends ``Authorization: Basic``; the
-    password is the token, and the name is not looked at. Else the header of a client."""
-    given = authorization(request)
-    if given is None or given[: len(_BASIC)].lower() != _BASIC.lower():
-        return given
-    try:
-        name_and_token = base64.b64decode(given[len(_BASIC) :].strip(), validate=True).decode()
-    except ValueError:
-        return given  # malformed, which the gatekeeper tells
-    return f"Bearer {name_and_token.partition(':')[2]}"
 
 
 def authenticated(who: Identity, group: str, refuse: Refuse, shown: Shown, scheme: str = "Bearer") -> Any:

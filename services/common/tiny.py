@@ -8,7 +8,6 @@ brings text into Unicode's composed form first, as Qwen's own tokenizer does). I
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -145,21 +144,3 @@ def programs(seed: int) -> Iterator[dict[str, Any]]:
             "tests": {"kind": "stdin", "cases": cases},
             "solution": f"print(int(input()) * {factor} + {term})\n",
         }
-
-
-def places(seed: int, count: int) -> Iterator[dict[str, Any]]:
-    """``{"id", "index", "messages"}``: the first tasks of an environment, by their place in its own list."""
-    for index in range(count):
-        yield {"id": str(index), "index": index, "messages": []}
-
-
-def games(seed: int, data: str) -> Iterator[dict[str, Any]]:
-    """``{"id", "game", "messages", "expert"}``: ALFWorld's games below a folder with the commands that win them, those
-    with the shortest way first."""
-    found = []
-    for path in Path(data).rglob("game.tw-pddl"):
-        walkthrough = json.loads(path.read_text(encoding="utf-8")).get("walkthrough")
-        if walkthrough:
-            found.append((len(walkthrough), path.relative_to(data).as_posix(), list(walkthrough)))
-    for _, game, walkthrough in sorted(found):
-        yield {"id": game, "game": game, "messages": [], "expert": walkthrough}

@@ -27,11 +27,11 @@ from services.common.records import TRANSFER_STAGES, Interval, WeightTransfer
 from services.common.telemetry.metrics import (
     EvaluationSummary,
     MetricsWriter,
+    ReportedTransfer,
     RowKind,
     StallMoment,
     ThroughputKey,
 )
-from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.evaluation import kind_of
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class RunMetrics:
         self.row(RowKind.TRAINING_STEP, policy=policy, step=step, **values)
 
     def weight_transfer(self, replica_id: str, transfer: WeightTransfer) -> None:
-        self.row(RowKind.WEIGHT_TRANSFER, **ReportedTransfer(replica=replica_id, transfer=transfer).to_row())
+        self.row(RowKind.WEIGHT_TRANSFER, replica=replica_id, **asdict(transfer))
 
     def stall(self, moment: StallMoment, component: str, cause: str, detail: str, seconds: float) -> None:
         """``seconds`` since the begin of the stall."""

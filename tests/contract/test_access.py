@@ -127,29 +127,6 @@ async def ask_with(who: Identity, header: str) -> run_pb2.GetRunResponse:
                 return await get_run(connection, metadata=(("authorization", header),))
 
 
-async def test_a_token_of_another_run_is_refused(keys: Keyring, tmp_path: Path) -> None:
-    other = make_keys(tmp_path / "other", "r2")
-    with pytest.raises(UnauthenticatedError, match="another run's key"):
-        await ask_with(as_role(keys, Role.ORCHESTRATOR), f"Bearer {other.token(Role.OPERATOR, 1)}")
-
-
-async def test_a_token_for_another_run_from_the_same_key_is_refused(keys: Keyring) -> None:
-    token = Keyring(keys.folder)
-    token.run = "r2"
-    with pytest.raises(UnauthenticatedError, match="of another run"):
-        await ask_with(as_role(keys, Role.ORCHESTRATOR), f"Bearer {token.token(Role.OPERATOR, 1)}")
-
-
-@pytest.mark.parametrize(("age_days", "why"), [(31.0, "expired"), (-1.0, "not_yet_valid")])
-async def test_a_token_out_of_its_time_is_refused_and_both_clocks_are_named(
-    keys: Keyring, age_days: float, why: str
-) -> None:
-    token = Keyring(keys.folder, clock=lambda: time.time() - age_days * 86400).token(Role.OPERATOR, 24)
-    with pytest.raises(UnauthenticatedError, match="the clock here says") as caught:
-        await ask_with(as_role(keys, Role.ORCHESTRATOR), f"Bearer {token}")
-    assert caught.value.metadata["why"] == why
-
-
 @pytest.mark.parametrize("left_s", [-0.1, 0.3], ids=["in its first write", "while it waits"])
 async def test_a_stream_ends_when_its_token_does_and_may_come_again(keys: Keyring, left_s: float) -> None:
     who = as_role(keys, Role.ORCHESTRATOR)

@@ -42,8 +42,7 @@ from services.common.checkpoints import path_of
 from services.common.config.loading import RESOLVED, load_resolved
 from services.common.errors import ConfigError
 from services.common.records import TRANSFER_STAGES, WeightTransfer
-from services.common.telemetry.metrics import RowKind, StepKey
-from services.common.telemetry.weight_transfers import ReportedTransfer
+from services.common.telemetry.metrics import ReportedTransfer, RowKind, StepKey
 from services.common.weights.snapshot import Encoding
 from services.orchestrator.config import RunLock, Settings
 from services.orchestrator.evaluation import played_by

@@ -250,17 +250,13 @@ class DataConfig(Section):
         return tree
 
     @model_validator(mode="after")
-    def _training_has_groups(self) -> DataConfig:
+    def _fits_together(self) -> DataConfig:
         for where, config in self.training.items():
             if config.samples_per_task is not None:
                 raise ValueError(
                     f"{where.removeprefix('data.')}.samples_per_task is {config.samples_per_task}: it is for data.evaluation; "
                     "write rollout.group_size for training"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _names_are_unique(self) -> DataConfig:
         if isinstance(self.train, list):
             count = Counter(config.source for config in self.train)
             twice = [place for place, config in enumerate(self.train) if count[config.source] > 1]
@@ -269,10 +265,6 @@ class DataConfig(Section):
                 raise ValueError(
                     f"{places} are both called {self.train[twice[0]].source!r}: write `source: NAME` in each, a name of its own"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _curation_reads_its_settings(self) -> DataConfig:
         by_successes = ("filter_solved", "pass_rate")
         refuse_unread(
             self,
@@ -375,16 +367,12 @@ class EvaluationConfig(Section):
     """Named ways of sampling; each is a pass over the evaluation data."""
 
     @model_validator(mode="after")
-    def _samplings_during_training_are_known(self) -> EvaluationConfig:
+    def _fits_together(self) -> EvaluationConfig:
         for name in self.during_samplings:
             if name not in self.samplings:
                 raise ValueError(
                     f"during_samplings names {name!r}, which is not in samplings; write of {sorted(self.samplings)}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _a_task_fits_into_what_is_in_flight(self) -> EvaluationConfig:
         if self.max_in_flight is not None and self.max_in_flight < self.samples_per_task:
             raise ValueError(
                 f"max_in_flight {self.max_in_flight} is below samples_per_task {self.samples_per_task}: the trajectories of a "

@@ -400,26 +400,15 @@ def _check_service(where: str, service: InferenceConfig, served: Sequence[str]) 
     if service.servers is None:
         _check_embedded(where, service)
         return
-    parallel, setting = service.servers.tensor_parallel, f"{where}.{service.engine}.tensor_parallel"
-    if not service.gpus:
-        return
-    if len(served) > 1 and not service.engines:
-        example = ", ".join(f"{policy}: {max(1, len(service.gpus) // parallel // len(served))}" for policy in served)
+    parallel, numbers = service.servers.tensor_parallel, engine_numbers(service, served)
+    needed = max(1, sum(numbers.values())) * parallel
+    if service.gpus and needed != len(service.gpus):
+        filling = max(1, len(service.gpus) // parallel // len(served))
+        other = ", ".join(f"{policy}: {filling}" for policy in served)
+        shown = ", ".join(f"{policy}: {number}" for policy, number in numbers.items())
         raise ValueError(
-            f"{where} serves {', '.join(served)} on {len(service.gpus)} GPUs: write how many engines each gets, "
-            f"such as {where}.engines: {{{example}}}"
-        )
-    if not service.engines and len(service.gpus) % parallel:
-        raise ValueError(
-            f"{where}.gpus has {len(service.gpus)} GPUs, which engines of {parallel} GPUs "
-            f"({setting}) do not fill: write a multiple of {parallel}"
-        )
-    needed = sum(engine_numbers(service, served).values()) * parallel
-    if needed != len(service.gpus):
-        raise ValueError(
-            f"{where}: {sum(service.engines.values())} engines ({where}.engines) of {parallel} GPUs "
-            f"({setting}) take {needed} GPUs, but {where}.gpus has {len(service.gpus)}: "
-            f"write {needed} GPUs there, or other numbers of engines"
+            f"{where}: engines {{{shown}}} of {parallel} GPUs ({where}.{service.engine}.tensor_parallel) take {needed} GPUs, "
+            f"but {where}.gpus has {len(service.gpus)}: write {needed} GPUs there, or numbers such as {where}.engines: {{{other}}}"
         )
 
 

@@ -12,7 +12,6 @@ from pydantic import Field, field_validator, model_validator
 from services.common.config.base import Section
 from services.common.config.data import (
     DEFAULT_NEW_TOKENS,
-    TRAIN,
     DataConfig,
     EvaluationConfig,
     SamplingConfig,
@@ -39,21 +38,20 @@ from services.common.config.training import (
     OptimizerConfig,
     PolicyConfig,
     UntilConfig,
-    check_until,
 )
 from services.common.dataset_rows import HARBOR, BuiltInWorkflow
 from services.common.net.hosts import is_loopback
 
-# --- Checks of a recipe that concern several of its sections: what one asks for, another must have.
+# --- Checks of a recipe that concern several of its sections: what one asks for, another must have. Each raises
+# ``ValueError`` with the key and the setting to write instead.
 
 
 ENGINES_WITH_ADAPTERS = ("torch", "sglang", "forced", "scripted")
 
 
-def check_served(
-    policies: dict[str, PolicyConfig], inference: dict[str, InferenceConfig], rollout: RolloutConfig
-) -> None:
-    """Check that an inference service serves each policy, and that policies which play together share one. Raises ``ValueError``."""
+def check_served(recipe: Recipe) -> None:
+    """An inference service serves each policy, and policies which play together share one."""
+    policies, inference = recipe.policies, recipe.inference
     for name, service in inference.items():
         for policy in service.policies:
             if policy not in policies:
@@ -65,18 +63,18 @@ def check_served(
         if not any(not s.policies or policy in s.policies for s in inference.values()):
             raise ValueError(f"no inference service serves policy {policy!r}: add it to inference.<name>.policies")
     whole = any(not s.policies or set(s.policies) == set(policies) for s in inference.values())
-    if rollout.policies == "together" and not whole:
+    if recipe.rollout.policies == "together" and not whole:
         raise ValueError(
             f"no inference service serves all of {sorted(policies)}, which play together in one rollout: "
             "leave inference.<name>.policies of one of them empty, or set rollout.policies to apart"
         )
 
 
-def check_adapters(policies: dict[str, PolicyConfig], inference: dict[str, InferenceConfig]) -> None:
-    """Check that every engine that serves a policy with an adapter can serve one. Raises ``ValueError``."""
-    for name, service in inference.items():
-        for policy in service.policies or policies:
-            if policies[policy].adapter is None:
+def check_adapters(recipe: Recipe) -> None:
+    """Every engine that serves a policy with an adapter can serve one."""
+    for name, service in recipe.inference.items():
+        for policy in service.policies or recipe.policies:
+            if recipe.policies[policy].adapter is None:
                 continue
             if service.engine not in ENGINES_WITH_ADAPTERS:
                 raise ValueError(
@@ -95,14 +93,21 @@ def check_adapters(policies: dict[str, PolicyConfig], inference: dict[str, Infer
                     )
 
 
-def check_teachers(
-    teachers: dict[str, str],
-    policies: dict[str, PolicyConfig],
-    sampling: SamplingConfig,
-    inference: dict[str, InferenceConfig],
-) -> None:
-    """Check that each teacher, by student, can score what its student samples. Raises ``ValueError``."""
-    for student, name in teachers.items():
+def check_trained(recipe: Recipe) -> None:
+    """There is something to train, and how tokens are sampled can be trained."""
+    if recipe.run.steps and not recipe.trained_policies:
+        raise ValueError(
+            f"run.steps is {recipe.run.steps}, but trained is false for each of {sorted(recipe.policies)}: leave it out of "
+            "the policy to train, or set run.steps to 0"
+        )
+    if recipe.sampling.temperature == 0:
+        raise ValueError("sampling.temperature is 0: greedy rollouts of a group are all alike; write a value above 0")
+
+
+def check_teachers(recipe: Recipe) -> None:
+    """Each teacher can score what its student samples."""
+    policies = recipe.policies
+    for student, name in recipe.teachers.items():
         where = f"policies.{student}.algorithm.distillation.teacher"
         teacher = policies.get(name)
         if teacher is None:
@@ -118,16 +123,16 @@ def check_teachers(
                 f"policies.{name}.model.context_length ({teacher.model.context_length}) is below the {own} of {student}, "
                 f"whose sequences {name} scores: write {own}"
             )
-        if cuts := sampling.cuts():
+        if cuts := recipe.sampling.cuts():
             raise ValueError(
                 f"sampling has {', '.join(cuts)}, and {where} scores tokens over the whole vocabulary: write top_p 1, "
                 "top_k 0, min_p 0 and min_new_tokens 0, or name the teacher's model in teacher_model instead"
             )
-        _check_teacher_is_served(student, name, where, inference)
+        _check_teacher_is_served(recipe, student, name, where)
 
 
-def _check_teacher_is_served(student: str, teacher: str, where: str, inference: dict[str, InferenceConfig]) -> None:
-    for name, service in inference.items():
+def _check_teacher_is_served(recipe: Recipe, student: str, teacher: str, where: str) -> None:
+    for name, service in recipe.inference.items():
         if service.policies and student not in service.policies:
             continue
         if service.policies and teacher not in service.policies:
@@ -174,30 +179,30 @@ def with_default_budgets(tree: Any) -> Any:
     return {**tree, "sampling": sampling, "evaluation": evaluation}
 
 
-def check_models(
-    policies: dict[str, PolicyConfig], warm_start: dict[str, WarmStartConfig], sampling: SamplingConfig
-) -> None:
-    """Check that each policy has a starting checkpoint, and room for a prompt. Raises ``ValueError``."""
-    for name in warm_start:
+def check_models(recipe: Recipe) -> None:
+    """Each policy has a starting checkpoint, and room for a prompt."""
+    policies, max_new_tokens = recipe.policies, recipe.sampling.max_new_tokens
+    for name in recipe.warm_start:
         if name not in policies:
             raise ValueError(f"warm_start.{name} is for no policy of this recipe; write one of {sorted(policies)}")
     for name, policy in policies.items():
-        if policy.model.path is None and name not in warm_start:
+        if policy.model.path is None and name not in recipe.warm_start:
             others = ", ".join(other for other in policies if other != name)
             raise ValueError(
                 f"policies.{name}.model.path is missing: write a model directory or a hub name, or how to make it "
                 f"under warm_start.{name}" + (f"; {name!r} is a policy of its own beside {others}" if others else "")
             )
-        if sampling.max_new_tokens >= policy.model.context_length:
+        if max_new_tokens >= policy.model.context_length:
             raise ValueError(
-                f"sampling.max_new_tokens ({sampling.max_new_tokens}) leaves no room for a prompt in "
+                f"sampling.max_new_tokens ({max_new_tokens}) leaves no room for a prompt in "
                 f"policies.{name}.model.context_length ({policy.model.context_length})"
             )
 
 
-def check_batches(trained_policies: dict[str, PolicyConfig], rollout: RolloutConfig) -> None:
-    """Check that the groups of rollouts fit the batches and algorithms of the trained policies. Raises ``ValueError``."""
-    for name, policy in trained_policies.items():
+def check_batches(recipe: Recipe) -> None:
+    """The groups of rollouts, and the sources of tasks, fit the batches and algorithms of the trained policies."""
+    rollout = recipe.rollout
+    for name, policy in recipe.trained_policies.items():
         if policy.batch.minibatches > policy.batch.size:
             raise ValueError(
                 f"policies.{name}.batch.minibatches ({policy.batch.minibatches}) exceeds batch.size "
@@ -223,12 +228,7 @@ def check_batches(trained_policies: dict[str, PolicyConfig], rollout: RolloutCon
                 f"policies.{name}.batch.dynamic_sampling drops every group when rollout.group_size is 1: "
                 "set dynamic_sampling to false, or group_size to 2 or more"
             )
-
-
-def check_mixture(data: DataConfig, trained_policies: dict[str, PolicyConfig]) -> None:
-    """Check that the settings of sources fit the algorithms of the trained policies. Raises ``ValueError``."""
-    for place, source in enumerate(data.sources.values()):
-        for name, policy in trained_policies.items():
+        for place, source in enumerate(recipe.data.sources.values()):
             if source.advantage_scale != 1.0 and policy.algorithm.gives_token_credit:
                 raise ValueError(
                     f"data.train.{place}.advantage_scale is {source.advantage_scale:g}, and policies.{name}.algorithm gives each "
@@ -237,10 +237,10 @@ def check_mixture(data: DataConfig, trained_policies: dict[str, PolicyConfig]) -
                 )
 
 
-def check_environments(data: DataConfig, workflow: WorkflowConfig, evaluation: EvaluationConfig) -> None:
-    """Check that tasks of verifiers environments and of Harbor are played by a workflow that can. Raises ``ValueError``."""
-    for where, source in data.sections().items():
-        played = workflow if where.startswith(TRAIN) else evaluation.workflow or workflow
+def check_environments(recipe: Recipe) -> None:
+    """Tasks of verifiers environments and of Harbor are played by a workflow that can."""
+    for where, source in recipe.data.sections().items():
+        played = recipe.workflow if is_training(where) else recipe.evaluation.workflow or recipe.workflow
         if source.workflow is not None and "name" in source.workflow.model_fields_set:
             played = source.workflow
         if source.verifiers is not None and played.name != BuiltInWorkflow.VERIFIERS and ":" not in played.name:
@@ -257,10 +257,11 @@ def check_environments(data: DataConfig, workflow: WorkflowConfig, evaluation: E
             )
 
 
-def check_sampling(trains: bool, sampling: SamplingConfig, inference: dict[str, InferenceConfig]) -> None:
-    """Check that each engine tells which tokens it could draw, where training needs them. Raises ``ValueError``."""
-    cuts = sampling.cuts() if trains else []
-    for name, service in inference.items():
+def check_sampling(recipe: Recipe) -> None:
+    """Each engine tells which tokens it could draw, where training needs them."""
+    sampling = recipe.sampling
+    cuts = sampling.cuts() if recipe.run.steps else []
+    for name, service in recipe.inference.items():
         if cuts and not service.tells_kept_tokens:
             raise ValueError(
                 f"sampling has {', '.join(cuts)}, and the {service.engine} engine of inference.{name} does not tell which "
@@ -274,16 +275,9 @@ def check_sampling(trains: bool, sampling: SamplingConfig, inference: dict[str, 
             )
 
 
-def check_evaluation(
-    evaluation: EvaluationConfig,
-    data: DataConfig,
-    policies: dict[str, PolicyConfig],
-    inference: dict[str, InferenceConfig],
-) -> None:
-    """Check that evaluations have datasets, name policies of the recipe, and that one replica can play all samples of a task.
-
-    Raises ``ValueError``.
-    """
+def check_evaluation(recipe: Recipe) -> None:
+    """Evaluations have datasets, name policies of the recipe, and one replica can play all samples of a task."""
+    evaluation, data = recipe.evaluation, recipe.data
     if not data.evaluation and (evaluation.at_start or evaluation.at_end or evaluation.every):
         raise ValueError(
             "evaluation is on but data.evaluation is missing: name a dataset there, such as the rows of data.train with "
@@ -296,12 +290,12 @@ def check_evaluation(
                 f"{dataset.samples_per_task}: the trajectories of a task are issued together"
             )
     for policy in evaluation.policies:
-        if policy not in policies:
+        if policy not in recipe.policies:
             raise ValueError(
                 f"evaluation.policies names {policy!r}, which is no policy of this recipe; "
-                f"write one of {sorted(policies)}"
+                f"write one of {sorted(recipe.policies)}"
             )
-    slots = max(service.num_slots for service in inference.values())
+    slots = max(service.num_slots for service in recipe.inference.values())
     wanted = {"evaluation.samples_per_task": evaluation.samples_per_task} if data.evaluation else {}
     wanted |= {
         f"{where}.samples_per_task": config.samples_per_task
@@ -313,6 +307,57 @@ def check_evaluation(
             raise ValueError(
                 f"{key} ({samples}) exceeds the num_slots of every inference service ({slots} at most): the samples "
                 "of a task are played by one replica"
+            )
+
+
+def check_until(recipe: Recipe) -> None:
+    """The threshold that ends training is on an evaluation that this recipe makes."""
+    until, evaluation, datasets = recipe.run.until, recipe.evaluation, recipe.data.evaluation
+    if until is None:
+        return
+    # policies that have passes of their own
+    apart = [policies[0] for policies in recipe.evaluation_compositions() if recipe.rollout.policies == "apart"]
+    during = evaluation.during_samplings or list(evaluation.samplings)
+    if until.evaluation not in evaluation.samplings:
+        raise ValueError(
+            f"run.until.evaluation names {until.evaluation!r}, which is no way of sampling of this recipe; write one of "
+            f"evaluation.samplings: {sorted(evaluation.samplings)}"
+        )
+    if not evaluation.every:
+        raise ValueError(
+            "run.until ends training by an evaluation, and evaluation.every is 0, so that none is played while it lasts: set "
+            "evaluation.every to a number of steps, or run.until to null"
+        )
+    if until.evaluation not in during:
+        raise ValueError(
+            f"run.until.evaluation is {until.evaluation!r}, which evaluation.during_samplings ({during}) leaves out: add it there"
+        )
+    if until.dataset is not None and until.dataset not in datasets:
+        raise ValueError(
+            f"run.until.dataset names {until.dataset!r}, which is none of data.evaluation; write one of {sorted(datasets)}"
+        )
+    if isinstance(until.at_least, dict) and set(until.at_least) != set(apart):
+        told = (
+            f"it must have a number for each of {sorted(apart)}"
+            if apart
+            else "the policies of this recipe play together and share one result: write one number"
+        )
+        raise ValueError(f"run.until.at_least is for {sorted(until.at_least)}: {told}")
+    k = until.pass_at
+    if k is None:
+        return
+    for name, dataset in datasets.items():
+        samples = dataset.samples_per_task or evaluation.samples_per_task
+        if until.dataset in (None, name) and (k > samples or k & (k - 1)):
+            raise ValueError(
+                f"run.until.metric is {until.metric}, and data.evaluation.{name} has {samples} samples of a task: k is a power "
+                "of two up to that; write another k, or raise samples_per_task"
+            )
+    numbers = until.at_least.values() if isinstance(until.at_least, dict) else (until.at_least,)
+    for number in numbers:
+        if not 0.0 < number <= 1.0:
+            raise ValueError(
+                f"run.until.at_least is {number:g}, and {until.metric} is a share: write one above 0, up to 1"
             )
 
 
@@ -331,20 +376,17 @@ _SEVERAL_SEQUENCES = (
 )
 
 
-def conflicts(
-    policies: Mapping[str, PolicyConfig],
-    workflow: WorkflowConfig,
-    data: DataConfig,
-    inference: Mapping[str, InferenceConfig],
-) -> list[str]:
-    """Settings that ``run.deterministic`` refuses, each with the setting to write instead.
+def check_deterministic(recipe: Recipe) -> None:
+    """No setting excludes ``run.deterministic``.
 
     Without them one seed gives the same weights, bit for bit (docs/chaos.md): the final weights depend neither on when
     rollouts finish, nor on which replica plays them, nor on which processes die meanwhile.
     """
-    found = []
-    if len(policies) > 1:
-        found.append(f"policies has {', '.join(policies)}: keep one")
+    if not recipe.run.deterministic:
+        return
+    found, workflow, data = [], recipe.workflow, recipe.data
+    if len(recipe.policies) > 1:
+        found.append(f"policies has {', '.join(recipe.policies)}: keep one")
     if workflow.name in _SEVERAL_SEQUENCES:
         found.append(
             f"workflow.name is {workflow.name}, whose rollouts bring several sequences: write one of "
@@ -354,8 +396,10 @@ def conflicts(
         found.append(f"data.train mixes {', '.join(data.sources)}: write one dataset")
     if data.curation != "accept_all":
         found.append(f"data.curation is {data.curation}, which chooses tasks by finished rollouts: write accept_all")
+    if recipe.run.until is not None:
+        found.append("run.until ends training when an evaluation beside it is done, whenever that is: write null")
     wanted: list[tuple[str, object, object]] = []  # key, value, the value to write
-    for name, policy in policies.items():
+    for name, policy in recipe.policies.items():
         batch, trainer, where = policy.batch, policy.trainer, f"policies.{name}"
         wanted += [
             (f"{where}.batch.max_staleness", batch.max_staleness, 0),
@@ -364,7 +408,7 @@ def conflicts(
             (f"{where}.trainer.num_ranks", trainer.num_ranks, 1),
             (f"{where}.trainer.threads", trainer.threads, 1),
         ]
-    for name, service in inference.items():
+    for name, service in recipe.inference.items():
         where = f"inference.{name}"
         if service.servers is not None or ":" in service.engine:
             found.append(
@@ -372,7 +416,63 @@ def conflicts(
             )
         elif service.engine != "scripted":
             wanted += [(f"{where}.device", service.device, "cpu"), (f"{where}.threads", service.threads, 1)]
-    return found + [f"{key} is {value}: write {right}" for key, value, right in wanted if value != right]
+    found += [f"{key} is {value}: write {right}" for key, value, right in wanted if value != right]
+    if found:
+        raise ValueError(f"run.deterministic cannot hold: {'; '.join(found)}")
+
+
+def check_security(recipe: Recipe) -> None:
+    """Nothing that other machines reach does without TLS."""
+    away = [f"{where} is {host}" for where, host in recipe.hosts.items() if not is_loopback(host)]
+    if recipe.security.tls == "off" and away:
+        raise ValueError(
+            f"security.tls is off, but {', '.join(away)}: only loopback may do without; write 127.0.0.1, or leave "
+            "security.tls out"
+        )
+    gateway = recipe.envgateway
+    if gateway is not None and gateway.node != 0 and not is_loopback(gateway.host):
+        raise ValueError(
+            f"envgateway.host is {gateway.host}, but on node {gateway.node} (envgateway.node) the gateway listens at the "
+            "address of that node: leave host out, and set NODE_HOST there to choose an address"
+        )
+    if recipe.security.tls == "off" and len(nodes := recipe.nodes()) > 1:
+        raise ValueError(
+            f"security.tls is off, but the recipe has processes on nodes {', '.join(map(str, nodes))}, which reach each "
+            "other over a network: leave security.tls out, or run everything on node 0"
+        )
+
+
+def check_ports(recipe: Recipe) -> None:
+    """No port is taken twice, and ports of metrics are of processes."""
+    ports: dict[int, str] = {}
+    for where, port in recipe.ports():
+        if port and port in ports:
+            raise ValueError(f"{where} and {ports[port]} are both {port}: give one of them another port")
+        ports[port] = where
+    known = recipe.processes_with_metrics()
+    for name in recipe.metrics.ports:
+        if name not in known:
+            raise ValueError(
+                f"metrics.ports names {name!r}, which is no process of this recipe; write one of {', '.join(known)}"
+            )
+
+
+# In this order: a later check may rely on an earlier one.
+CHECKS = (
+    check_served,
+    check_adapters,
+    check_trained,
+    check_teachers,
+    check_models,
+    check_batches,
+    check_environments,
+    check_ports,
+    check_sampling,
+    check_evaluation,
+    check_until,
+    check_security,
+    check_deterministic,
+)
 
 
 class SecurityConfig(Section):
@@ -506,76 +606,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> Recipe:
-        check_served(self.policies, self.inference, self.rollout)
-        check_adapters(self.policies, self.inference)
-        self._check_trained()
-        check_teachers(self.teachers, self.policies, self.sampling, self.inference)
-        check_models(self.policies, self.warm_start, self.sampling)
-        check_batches(self.trained_policies, self.rollout)
-        check_mixture(self.data, self.trained_policies)
-        check_environments(self.data, self.workflow, self.evaluation)
-        self._check_ports()
+        for check in CHECKS:
+            check(self)
         check_placement(self.inference, self.policies, self.placement)
-        if self.sampling.temperature == 0:
-            raise ValueError(
-                "sampling.temperature is 0: greedy rollouts of a group are all alike; write a value above 0"
-            )
-        check_sampling(self.run.steps > 0, self.sampling, self.inference)
-        check_evaluation(self.evaluation, self.data, self.policies, self.inference)
-        if self.run.until is not None:
-            apart = [policies[0] for policies in self.evaluation_compositions() if self.rollout.policies == "apart"]
-            check_until(self.run.until, self.evaluation, self.data.evaluation, apart)
-        self._check_security()
-        self._check_deterministic()
         return self
-
-    def _check_deterministic(self) -> None:
-        if not self.run.deterministic:
-            return
-        found = conflicts(self.policies, self.workflow, self.data, self.inference)
-        if self.run.until is not None:
-            found.append("run.until ends training when an evaluation beside it is done, whenever that is: write null")
-        if found:
-            raise ValueError(f"run.deterministic cannot hold: {'; '.join(found)}")
-
-    def _check_security(self) -> None:
-        away = [f"{where} is {host}" for where, host in self.hosts.items() if not is_loopback(host)]
-        if self.security.tls == "off" and away:
-            raise ValueError(
-                f"security.tls is off, but {', '.join(away)}: only loopback may do without; write 127.0.0.1, or leave "
-                "security.tls out"
-            )
-        gateway = self.envgateway
-        if gateway is not None and gateway.node != 0 and not is_loopback(gateway.host):
-            raise ValueError(
-                f"envgateway.host is {gateway.host}, but on node {gateway.node} (envgateway.node) the gateway listens at the "
-                "address of that node: leave host out, and set NODE_HOST there to choose an address"
-            )
-        if self.security.tls == "off" and len(nodes := self.nodes()) > 1:
-            raise ValueError(
-                f"security.tls is off, but the recipe has processes on nodes {', '.join(map(str, nodes))}, which reach each "
-                "other over a network: leave security.tls out, or run everything on node 0"
-            )
-
-    def _check_trained(self) -> None:
-        if self.run.steps and not self.trained_policies:
-            raise ValueError(
-                f"run.steps is {self.run.steps}, but trained is false for each of {sorted(self.policies)}: leave it out of "
-                "the policy to train, or set run.steps to 0"
-            )
-
-    def _check_ports(self) -> None:
-        ports: dict[int, str] = {}
-        for where, port in self.ports():
-            if port and port in ports:
-                raise ValueError(f"{where} and {ports[port]} are both {port}: give one of them another port")
-            ports[port] = where
-        for name in self.metrics.ports:
-            if name not in self.processes_with_metrics():
-                raise ValueError(
-                    f"metrics.ports names {name!r}, which is no process of this recipe; write one of "
-                    f"{', '.join(self.processes_with_metrics())}"
-                )
 
     @property
     def trained_policies(self) -> dict[str, PolicyConfig]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from services.common.config.algorithm import LossConfig, M2po
 from services.common.config.base import Listening, OnDevice, OnPort, Port, Section, refuse_unread, with_device
-from services.common.config.data import DatasetConfig, EvaluationConfig
 
 # --- The ``adapter`` section of a policy: LoRA. Plain pydantic, no torch.
 
@@ -244,7 +243,17 @@ class BatchConfig(Section):
         )
 
     @model_validator(mode="after")
-    def _late_settings_fit(self) -> BatchConfig:
+    def _fits_together(self) -> BatchConfig:
+        if self.resample is not None and self.group_by == "rollout":
+            raise ValueError(
+                "resample keeps single sequences of a group, and group_by is rollout: leave resample out, or write "
+                "group_by: attempt"
+            )
+        if self.replay.ratio > 0 and self.minibatches > self.fresh_size:
+            raise ValueError(
+                f"minibatches ({self.minibatches}) exceeds the {self.fresh_size} fresh sequences that replay.ratio "
+                f"{self.replay.ratio:g} leaves of size {self.size}: a minibatch needs at least one sequence"
+            )
         # with ``drop`` and ``mask`` no token older than ``max_staleness`` is trained
         refuse_unread(self, "late", {"max_token_age": ("keep", "wait")})
         if self.late == "wait" and self.order != "deadline":
@@ -260,24 +269,6 @@ class BatchConfig(Section):
             raise ValueError(
                 f"max_token_age ({self.max_token_age}) is below replay.max_staleness ({self.replay.max_staleness}): "
                 "lower replay.max_staleness"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sequences_can_be_chosen(self) -> BatchConfig:
-        if self.resample is not None and self.group_by == "rollout":
-            raise ValueError(
-                "resample keeps single sequences of a group, and group_by is rollout: leave resample out, or write "
-                "group_by: attempt"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _fresh_minibatches(self) -> BatchConfig:
-        if self.replay.ratio > 0 and self.minibatches > self.fresh_size:
-            raise ValueError(
-                f"minibatches ({self.minibatches}) exceeds the {self.fresh_size} fresh sequences that replay.ratio "
-                f"{self.replay.ratio:g} leaves of size {self.size}: a minibatch needs at least one sequence"
             )
         return self
 
@@ -389,29 +380,21 @@ class PolicyConfig(Section):
     def _adapters_travel_whole(cls, written: Any) -> Any:
         return with_adapter_transfer(written)
 
-    @model_validator(mode="after")
-    def _published_as_computed(self) -> PolicyConfig:
-        if self.weights.publish_dtype == "auto" and self.trainer.compute_dtype != "auto":
-            weights = self.weights.model_copy(update={"publish_dtype": self.trainer.compute_dtype})
-            object.__setattr__(self, "weights", weights)
-        return self
-
     @property
     def published_dtype(self) -> DTypeName:
         """The type of versions; bfloat16 while it is `auto` and no process knows the trainer's device: all must agree."""
         return "bfloat16" if self.weights.publish_dtype == "auto" else self.weights.publish_dtype
 
     @model_validator(mode="after")
-    def _adapter_fits(self) -> PolicyConfig:
+    def _fits_together(self) -> PolicyConfig:
+        if self.weights.publish_dtype == "auto" and self.trainer.compute_dtype != "auto":  # published as computed
+            weights = self.weights.model_copy(update={"publish_dtype": self.trainer.compute_dtype})
+            object.__setattr__(self, "weights", weights)
         distillation = self.algorithm.distillation
         if self.adapter is not None:
             has_teacher = distillation is not None and distillation.teacher_model is not None
             check_adapter(trained=self.trained, offload=self.trainer.offload, has_teacher=has_teacher)
-        return self
-
-    @model_validator(mode="after")
-    def _credit_fits_batch(self) -> PolicyConfig:
-        if self.algorithm.distillation is not None and self.batch.dynamic_sampling:
+        if distillation is not None and self.batch.dynamic_sampling:
             raise ValueError(
                 "batch.dynamic_sampling drops groups of equal rewards, which algorithm.distillation can learn from: set "
                 "batch.dynamic_sampling to false"
@@ -471,59 +454,3 @@ class UntilConfig(Section):
     def threshold(self, policy: str = "") -> float:
         """The threshold of a policy that plays apart; without a name, of all that play together."""
         return self.at_least[policy] if isinstance(self.at_least, dict) else self.at_least
-
-
-def check_until(
-    until: UntilConfig, evaluation: EvaluationConfig, datasets: Mapping[str, DatasetConfig], apart: Sequence[str]
-) -> None:
-    """Refuse a threshold on an evaluation that this recipe never makes. ``apart``: policies that have passes of their
-    own.
-
-    Raises ``ValueError``.
-    """
-    during = evaluation.during_samplings or list(evaluation.samplings)
-    if until.evaluation not in evaluation.samplings:
-        raise ValueError(
-            f"run.until.evaluation names {until.evaluation!r}, which is no way of sampling of this recipe; write one of "
-            f"evaluation.samplings: {sorted(evaluation.samplings)}"
-        )
-    if not evaluation.every:
-        raise ValueError(
-            "run.until ends training by an evaluation, and evaluation.every is 0, so that none is played while it lasts: set "
-            "evaluation.every to a number of steps, or run.until to null"
-        )
-    if until.evaluation not in during:
-        raise ValueError(
-            f"run.until.evaluation is {until.evaluation!r}, which evaluation.during_samplings ({during}) leaves out: add it there"
-        )
-    if until.dataset is not None and until.dataset not in datasets:
-        raise ValueError(
-            f"run.until.dataset names {until.dataset!r}, which is none of data.evaluation; write one of {sorted(datasets)}"
-        )
-    if isinstance(until.at_least, dict) and set(until.at_least) != set(apart):
-        told = (
-            f"it must have a number for each of {sorted(apart)}"
-            if apart
-            else "the policies of this recipe play together and share one result: write one number"
-        )
-        raise ValueError(f"run.until.at_least is for {sorted(until.at_least)}: {told}")
-    if until.pass_at is not None:
-        _check_pass_at(until, until.pass_at, evaluation, datasets)
-
-
-def _check_pass_at(
-    until: UntilConfig, k: int, evaluation: EvaluationConfig, datasets: Mapping[str, DatasetConfig]
-) -> None:
-    for name, dataset in datasets.items():
-        samples = dataset.samples_per_task or evaluation.samples_per_task
-        if until.dataset in (None, name) and (k > samples or k & (k - 1)):
-            raise ValueError(
-                f"run.until.metric is {until.metric}, and data.evaluation.{name} has {samples} samples of a task: k is a power "
-                "of two up to that; write another k, or raise samples_per_task"
-            )
-    numbers = until.at_least.values() if isinstance(until.at_least, dict) else (until.at_least,)
-    for number in numbers:
-        if not 0.0 < number <= 1.0:
-            raise ValueError(
-                f"run.until.at_least is {number:g}, and {until.metric} is a share: write one above 0, up to 1"
-            )

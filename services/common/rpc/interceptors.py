@@ -160,29 +160,25 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         take: Any = read_each if handler.request_streaming else read
 
-        async def unary(request: Any, context: Context) -> bytes:
-            self._caller_of(method, context)
-            with self._entered(method, context):
-                # Serialised here and not by gRPC, so that an answer that is too large becomes a structured error.
-                return write(await behaviour(take(request), context))
+        async def unary(request: Any, context: Context, _: Caller | None) -> bytes:
+            # Serialised here and not by gRPC, so that an answer that is too large becomes a structured error.
+            return write(await behaviour(take(request), context))
 
-        async def streaming(request: Any, context: Context) -> None:
-            found = self._caller_of(method, context)
-            with self._entered(method, context):
-                if self._who is None or found is None:
-                    await _written(behaviour, take(request), context)
-                    return
-                # Reported like a lost connection: the caller calls again, with renewed credentials or to get the reason.
-                ended = InfrastructureError(f"the {found.shown} of this call has expired: call again with a new one")
-                ending = _Ending(context, max(0.0, found.ends_at - self._who.clock()), ended)
-                try:
-                    await _written(behaviour, take(request), ending)
-                except asyncio.CancelledError:
-                    if not ending.cancelled_it():
-                        raise
-                    raise ended from None
-                finally:
-                    ending.over()
+        async def streaming(request: Any, context: Context, found: Caller | None) -> None:
+            if self._who is None or found is None:
+                await _written(behaviour, take(request), context)
+                return
+            # Reported like a lost connection: the caller calls again, with renewed credentials or to get the reason.
+            ended = InfrastructureError(f"the {found.shown} of this call has expired: call again with a new one")
+            ending = _Ending(context, max(0.0, found.ends_at - self._who.clock()), ended)
+            try:
+                await _written(behaviour, take(request), ending)
+            except asyncio.CancelledError:
+                if not ending.cancelled_it():
+                    raise
+                raise ended from None
+            finally:
+                ending.over()
 
         inner: Any = streaming if handler.response_streaming else unary
 
@@ -190,7 +186,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             # The caller's ids are on every log line of the call.
             with structlog.contextvars.bound_contextvars(**ids_from_metadata(context.invocation_metadata() or ())):
                 try:
-                    return await inner(request, context)
+                    found = self._caller_of(method, context)
+                    with ExitStack() as entered:
+                        for each in self._around:
+                            entered.enter_context(each(method, context))
+                        return await inner(request, context, found)
                 except grpc.aio.AbortError:
                     raise  # told already
                 except grpc.aio.InternalError:
@@ -207,12 +207,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         kind = f"{_KIND[handler.request_streaming]}_{_KIND[handler.response_streaming]}"
         make: Callable[..., Handler] = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(answered, response_serializer=write if handler.response_streaming else None)
-
-    def _entered(self, method: str, context: Context) -> ExitStack:
-        stack = ExitStack()
-        for each in self._around:
-            stack.enter_context(each(method, context))
-        return stack
 
     async def _refuse(self, method: str, context: Context, error: RollmillError) -> None:
         # An unauthenticated caller could name another method each time, so these share one kind.

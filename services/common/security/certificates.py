@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -167,6 +168,15 @@ def is_certificate(pem: bytes) -> bool:
     try:
         x509.load_pem_x509_certificate(pem)
     except ValueError:
+        return False
+    return True
+
+
+def is_signed_by(certificate: bytes, authority: bytes) -> bool:
+    """Whether the authority (PEM) has signed this certificate (DER)."""
+    try:
+        x509.load_der_x509_certificate(certificate).verify_directly_issued_by(x509.load_pem_x509_certificate(authority))
+    except (ValueError, TypeError, InvalidSignature):
         return False
     return True
 

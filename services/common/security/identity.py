@@ -208,8 +208,6 @@ PROBE_S = 2.0  # for connecting, and again for the handshake
 _CLOSED_TIMES = 3  # handshakes in a row after which a server that closes is not one that happens to be ending
 _BETWEEN_S = 1.0
 _FIRST_WORD_S = 0.5  # a server that refuses our certificate says so after its own handshake is done
-_EXPIRED, _NOT_YET_VALID = 10, 9  # X509_V_ERR_CERT_...
-_WRONG_NAMES = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
 
 
 def refusal(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) -> AccessError | None:
@@ -249,19 +247,16 @@ def _without_keys(address: str, connection: socket.socket) -> AccessError | None
 
 def _with_keys(address: str, connection: socket.socket, who: Identity, peer: Peer) -> AccessError | None:
     context = _anyone()
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.check_hostname = True
-    context.load_verify_locations(cadata=who.bundle.ca.decode())
     context.load_cert_chain(who.folder / files.CERTIFICATE, who.folder / files.KEY)
     talking = False
     try:
-        with context.wrap_socket(connection, server_hostname=peer.dns_name) as talk:
+        with context.wrap_socket(connection) as talk:
             talking = True
+            if (found := _distrusted(address, talk.getpeercert(binary_form=True) or b"", who, peer)) is not None:
+                return found
             talk.settimeout(_FIRST_WORD_S)
             if not talk.recv(1) and who.bundle.client_certificates:
                 raise _ClosedError
-    except ssl.SSLCertVerificationError as error:
-        return _distrusted(address, error, who, peer)
     except TimeoutError:
         return None
     except ssl.SSLError as error:
@@ -281,38 +276,27 @@ def _with_keys(address: str, connection: socket.socket, who: Identity, peer: Pee
     return None
 
 
-def _distrusted(address: str, error: ssl.SSLCertVerificationError, who: Identity, peer: Peer) -> AccessError:
-    from services.common.security.certificates import holder_of
+def _distrusted(address: str, shown: bytes, who: Identity, peer: Peer) -> AccessError | None:
+    """What is wrong with the certificate (DER) of a server."""
+    from services.common.security.certificates import holder_of, is_signed_by
 
-    if error.verify_code in (_EXPIRED, _NOT_YET_VALID, *_WRONG_NAMES):
-        try:
-            with (
-                socket.create_connection(host_and_port(address), PROBE_S) as connection,
-                _anyone().wrap_socket(connection) as talk,
-            ):
-                holder = holder_of(talk.getpeercert(binary_form=True) or b"")
-            files.check_times(
-                f"the certificate at {address}",
-                holder.role,
-                holder.begins_at,
-                holder.ends_at,
-                who.clock(),
-                leeway_s=0.0,
-            )
-        except UnauthenticatedError as untimely:
-            return untimely
-        except (OSError, ConfigError):
-            shown = f"a service whose certificate is refused ({error.verify_message})"
-        else:
-            shown = holder.role.value
+    if not is_signed_by(shown, who.bundle.ca):
         return UnauthenticatedError(
-            f"{address} is {shown}, not {peer.value}: the address is wrong, or another service answers in its place",
-            why="peer",
+            f"{address} has a certificate that this run's authority did not sign: it belongs to another run, or has keys of "
+            f"another `rollmill keys`; this process has those in {who.folder}",
+            why="run",
         )
+    holder = holder_of(shown)
+    what = f"the certificate at {address}"
+    try:
+        files.check_times(what, holder.role, holder.begins_at, holder.ends_at, who.clock(), leeway_s=0.0)
+    except UnauthenticatedError as untimely:
+        return untimely
+    if peer in files.PEERS_OF.get(holder.role, ()):
+        return None
     return UnauthenticatedError(
-        f"{address} has a certificate that this run's authority did not sign ({error.verify_message}): it belongs to "
-        f"another run, or has keys of another `rollmill keys`; this process has those in {who.folder}",
-        why="run",
+        f"{address} is {holder.role.value}, not {peer.value}: the address is wrong, or another service answers in its place",
+        why="peer",
     )
 
 

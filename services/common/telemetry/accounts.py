@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple, NewType
@@ -465,7 +465,6 @@ class TimeAccount:
         lane.since = now
 
 
-def during_here(name: AnyActivity, on: Component = NOBODY) -> AbstractContextManager[object]:
+def during_here(name: AnyActivity, on: Component = NOBODY) -> Wait:
     """Like ``during`` of the account with this task's lane; without a lane, no time is counted."""
-    lane = _LANE.get()
-    return nullcontext() if lane is None else lane.account.during(name, on, lane)
+    return Wait(Activity(name, on), _LANE.get())

@@ -8,12 +8,13 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from services.common.records import WeightTransfer
 from services.common.telemetry.accounts import AccountState
 
 
@@ -161,6 +162,19 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedTransfer:
+    """A transfer, and the replica that reports it: one row of ``RowKind.WEIGHT_TRANSFER``."""
+
+    replica: str
+    transfer: WeightTransfer
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> ReportedTransfer:
+        known = {field.name: row[field.name] for field in fields(WeightTransfer)}
+        return cls(replica=row["replica"], transfer=WeightTransfer(**known))
 
 
 # --- Contents of ``summary.json``: the orchestrator writes the file at the end of a run, and the launcher adds its

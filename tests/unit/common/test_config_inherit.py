@@ -99,24 +99,11 @@ def test_another_source_of_data_replaces_the_parents_and_keeps_what_is_not_of_it
     assert by_set.evaluation["held_out"].path is None and by_set.train.generator == "a.b:c"
 
 
-def test_two_sources_in_one_section_are_still_refused(tmp_path: Path) -> None:
-    write(tmp_path, PARENT, "parent.yaml")
-    child = "extends: parent.yaml\nname: mine\ndata: {train: {path: mine.jsonl, name: math500}}\n"
-    with pytest.raises(ConfigError, match="exactly one"):
-        load_recipe(write(tmp_path, child), (), {})
-
-
 @pytest.mark.parametrize(("context", "tokens"), [(4096, 1024), (2048, 1024), (1024, 512), (128, 64)])
 def test_the_default_budget_of_a_turn_leaves_room_for_a_prompt(tmp_path: Path, context: int, tokens: int) -> None:
     recipe = load_recipe(write(tmp_path, PARENT), [f"policies.model0.model.context_length={context}"], {})
     assert recipe.sampling.max_new_tokens == tokens
     assert recipe.evaluation.samplings["greedy"].max_new_tokens == tokens
-
-
-def test_a_budget_that_is_written_stays(tmp_path: Path) -> None:
-    overrides = ["policies.model0.model.context_length=64", "sampling.max_new_tokens=60"]
-    recipe = load_recipe(write(tmp_path, PARENT), overrides, {})
-    assert (recipe.sampling.max_new_tokens, recipe.evaluation.samplings["greedy"].max_new_tokens) == (60, 60)
 
 
 @pytest.mark.parametrize("context", [128, 4096])

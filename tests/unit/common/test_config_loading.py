@@ -27,23 +27,6 @@ def write(directory: Path, text: str, name: str = "recipe.yaml") -> Path:
     return path
 
 
-def test_a_recipe_merges_over_its_base_key_by_key(tmp_path: Path) -> None:
-    write(tmp_path, MINIMAL, "base.yaml")
-    recipe = load_recipe(
-        write(
-            tmp_path,
-            """
-            extends: base.yaml
-            name: child
-            policies: {model0: {batch: {size: 7, minibatches: 1}}}
-            """,
-        )
-    )
-    assert recipe.name == "child"
-    assert recipe.policies["model0"].batch.size == 7
-    assert recipe.policies["model0"].model.path == "some/model"
-
-
 def test_paths_in_a_home_and_relative_ones_of_overrides_are_absolute_for_all_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,5 +115,5 @@ def test_a_variable_that_lists_no_gpus_is_refused(recipe: Path, text: str) -> No
 def test_one_policy_without_numbers_of_engines_gets_all_gpus(recipe: Path) -> None:
     alone = ["inference.b={port: 9, policies: [model1], gpus: [8, 9, 10, 11], sglang: {tensor_parallel: 2}}"]
     load_recipe(recipe, alone, {})
-    with pytest.raises(ConfigError, match="write a multiple of 2"):
+    with pytest.raises(ConfigError, match="has 3: write 2 GPUs there"):
         load_recipe(recipe, [alone[0].replace(", 11]", "]")], {})
