@@ -15,7 +15,7 @@ import structlog
 import typer
 from rich.console import Console
 
-from services.cli.commands import data_app, live_app, recipe_app
+from services.cli.commands import live_app, recipe_app
 from services.cli.console import Interrupted, exit_code, say, tell
 from services.cli.keys_command import keys_app
 from services.cli.run_commands import journal_app, reading_app, results_app
@@ -33,10 +33,13 @@ app = typer.Typer(
     "Begin with `rollmill run quickstart`: it trains a small model on this machine in minutes. `rollmill new mine` writes a recipe, a reward and rows to change.",
 )
 for name, path in provided("commands").items():
-    reading_app.command(name)(resolve_name(path))  # not by load_object, which puts the current directory on the path
+    command = resolve_name(path)  # not by load_object, which puts the current directory on the path
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=name)
+    else:
+        reading_app.command(name)(command)
 for commands in (recipe_app, live_app, reading_app, results_app):
     app.add_typer(commands)  # unnamed: its commands are the app's own
-app.add_typer(data_app, name="data")
 app.add_typer(journal_app, name="journal")
 app.add_typer(keys_app, name="keys")
 

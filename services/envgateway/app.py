@@ -182,7 +182,7 @@ class Gateway:
         if self.task_server is not None:
             await self.task_server.start()
         self._tasks.start(self._episodes.expire_forever(), "expire episodes")
-        self._tasks.start(GarbageSweeper(lambda: self._account.is_resting).run(), "collect garbage")
+        self._tasks.start(GarbageSweeper().run(), "collect garbage")
         self.server.set_ready()
         return port
 

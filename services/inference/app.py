@@ -214,7 +214,7 @@ class _Process:
             tasks.start(turns.run(), "device turns")
             tasks.start(self._gateway_watch.run(), "gateway watch")
             # Python's own collector would walk the objects of the model's libraries repeatedly: a tenth of the CPU.
-            tasks.start(GarbageSweeper(lambda: not player.num_running).run(), "collect garbage")
+            tasks.start(GarbageSweeper().run(), "collect garbage")
             membership = tasks.start(replica.run(), "pool membership")
             drained = tasks.start(_finish_when_drained(replica, player, sender), "drain")
             stop = tasks.start(self._server.wait_for_stop(), "stop signal")

@@ -129,7 +129,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     async with TaskOwner() as tasks:
         try:
             tasks.start(Watch(core).run(), "watch")
-            tasks.start(GarbageSweeper(lambda: not core.pool.num_running).run(), "collect garbage")
+            tasks.start(GarbageSweeper().run(), "collect garbage")
             server.set_ready()
             ending = tasks.start(_live_and_part(core), "lifecycle")
             stopping = tasks.start(server.wait_for_stop(), "signals")

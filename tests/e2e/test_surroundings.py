@@ -48,7 +48,7 @@ def left(number):
 
 def test_a_run_trains_to_its_end_and_a_reward_that_leaves_or_cancels_fails_its_rollouts_by_name(tmp_path: Path) -> None:
     """Proxies, two ranks in another job, ignored signals, ASCII, a closed input, a full output. Without a run:
-    tests/unit/common/test_surroundings.py."""
+    tests/unit/common/test_process.py."""
     read(tmp_path, "new", "mine")
     (tmp_path / "mine" / "wild.py").write_text(REWARDS)
     settings = ("policies.model0.trainer.num_ranks=2", "description=reward ≤ 1 🎉", "run.dir=./ü ≤",

@@ -80,25 +80,21 @@ def prepare(recipe: Recipe) -> tuple[Recipe, Path]:
     Raises ``ConfigError`` when the directory exists already or cannot be written, a port is taken, the keys of
     ``ROLLMILL_KEYS`` cannot be used, or other nodes could not reach this one.
     """
-    wanted = recipe
-    recipe = with_run_id(wanted)
-    recipe = with_free_ports(with_addresses(recipe))
+    named = bool(recipe.run.id)
+    first = recipe = with_free_ports(with_addresses(with_run_id(recipe)))
     if taken := ports_in_use(recipe):
         raise ConfigError("\n".join(taken))
     if recipe.security.tls != "off" and (given := os.environ.get(VARIABLE)):
         operate(Path(given))  # before a directory is there that would be in the way of the next try
-    run_dir = _claim(recipe)
-    for number in range(2, _NAMES):
-        if run_dir is not None or wanted.run.id:
-            break
-        name = f"{with_run_id(wanted).run.id}-{number}"
-        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"id": name})})
-        run_dir = _claim(recipe)
-    if run_dir is None:
-        run_dir = _directory(recipe)
+    for number in range(2, 2 if named else _NAMES):
+        if (run_dir := _claim(recipe)) is not None:
+            return recipe, run_dir
+        run = first.run.model_copy(update={"id": f"{first.run.id}-{number}"})
+        recipe = first.model_copy(update={"run": run})
+    if (run_dir := _claim(recipe)) is None:
         raise ConfigError(
-            f"{run_dir} holds a run already: choose another name with --set run.id=NAME, "
-            f"or go on with it: rollmill run --resume {run_dir}"
+            f"{_directory(recipe)} holds a run already: choose another name with --set run.id=NAME, "
+            f"or go on with it: rollmill run --resume {_directory(recipe)}"
         )
     return recipe, run_dir
 
@@ -317,19 +313,12 @@ def choose(recipe: Recipe, *, asked: bool) -> tuple[Path | None, str]:
         return None, ""
     why = "--resume auto" if asked else "run.resume: auto"
     runs = Path(recipe.run.dir)
-    num_ended = 0
     skipped: list[str] = []
     for run_dir in newest_first(runs, lambda resolved: resolved.stat().st_mtime_ns, recipe.run.id or "*"):
         verdict = _verdict(recipe, run_dir)
-        if verdict is None:
-            continue  # of another recipe
-        if state := ended(run_dir):
-            num_ended += 1
-            skipped += [f"{run_dir} is over ({state})"] if num_ended == 1 else []
-        elif verdict:
-            skipped.append(f"{run_dir} is left alone: {verdict}")
-        else:
+        if verdict == "":
             return run_dir, f"going on with {run_dir}, the newest run of {recipe.name} that has not ended ({why})"
+        skipped += [f"{run_dir} is {verdict}"] if verdict is not None else []
     more = [f"and {len(skipped) - _TOLD} more"] if len(skipped) > _TOLD else []
     reasons = "; ".join([*skipped[:_TOLD], *more]) or f"there is none in {runs}"
     return None, f"beginning a new run, for no run of {recipe.name} can go on ({why}): {reasons}"
@@ -341,18 +330,20 @@ def _verdict(recipe: Recipe, run_dir: Path) -> str | None:
         found = load_resolved(run_dir)
     except ConfigError as error:  # as another version or a full disk may have left it
         why = " ".join(line.strip() for line in error.message.splitlines()[:2])
-        return why if run_dir.name.startswith(recipe.name) else None
+        return f"left alone: {why}" if run_dir.name.startswith(recipe.name) else None
     if found.name != recipe.name:
         return None
+    if state := ended(run_dir):
+        return f"over ({state})"
     if found.run.id != run_dir.name:
-        return f"its {RESOLVED} is that of run {found.run.id}"
+        return f"left alone: its {RESOLVED} is that of run {found.run.id}"
     if not os.access(run_dir, os.W_OK | os.X_OK):
-        return "it cannot be written"
+        return "left alone: it cannot be written"
     different = differences(found, recipe)
     if not different:
         return ""
     more = f", and {len(different) - 1} more" if len(different) > 1 else ""
-    return f"{different[0]}{more}"
+    return f"left alone: {different[0]}{more}"
 
 
 def differences(found: Recipe, wanted: Recipe) -> list[str]:

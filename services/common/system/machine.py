@@ -10,7 +10,7 @@ import os
 import socket
 import sqlite3
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # such as "200000 100000": two cores' worth of time
@@ -144,10 +144,9 @@ def available_bytes() -> int:
 # --- Collects reference cycles in small steps, in a process that holds many objects and must answer at once.
 
 
-_LOOK_EVERY_S, _LOOKS = 0.1, 5  # a sweep at the fifth look at the latest
-_MANY = 3  # collections of the first generation, each of some thousand new objects: a sweep at this look
+_SWEEP_EVERY_S = 0.5
 _NEVER = 1 << 30  # of the second generation, before Python's own full collection
-_GROWTH, _GROWTH_IDLE = 2.0, 1.25
+_GROWTH = 2.0
 _FEWEST = 1_000_000  # blocks; fewer are counted as so many
 
 
@@ -157,9 +156,7 @@ class GarbageSweeper:
     ``num_full``: full collections so far.
     """
 
-    def __init__(self, is_idle: Callable[[], bool] = lambda: False, *, fewest: int = _FEWEST) -> None:
-        """``is_idle``: whether no request is in progress at this moment."""
-        self._is_idle = is_idle
+    def __init__(self, *, fewest: int = _FEWEST) -> None:
         self._fewest = fewest
         # Blocks after the last full collection. At the start these are of modules: a collection finds no garbage among
         # them, and in a forked process it would copy the pages that the process shares with its parent.
@@ -175,20 +172,16 @@ class GarbageSweeper:
         try:
             while True:
                 self.sweep()
-                for _ in range(_LOOKS):
-                    await asyncio.sleep(_LOOK_EVERY_S)
-                    if gc.get_count()[2] >= _MANY:
-                        break
+                await asyncio.sleep(_SWEEP_EVERY_S)
         finally:
             if not was_frozen:
                 gc.unfreeze()
             gc.set_threshold(*thresholds)
 
     def sweep(self) -> None:
-        """Collect the objects made since the last sweep, or all where that is due; freeze the survivors."""
-        growth = _GROWTH_IDLE if self._is_idle() else _GROWTH
+        """Collect the objects made since the last sweep, or all where memory has doubled; freeze the survivors."""
         # blocks and not ``gc.get_freeze_count``, which walks all that is set aside
-        is_full = sys.getallocatedblocks() > growth * max(self._after_full, self._fewest)
+        is_full = sys.getallocatedblocks() > _GROWTH * max(self._after_full, self._fewest)
         if is_full:
             gc.unfreeze()
         gc.collect()

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import sys
 import tempfile
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -47,16 +46,18 @@ class Parked:
     def __init__(self, tensors: Iterable[torch.Tensor], directory: Path) -> None:
         """Raises ``OSError``: the file cannot be written; then nothing is freed."""
         self._storages = _storages(tensors)
+        self._file = tempfile.TemporaryFile(dir=directory, prefix=".parked-", buffering=0)  # noqa: SIM115 (until restored)
+        weakref.finalize(self, self._file.close)  # of a process that leaves without its turn, too
         self._on_host: list[torch.Tensor] = []  # of each storage of a GPU, in order
-        self._file: IO[bytes] | None = None
         for storage in self._storages:
             if storage.is_host:
-                self._write(storage, directory)
+                left = storage.memory()
+                while left:
+                    left = left[self._file.write(left) :]
             else:
                 copy = torch.empty(storage.size, dtype=torch.uint8, pin_memory=True)
                 self._on_host.append(copy.copy_(storage.bytes(), non_blocking=True))
-        if self._on_host:
-            torch.cuda.synchronize(self._storages[0].storage.device)
+        self._synchronize()
         for storage in self._storages:
             _free(storage.storage)
         _return_to_device(self._storages)
@@ -64,28 +65,24 @@ class Parked:
     def restore(self) -> None:
         """Bring the contents back. Raises ``OSError``: the file cannot be read."""
         on_host = iter(self._on_host)
-        position = 0
+        self._file.seek(0)
         for storage in self._storages:
             storage.allocate()
             if storage.is_host:
-                assert self._file is not None
-                position = _read(self._file.fileno(), storage.memory(), position)
+                left = storage.memory()
+                while left:
+                    if not (count := self._file.readinto(left)):
+                        raise OSError("the file of parked tensors is shorter than they are")
+                    left = left[count:]
             else:
                 storage.bytes().copy_(next(on_host), non_blocking=True)
-        if self._on_host:
-            torch.cuda.synchronize(self._storages[0].storage.device)
+        self._synchronize()
         self._on_host.clear()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
-    def _write(self, storage: _Storage, directory: Path) -> None:
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(dir=directory, prefix=".parked-", buffering=0)  # noqa: SIM115 (until restored)
-            weakref.finalize(self, self._file.close)  # of a process that leaves without its turn, too
-        left = storage.memory()
-        while left:
-            left = left[os.write(self._file.fileno(), left) :]
+    def _synchronize(self) -> None:
+        for device in {storage.storage.device for storage in self._storages if not storage.is_host}:
+            torch.cuda.synchronize(device)
 
 
 class _Storage:
@@ -143,13 +140,3 @@ def _free(storage: Any) -> None:
 def _return_to_device(storages: list[_Storage]) -> None:
     if any(not storage.is_host for storage in storages):
         torch.cuda.empty_cache()
-
-
-def _read(file: int, memory: memoryview, position: int) -> int:
-    while memory:
-        count = os.preadv(file, [memory], position)
-        if not count:
-            raise OSError("the file of parked tensors is shorter than they are")
-        position += count
-        memory = memory[count:]
-    return position

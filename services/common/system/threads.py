@@ -142,18 +142,18 @@ def stack_of(thread_id: int) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    what: str
+    function: Callable[..., Any]
     answer: asyncio.Future[Any]
     begun_at: float = field(default_factory=time.monotonic)
     thread_id: int = 0
     abandoned: bool = False
 
-    def work(self, function: Callable[[], Any], ended: Callable[[_Call], None]) -> None:
+    def work(self, bound: Callable[[], Any], ended: Callable[[_Call], None]) -> None:
         """Run in a thread of its own; ``ended`` is called there before the answer is given."""
         self.thread_id = threading.get_ident()
         result, error = None, None
         try:
-            result = function()
+            result = bound()
         except BaseException as raised:  # noqa: BLE001 - any error goes to the waiting caller
             error = raised
         ended(self)
@@ -194,11 +194,22 @@ class DaemonThreads:
         Raises:
             RuntimeError: the machine has no thread to give, or the function raised it.
         """
-        await self._take_place()
+        loop = asyncio.get_running_loop()
+        if self._num_places < self._most:
+            self._num_places += 1
+        else:
+            turn = loop.create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # it got the place in the same moment
+                    self._hand_on_place()
+                raise
         try:
             if on_begin is not None:
                 on_begin()
-            call = _Call(_name_of(function), asyncio.get_running_loop().create_future())
+            call = _Call(function, loop.create_future())
             bound = functools.partial(contextvars.copy_context().run, function, *arguments)
             thread = threading.Thread(
                 target=call.work, args=(bound, self._running.discard), name="call of foreign code", daemon=True
@@ -216,19 +227,6 @@ class DaemonThreads:
                 raise
         finally:
             self._hand_on_place()
-
-    async def _take_place(self) -> None:
-        if self._num_places < self._most:
-            self._num_places += 1
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # it got the place in the same moment
-                self._hand_on_place()
-            raise
 
     def _hand_on_place(self) -> None:
         while self._waiting:
@@ -270,7 +268,7 @@ class DaemonThreads:
         oldest = min(tuple(self._running), key=lambda call: call.begun_at, default=None)
         if oldest is None or (seconds := time.monotonic() - oldest.begun_at) < limit_s:
             return None
-        return StuckThread(oldest.what, seconds, oldest.thread_id)
+        return StuckThread(_name_of(oldest.function), seconds, oldest.thread_id)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -401,11 +401,6 @@ class TimeAccount:
             for lane in self._free:
                 self._replace(lane, self._rest, now)
 
-    @property
-    def is_resting(self) -> bool:
-        """Whether no lane is in anything that was entered with ``lane`` or ``during``."""
-        return len(self._free) == len(self._lanes) if self.num_lanes > 1 else len(self._lanes[0].entries) == 1
-
     def beat(self, num_done: int = 1) -> None:
         """Pieces of work were done."""
         self._progress += num_done  # by one thread; a lock would be felt in a decoding step

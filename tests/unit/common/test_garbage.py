@@ -55,16 +55,6 @@ def test_cycles_that_were_set_aside_are_collected_when_memory_has_doubled() -> N
     assert len(many)
 
 
-@pytest.mark.parametrize(("is_idle", "num_full"), [(False, 0), (True, 1)])
-def test_an_idle_process_is_collected_earlier(is_idle: bool, num_full: int) -> None:
-    sweeper = GarbageSweeper(lambda: is_idle, fewest=1)
-    sweeper.sweep()
-    many = [object() for _ in range(sys.getallocatedblocks() // 2)]
-    sweeper.sweep()
-    assert sweeper.num_full == num_full
-    assert len(many)
-
-
 @pytest.mark.parametrize("was_frozen", [False, True])
 async def test_the_collector_is_as_it_was_when_the_sweeper_ends(was_frozen: bool) -> None:
     """Also where another part of the process has set objects aside, as a fork server does."""

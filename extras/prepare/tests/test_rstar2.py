@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from extras.prepare.rstar2 import process_train_dataset
 from services.common.errors import DatasetError
-from services.orchestrator.tasks.process_train_dataset import process_train_dataset
 
 CHAT = {"prompt": [{"role": "user", "content": "What is 2+2?"}], "reward_model": {"ground_truth": 4, "style": "rule"}}
 PLAIN = {"problem": "What is 3+3?", "answer": "6"}
