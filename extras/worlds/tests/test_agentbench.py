@@ -116,7 +116,7 @@ async def test_a_busy_server_is_asked_again_and_the_turn_taken_once(kind: str) -
 @pytest.mark.parametrize("kind", FAKES)
 async def test_a_turn_that_a_busy_server_never_took_may_be_repeated(kind: str) -> None:
     fake = FAKES[kind]()
-    async with playing(fake, step_timeout_s=3.0) as world:
+    async with playing(fake, step_timeout_s=1.0) as world:
         episode = await begin(world)
         with pytest.raises(InfrastructureError, match="busy") as failure:
             await episode.step("busy 99")

@@ -104,7 +104,7 @@ async def test_a_cancelled_episode_is_gone_and_frees_its_place(http: Http) -> No
     assert http.episodes.num_live == 3
 
 
-@pytest.mark.parametrize("order", ["crash", "lost", "stall", "fail 9"])
+@pytest.mark.parametrize("order", ["crash", "lost", "fail 9"])
 async def test_a_failure_of_the_machine_is_an_error_that_frees_the_place(http: Http, order: str) -> None:
     start = await _start(http)
     assert "reward" not in await _step(http, start, order, status=500)

@@ -48,12 +48,6 @@ async def test_a_game_without_a_score_pays_for_the_win(tmp_path: Path) -> None:
     assert [result.reward for result in results] == [0.0, 1.0]
 
 
-async def test_a_reply_without_an_action_costs_a_turn_and_the_last_turn_ends_it(tmp_path: Path) -> None:
-    results = await play(ScriptedGame(1.0, []), tmp_path, 2, ["hello", "hello"])
-    assert [result.done for result in results] == [False, True]
-    assert results[-1].status == "task limit reached" and results[-1].metrics["malformed_replies"] == 2.0
-
-
 def test_the_games_text_is_shown_without_drawing_and_prompt() -> None:
     feedback = (
         "\n\n   ____  ____\n  |  \\$$/ >$|\n\nYou win by dancing.\n\n\n\n-= Hall =-\nA hall.\n\n\n>      -= Hall =-0/1"
