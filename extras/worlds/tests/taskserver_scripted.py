@@ -55,7 +55,7 @@ class Orders:
             case ["lost"]:
                 raise EpisodeLostError("the game's process died")
             case ["slow"]:
-                await asyncio.sleep(2.0)
+                await asyncio.sleep(1.0)
         return StepResult(observation=f"you said {action}", reward=0.25)
 
     async def close(self) -> None:
