@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from extras.worlds.textworld import TextworldEpisode, TextworldSettings, game_of, index_of, list_games, opening, tidy
+from extras.worlds.textworld import TextworldEpisode, TextworldSettings, game_of, list_games, opening, tidy
 from services.common.config.envgateway import GamesConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.envgateway.envs.base import settings_of
@@ -66,12 +66,15 @@ def test_games_of_a_folder_count_in_their_sorted_names(tmp_path: Path) -> None:
     assert list_games(tmp_path) == ["a.z5", "b.z8"]
     assert game_of({"index": 1}, tmp_path) == tmp_path / "b.z8"
     assert game_of({"game": "a.z5"}, tmp_path) == tmp_path / "a.z5"
-    for task in ({"index": 2}, {"game": "../b.z8"}, {"game": ["b.z8"]}):
+    for task in ({"game": "../b.z8"}, {"game": ["b.z8"]}):
         with pytest.raises(InvalidRequestError, match="there is no game"):
             game_of(task, tmp_path)
-    for task in ({}, {"index": -1}, {"index": "1"}, {"index": True}):
+    for task in ({"index": -1}, {"index": 2}):
+        with pytest.raises(InvalidRequestError, match="holds 2 games, and indices count from 0"):
+            game_of(task, tmp_path)
+    for task in ({}, {"index": "1"}, {"index": True}):
         with pytest.raises(InvalidRequestError, match="needs `index`"):
-            index_of(task)
+            game_of(task, tmp_path)
 
 
 PAGE = "environments.md"

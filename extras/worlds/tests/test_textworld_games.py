@@ -77,7 +77,7 @@ async def test_a_folder_of_games_is_played_by_index_or_name(made: Path, tmp_path
         by_index = await client.create("textworld", {"index": 0})
         by_name = await client.create("textworld", {"game": made.name})
         assert by_index.observation == by_name.observation
-        with pytest.raises(InvalidRequestError, match="from 0 to 0"):
+        with pytest.raises(InvalidRequestError, match="holds 1 games"):
             await client.create("textworld", {"index": 1})
     (tmp_path / made.name).with_suffix(".json").unlink()
     async with served_world("textworld", TextworldWorld(GamesConfig(games=tmp_path))) as client:
