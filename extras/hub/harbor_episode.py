@@ -62,7 +62,6 @@ _MEMORY_BYTES, _MOST_MEMORY_BYTES = 1 << 30, 4 << 30  # of a task that names non
 _DISK_BYTES = 256 << 20  # of all files of a task, which are in memory too; its `environment.storage_mb` may be less
 _OUTPUT_BYTES = 1 << 20  # that one command may print; then it is stopped
 _LATE_S = 3600.0  # of a policy that answers slowly after the agent's time: never the reason of a reward
-_COMMAND_S = 30.0  # of one command; then it is stopped, and the agent is told
 _AGENT_TIME_S = 3600.0  # before the tests; a task's `agent.timeout_sec` may be less
 _MOST_CHARS = 4000  # of its output before the agent; the middle is cut
 _SPARE_S = 5.0  # between the time of a command and that of its turn

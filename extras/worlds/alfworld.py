@@ -18,8 +18,13 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from extras.worlds.engines.pool import EnginePool
+<<<<<<< HEAD
 from extras.worlds.messages import MALFORMED, TextGame, TextGameSettings, offer, read_action, read_turns
 from extras.worlds.settings import AlfworldConfig, WorldsSections
+=======
+from extras.worlds.messages import MALFORMED, TextGame, TextGameSettings, index_of, offer, read_action, read_turns
+from services.common.config.envgateway import AlfworldConfig, EnvGatewayConfig
+>>>>>>> h-check
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.installing import install
 from services.envgateway.envs.base import EndStatus, Observation, StepResult, settings_of
@@ -140,16 +145,12 @@ def game_of(task: Mapping[str, Any], games: GameList, data: Path) -> str:
     Raises:
         InvalidRequestError: there is no such game.
     """
-    name, index = task.get("game"), task.get("index")
+    name = task.get("game")
     if isinstance(name, str):
         if not (data / name).resolve().is_relative_to(data.resolve()):
             raise InvalidRequestError(f"the game {name!r} is not below the data folder")
         return name
-    if isinstance(index, bool) or not isinstance(index, int):
-        raise InvalidRequestError("the task names no game: it needs `index` (a number) or `game` (a path)")
-    if not 0 <= index < len(games.names):
-        raise InvalidRequestError(f"{games.holds()}, and indices count from 0; the task asks for index {index}")
-    return games.names[index]
+    return games.names[index_of(task, len(games.names), games.holds())]
 
 
 def _read_list(path: Path) -> list[str]:

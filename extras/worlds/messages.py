@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from services.common.config.base import Section
+from services.common.errors import InvalidRequestError
 from services.envgateway.envs.base import MOST_COMMAND_CHARS, EndStatus, StepResult
 
 if TYPE_CHECKING:
@@ -50,6 +51,16 @@ def read_action(reply: str) -> str | None:
 def offer(admissible: Sequence[str]) -> str:
     """The list that ends every message to the policy; empty where a world lists no actions."""
     return ACTIONS_LEAD + "\n".join(admissible) + "\n" if admissible else ""
+
+
+def index_of(task: Mapping[str, Any], number: int, holds: str) -> int:
+    """The ``index`` of a task's row in a list of so many, which ``holds`` names. Raises ``InvalidRequestError``."""
+    index = task.get("index")
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise InvalidRequestError("the task names nothing to play: it needs `index`, a whole number from 0")
+    if not 0 <= index < number:
+        raise InvalidRequestError(f"{holds}, and indices count from 0; the task asks for index {index}")
+    return index
 
 
 class TextGameSettings(Section):

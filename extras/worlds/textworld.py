@@ -13,8 +13,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from extras.worlds.engines.pool import EnginePool
+<<<<<<< HEAD
 from extras.worlds.messages import MALFORMED, TextGame, TextGameSettings, offer, read_action
 from extras.worlds.settings import GamesConfig, WorldsSections
+=======
+from extras.worlds.messages import MALFORMED, TextGame, TextGameSettings, index_of, offer, read_action
+>>>>>>> h-check
 from services.common.config.base import Section
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.installing import install
@@ -88,20 +92,10 @@ def game_of(task: Mapping[str, Any], folder: Path) -> Path:
     games = list_games(folder)
     name = task.get("game")
     if name is None:
-        index = index_of(task)
-        if index >= len(games):
-            raise InvalidRequestError(f"there is no game {index}; they count from 0 to {len(games) - 1}")
-        name = games[index]
+        name = games[index_of(task, len(games), f"{folder} holds {len(games)} games")]
     elif name not in games:
         raise InvalidRequestError(f"there is no game {name!r} in the folder")
     return folder / name
-
-
-def index_of(task: Mapping[str, Any]) -> int:
-    index = task.get("index")
-    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-        raise InvalidRequestError("the task names no game: it needs `index`, a number from 0")
-    return index
 
 
 def make_arguments(game: CookingGame | CustomGame, seed: int) -> list[str]:
@@ -132,7 +126,7 @@ class TextworldEpisode(TextGame):
         if self._config.games is None:
             cache = Path(tempfile.gettempdir()) / f"rollmill-textworld-{os.getuid()}"
             game: dict[str, Any] = {
-                "make": make_arguments(settings.make, index_of(task)),
+                "make": make_arguments(settings.make, index_of(task, 2**63, "seeds are below 2**63")),
                 "cache": str(cache.absolute()),
             }
         else:

@@ -22,8 +22,12 @@ from pydantic import Field
 from rapidfuzz.fuzz import token_set_ratio
 from rapidfuzz.utils import default_process
 
+<<<<<<< HEAD
 from extras.worlds.messages import read_turns
 from extras.worlds.settings import WebshopConfig, WebshopPage, WorldsSections
+=======
+from extras.worlds.messages import index_of, read_turns
+>>>>>>> h-check
 from extras.worlds.webshop import (
     Goal,
     Option,
@@ -37,7 +41,12 @@ from extras.worlds.webshop import (
     read_goals,
 )
 from services.common.config.base import Section
+<<<<<<< HEAD
 from services.common.errors import CapacityError, ConfigError, DatasetError, InvalidRequestError
+=======
+from services.common.config.envgateway import EnvGatewayConfig, WebshopConfig, WebshopPage
+from services.common.errors import CapacityError, ConfigError, DatasetError
+>>>>>>> h-check
 from services.common.installing import install
 from services.envgateway.calls import THREADS
 from services.envgateway.envs.base import EndStatus, Observation, StepResult, settings_of
@@ -570,13 +579,7 @@ def _goal_of(task: Mapping[str, Any], shop: Shop) -> tuple[Goal, str]:
     """The goal, and the name of the session in URLs."""
     if isinstance(task.get("goal"), Mapping):
         return goal_of(task["goal"]), str(task.get("index", "own"))
-    index = task.get("index")
-    if not isinstance(index, int) or isinstance(index, bool):
-        raise InvalidRequestError("the task names no goal: it needs `index`, a whole number, or `goal`")
-    if not 0 <= index < len(shop.goals):
-        raise InvalidRequestError(
-            f"the shop holds {len(shop.goals)} goals, and indices count from 0; the task asks for index {index}"
-        )
+    index = index_of(task, len(shop.goals), f"the shop holds {len(shop.goals)} goals")
     return shop.goals[index], str(index)
 
 

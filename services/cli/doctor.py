@@ -197,63 +197,46 @@ Found = tuple[str, str] | None
 
 
 def weights_not_arriving(rows: PolicyRows) -> Found:
-    failed: dict[str, int] = {}
-    held: dict[str, int] = {}
-    last_error = ""
+    fetched: dict[str, tuple[int, list[str]]] = {}  # by replica: the version that it holds, and the errors since
     for report in rows.transfers:
-        replica, found = report.replica, report.transfer
-        failed[replica] = failed.get(replica, 0) + 1 if found.error else 0
-        if found.error:
-            last_error = found.error
-        else:
-            held[replica] = found.version
-    stuck = {replica: count for replica, count in failed.items() if count >= FAILED_FETCHES}
-    stall = rows.open_stalls.get(Cause.WEIGHTS_NOT_ARRIVING)
-    if not stuck and stall is None:
-        return None
+        found, (held, errors) = report.transfer, fetched.get(report.replica, (0, []))
+        fetched[report.replica] = (held, [*errors, found.error]) if found.error else (found.version, [])
     told = [
-        f"replica {replica} failed {count} times since version {held.get(replica, 0)}"
-        for replica, count in stuck.items()
+        f"replica {replica} failed {len(errors)} times since version {held} ({errors[-1]})"
+        for replica, (held, errors) in fetched.items()
+        if len(errors) >= FAILED_FETCHES
     ]
-    told += [stall["detail"]] if stall is not None and not stuck else []
-    return (
-        f"{'; '.join(told)}{f' ({last_error})' if stuck and last_error else ''}",
+    if not told and (stall := rows.open_stalls.get(Cause.WEIGHTS_NOT_ARRIVING)) is not None:
+        told = [stall["detail"]]
+    remedy = (
         "rollmill weights RUN lists the transfers; check that policies.<name>.weights.host can be reached from the replica "
-        "and that its engine takes updates (weights.kept_old in its log)",
+        "and that its engine takes updates (weights.kept_old in its log)"
     )
+    return ("; ".join(told), remedy) if told else None
 
 
 def samples_masked(rows: PolicyRows) -> Found:
     late = rows.late()
-    finished = _sum(late, StepKey.ROLLOUTS_FINISHED)
-    failures, timeouts = _sum(late, StepKey.FAILURES), _sum(late, StepFact.TIMEOUTS)
-    trained = _sum(late, StepKey.NUM_TRAINED_TOKENS)
-    shares = {
-        "of the rollouts failed": _share(failures - timeouts, finished + failures),
-        "of the rollouts ran out of time": _share(timeouts, finished + failures),
-        "of the sequences were cut by their budget and not trained": _share(
-            _sum(late, StepFact.TRUNCATED_MASKED), finished
-        ),
-        "of the tokens were too old": _share(
-            _sum(late, StepFact.TOKENS_MASKED), trained + _sum(late, StepFact.TOKENS_MASKED)
-        ),
-    }
+    finished, failures = _sum(late, StepKey.ROLLOUTS_FINISHED), _sum(late, StepKey.FAILURES)
+    timeouts, old = _sum(late, StepFact.TIMEOUTS), _sum(late, StepFact.TOKENS_MASKED)
+    causes = (  # share, words, remedy
+        (_share(failures - timeouts, finished + failures), "of the rollouts failed",
+         "the causes are in rollmill fate RUN; correct the reward, tool or environment that raises"),
+        (_share(timeouts, finished + failures), "of the rollouts ran out of time",
+         "raise rollout.timeout_s, or lower sampling.max_new_tokens"),
+        (_share(_sum(late, StepFact.TRUNCATED_MASKED), finished),
+         "of the sequences were cut by their budget and not trained",
+         "raise sampling.max_new_tokens, or set rollout.on_truncation: as_scored"),
+        (_share(old, _sum(late, StepKey.NUM_TRAINED_TOKENS) + old), "of the tokens were too old",
+         "raise batch.max_token_age, or lower batch.max_staleness"),
+    )  # fmt: skip
     stall = rows.open_stalls.get(Cause.ALL_FAIL) or rows.open_stalls.get(Cause.MASKED)
     if stall is not None and not finished:
-        return stall["detail"], _MASKED_REMEDIES["of the rollouts failed"]
-    if sum(shares.values()) < MASKED_SHARE:
+        return stall["detail"], causes[0][2]
+    if sum(share for share, _, _ in causes) < MASKED_SHARE:
         return None
-    told = ", ".join(f"{share:.0%} {words}" for words, share in shares.items() if share >= 0.01)
-    return told, _MASKED_REMEDIES[max(shares, key=lambda words: shares[words])]
-
-
-_MASKED_REMEDIES = {
-    "of the rollouts failed": "the causes are in rollmill fate RUN; correct the reward, tool or environment that raises",
-    "of the rollouts ran out of time": "raise rollout.timeout_s, or lower sampling.max_new_tokens",
-    "of the sequences were cut by their budget and not trained": "raise sampling.max_new_tokens, or set "
-    "rollout.on_truncation: as_scored",
-    "of the tokens were too old": "raise batch.max_token_age, or lower batch.max_staleness",
-}
+    told = ", ".join(f"{share:.0%} {words}" for share, words, _ in causes if share >= 0.01)
+    return told, max(causes)[2]
 
 
 def reward_constant(rows: PolicyRows) -> Found:

@@ -91,11 +91,9 @@ def renew_in_time(keys: Path | None) -> bool:
     """
     if keys is None or not is_there(keys / CA_KEY):
         return False
-    ring = Keyring(keys)
-    ends_at = min(min(each.certificate_ends_at, each.token_ends_at) for each in ring.entries())
-    if ends_at > time.time() + RENEWED_WITHIN_S:
+    if min(each.ends_at for each in entries(keys)) > time.time() + RENEWED_WITHIN_S:
         return False
-    ring.renew()
+    Keyring(keys).renew()
     return True
 
 
@@ -220,19 +218,18 @@ ABOUT = "keyring.json"
 Clock = Callable[[], float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One bundle, for people; without secrets. Times are seconds since the epoch."""
 
     folder: Path
     role: Role
     run: str
-    certificate_ends_at: float
-    token_ends_at: float
+    ends_at: float  # the earlier end of certificate and token
 
 
 class Keyring:
-    """``make`` or ``open`` one; then ``renew``, ``token``, ``entries``."""
+    """``make`` or ``open`` one; then ``renew``, ``token``."""
 
     def __init__(self, folder: Path, clock: Clock = time.time) -> None:
         """Raises ``ConfigError`` for a directory that `rollmill keys` did not make."""
@@ -313,35 +310,6 @@ class Keyring:
 
         return tokens.mint(self._read(TOKEN_KEY), self.run, role, self._clock(), hours)
 
-    def entries(self) -> list[Entry]:
-        """Every bundle that is there."""
-        return self.entries_below(self.folder)
-
-    @staticmethod
-    def entries_below(folder: Path) -> list[Entry]:
-        """Every bundle in a directory or its subfolders, such as a copy on another node."""
-        from services.common.security import certificates, tokens
-
-        found = []
-        for certificate in sorted(folder.rglob(files.CERTIFICATE)):
-            held = files.load(certificate.parent)
-            try:
-                holder, claims = certificates.holder_of(held.certificate), tokens.read(held.token)
-            except (ConfigError, UnauthenticatedError) as error:
-                raise ConfigError(
-                    f"{certificate.parent}: {error.message}; copy the whole directory again, or make the keys anew"
-                ) from None
-            found.append(
-                Entry(
-                    folder=certificate.parent,
-                    role=holder.role,
-                    run=holder.run,
-                    certificate_ends_at=holder.ends_at,
-                    token_ends_at=claims.ends_at,
-                )
-            )
-        return found
-
     def _folders(self) -> Iterator[tuple[Role, Path]]:
         for role in Role:
             if role is not Role.PUBLISHER:
@@ -358,6 +326,23 @@ class Keyring:
                 f"{self.folder / name}: {error.strerror}; only the directory that `rollmill keys` made can make keys, "
                 "not the bundles copied from it"
             ) from None
+
+
+def entries(folder: Path) -> list[Entry]:
+    """Every bundle in a directory or its subfolders: those of a keyring, or of a copy on another node."""
+    from services.common.security import certificates, tokens
+
+    found = []
+    for certificate in sorted(folder.rglob(files.CERTIFICATE)):
+        held = files.load(certificate.parent)
+        try:
+            holder, claims = certificates.holder_of(held.certificate), tokens.read(held.token)
+        except (ConfigError, UnauthenticatedError) as error:
+            raise ConfigError(
+                f"{certificate.parent}: {error.message}; copy the whole directory again, or make the keys anew"
+            ) from None
+        found.append(Entry(certificate.parent, holder.role, holder.run, min(holder.ends_at, claims.ends_at)))
+    return found
 
 
 def _write_about(folder: Path, run: str, hosts: list[str], client_certificates: bool) -> None:

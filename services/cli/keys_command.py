@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -15,9 +15,6 @@ from typer.core import TyperGroup
 from services.cli.console import SetOption, console, say
 from services.common.errors import ConfigError
 from services.common.security.keys import DAYS, WHAT_FOR, Role
-
-if TYPE_CHECKING:
-    from services.cli.keys import Entry
 
 
 class _RunIsDefault(TyperGroup):
@@ -98,8 +95,8 @@ def make(
         ring.renew(hosts=host or (), days=days)
     else:
         asked = demanded if client_certificates is None else client_certificates
-        ring = Keyring.make(folder, run, hosts=host or (), days=days, client_certificates=asked)
-    _print(ring.entries(), folder)
+        Keyring.make(folder, run, hosts=host or (), days=days, client_certificates=asked)
+    _print(folder)
     say(
         console,
         f"copy the roles of a node there, and start its processes with ROLLMILL_KEYS={folder} (rollmill keys --help)",
@@ -109,12 +106,7 @@ def make(
 @keys_app.command()
 def show(folder: FolderArgument) -> None:
     """Print role, run and validity of the keys. Prints no secret."""
-    from services.cli.keys import ABOUT, Keyring
-
-    if (folder / ABOUT).exists():
-        _print(Keyring(folder).entries(), folder)
-    else:
-        _print(Keyring.entries_below(folder), folder)
+    _print(folder)
 
 
 @keys_app.command()
@@ -148,23 +140,18 @@ def _about(what: Path, run_id: str | None, overrides: Sequence[str]) -> tuple[st
     return run, recipe.security.client_certificates, Path(f"keys-{run}")
 
 
-def _print(entries: list[Entry], folder: Path) -> None:
-    if not entries:
-        raise ConfigError(f"there are no keys of a run in {folder}: make them with `rollmill keys RECIPE -o {folder}`")
-    now = time.time()
-    for run in sorted({entry.run for entry in entries}):
-        table = Table("role", "until", "directory", box=None, title=f"keys of run {run}", title_justify="left")
-        for entry in entries:
-            if entry.run == run:
-                table.add_row(
-                    entry.role.value, _until(entry, now), f"{entry.folder}\n  [dim]{WHAT_FOR[entry.role]}[/dim]"
-                )
-        console.print(table)
-
-
-def _until(entry: Entry, now: float) -> str:
-    """The earlier end of certificate and token."""
+def _print(folder: Path) -> None:
+    from services.cli.keys import entries
     from services.common.security.keys import moment
 
-    ends_at = min(entry.certificate_ends_at, entry.token_ends_at)
-    return f"[red]{moment(ends_at)}: expired[/red]" if ends_at < now else moment(ends_at)
+    found = entries(folder)
+    if not found:
+        raise ConfigError(f"there are no keys of a run in {folder}: make them with `rollmill keys RECIPE -o {folder}`")
+    for run in sorted({entry.run for entry in found}):
+        table = Table("role", "until", "directory", box=None, title=f"keys of run {run}", title_justify="left")
+        for entry in found:
+            if entry.run == run:
+                until = moment(entry.ends_at)
+                until = f"[red]{until}: expired[/red]" if entry.ends_at < time.time() else until
+                table.add_row(entry.role.value, until, f"{entry.folder}\n  [dim]{WHAT_FOR[entry.role]}[/dim]")
+        console.print(table)

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
+<<<<<<< HEAD
 from extras.hub.gymnasium import GymnasiumWorld, actions_of_copies, drawing, text_of
 from extras.hub.settings import GymnasiumConfig
 from services.common.config.envgateway import EnvGatewayConfig
+=======
+from extras.hub.gymnasium import GymnasiumWorld, drawing, text_of
+from services.common.config.envgateway import EnvGatewayConfig, GymnasiumConfig
+>>>>>>> h-check
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.installing import install
 from services.envgateway.envs.base import StepResult
@@ -39,6 +44,7 @@ def opened() -> Iterator[Any]:
 
 @pytest.mark.needs("gymnasium")
 def test_an_episode_pays_the_rewards_of_the_environment_and_tells_its_statistics(opened: Any) -> None:
+    assert GymnasiumWorld("lake", GymnasiumConfig(**LAKE)).problem() is None
     episode = opened(instruction="Reach 15.")
     assert episode.reset({}, 2**40).text == "Reach 15.\n\n0"
     results: list[StepResult] = [episode.step(f"I go {word}.") for word in WAY]
@@ -120,11 +126,6 @@ def test_what_the_recipe_says_wrong_is_told(settings: dict[str, Any], told: str)
         world.build().reset({}, 0)
 
 
-@pytest.mark.needs("gymnasium")
-def test_a_recipe_that_works_has_no_problem() -> None:
-    assert GymnasiumWorld("lake", GymnasiumConfig(**LAKE)).problem() is None
-
-
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -170,9 +171,3 @@ def test_observations_are_readable() -> None:
     assert text_of("as it is") == "as it is"
     with pytest.raises(ConfigError, match="values"):
         drawing(np.zeros(3))
-
-
-def test_lines_of_copies() -> None:
-    assert actions_of_copies("1: a\nwords\n 2) b", [0, 1], str.strip) == {0: "a", 1: "b"}
-    assert actions_of_copies("1: a", [0, 1], str.strip) is None
-    assert actions_of_copies("9: a", [0], str.strip) is None

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from extras.hub import harbor
 from extras.hub.harbor import environment_files, read_dockerfile, read_task, verifier_files
-from extras.hub.harbor_episode import reward_of, why_not
+from extras.hub.harbor_episode import reward_of
 from services.cli.check.worlds import world_problems
 from services.common.config.data import DatasetConfig
 from services.common.config.loading import load_recipe
@@ -226,8 +226,3 @@ def test_json_goes_before_text_and_its_other_numbers_are_metrics() -> None:
 def test_anything_else_is_no_reward(json: str | None, txt: str | None) -> None:
     with pytest.raises(EpisodeLostError, match=r"^task a: "):
         reward_of(rewards(json, txt), "a")
-
-
-def test_only_tier_2_has_a_root_for_the_tasks() -> None:
-    assert why_not("2") == ""
-    assert "it runs at tier U" in why_not("U")

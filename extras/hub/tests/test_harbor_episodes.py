@@ -121,8 +121,6 @@ async def test_a_command_that_ends_the_sandbox_is_no_silent_zero(play: Play, tas
     ("test", "says"),
     [
         ("exit 0", "neither"),
-        ("echo > /logs/verifier/reward.txt", "no finite number"),
-        ("echo nan > /logs/verifier/reward.txt", "no finite number"),
         ('echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json', "which one counts"),
         ("ln -s /app/numbers.txt /logs/verifier/reward.txt", "neither"),
         ("echo 1 > /logs/verifier/reward.txt; sleep 300", "did not end within 1 s"),

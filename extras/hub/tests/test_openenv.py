@@ -50,7 +50,6 @@ class FakeServer:
         self.on_reset: Any = observation("go")
         self.on_step: Any = observation("on")
         self.on_state: Any = {"type": "state", "data": {"step_count": 3, "name": "x", "won": True}}
-        self.leaks = False
 
     async def socket(self, request: web.Request) -> Socket:
         socket = Socket()
@@ -68,7 +67,7 @@ class FakeServer:
                     break
                 await self._answer(socket, getattr(self, f"on_{asked['type']}"))
         finally:
-            self.open -= not self.leaks
+            self.open -= 1
         return socket
 
     async def _answer(self, socket: Socket, what: Any) -> None:

@@ -80,19 +80,6 @@ def test_a_missing_package_is_told_with_its_command(monkeypatch: pytest.MonkeyPa
         open_source(config(), 0)
 
 
-@pytest.mark.parametrize(
-    ("section", "told"),
-    [
-        ({"path": "rows.jsonl", "size": 3}, "write limit: 3"),
-        ({"path": "rows.jsonl", "reasoning_gym": "chain_sum"}, "exactly one"),
-        ({"reasoning_gym": "chain_sum", "size": 0}, "greater than or equal to 1"),
-    ],
-)
-def test_keys_that_do_not_belong_together_are_refused(section: dict[str, object], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        DatasetConfig.model_validate(section)
-
-
 def test_the_answer_is_the_last_one_between_tags_or_everything_after_the_thoughts() -> None:
     assert answer_in("<answer>1</answer> no: <answer> 2\n</answer>") == "2"
     assert answer_in("<think><answer>1</answer></think>\n 3 ") == "3"

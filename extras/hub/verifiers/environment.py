@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import structlog
 
-from extras.hub.verifiers.child.messages import Ask, Failed, FailureKind, Played, Reply
+from extras.hub.verifiers.child.messages import Failed, FailureKind, Played
 from extras.hub.verifiers.tasks import OPEN_TIMEOUT_S, command, explained, interpreter, variables
 from services.common.aio import TaskOwner, deadline
 from services.common.config.recipe import Recipe
@@ -68,11 +68,11 @@ class VerifiersEnvironment:
             InfrastructureError: its process, or a peer of it, failed.
         """
         process = await self._running()
-        question = {"ask": Ask.PLAY, "task": dict(task), "base_url": base_url, "session": session, "model": model}
+        question = {"ask": "play", "task": dict(task), "base_url": base_url, "session": session, "model": model}
         answer = await process.play(question)
-        if Reply.PLAYED in answer:
-            return Played(**answer[Reply.PLAYED])
-        failed = Failed(**answer[Reply.FAILED])
+        if "played" in answer:
+            return Played(**answer["played"])
+        failed = Failed(**answer["failed"])
         if failed.kind == FailureKind.INFRASTRUCTURE:
             raise InfrastructureError(f"{self.where}: {failed.message}")
         raise EnvironmentFailedError(f"{self.where}: {failed.message}")
@@ -89,20 +89,20 @@ class VerifiersEnvironment:
             if self._process is None:
                 process = _Process(self.where)
                 self.num_starts += 1
-                question = {"ask": Ask.OPEN, "environment": self._environment, "arguments": self._arguments}
+                question = {"ask": "open", "environment": self._environment, "arguments": self._arguments}
                 try:
                     await process.start()
                     async with deadline(OPEN_TIMEOUT_S, f"loading {self.where}"):
                         answer = await process.ask(question)
-                    if Reply.OPENED not in answer:
-                        told = explained(Failed(**answer[Reply.FAILED]), self._environment)
+                    if "opened" not in answer:
+                        told = explained(Failed(**answer["failed"]), self._environment)
                         raise ConfigError(f"{self.where}: {told}")
                 except BaseException as error:
                     await process.close()
                     if isinstance(error, DeadlineError):
                         raise InfrastructureError(error.message) from error
                     raise
-                log.info("verifiers.opened", environment=self._environment, version=answer[Reply.OPENED]["version"])
+                log.info("verifiers.opened", environment=self._environment, version=answer["opened"]["version"])
                 self._process = process
             return self._process
 
@@ -162,7 +162,7 @@ class _Process:
         """End an episode. A process that does not answer hangs in the environment's code, and is killed."""
         try:
             async with deadline(_CANCEL_S, f"the end of an episode in {self._where}"):
-                while Reply.CANCELLED not in await self.ask({"ask": Ask.CANCEL, "id": number}, number):
+                while "cancelled" not in await self.ask({"ask": "cancel", "id": number}, number):
                     pass  # the episode's own end came first
         except DeadlineError as error:
             log.warning("verifiers.hangs", error=error.message)

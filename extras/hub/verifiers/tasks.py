@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import services
-from extras.hub.verifiers.child.messages import Ask, Failed, FailureKind, Reply
+from extras.hub.verifiers.child.messages import Failed, FailureKind
 from services.common.config.data import DatasetConfig
 from services.common.errors import ConfigError, DatasetError
 from services.common.importing import directories
@@ -86,14 +86,14 @@ def rows(config: DatasetConfig, seed: int) -> Iterator[dict[str, Any]]:
     except (ConfigError, ChildLostError) as error:
         raise DatasetError(f"{where}: {error.message}") from None
     try:
-        answer = child.ask(f"loading {where}", OPEN_TIMEOUT_S, {"ask": Ask.OPEN, **named})
-        if _content(answer, Reply.OPENED, where, name)["endless"] and limit is None:
+        answer = child.ask(f"loading {where}", OPEN_TIMEOUT_S, {"ask": "open", **named})
+        if _content(answer, "opened", where, name)["endless"] and limit is None:
             raise DatasetError(f"{where} has endless tasks: set `limit`")
         while limit is None or start < limit:
             count = _TASKS_AT_ONCE if limit is None else min(_TASKS_AT_ONCE, limit - start)
-            question = {"ask": Ask.TASKS, "start": start, "count": count}
+            question = {"ask": "tasks", "start": start, "count": count}
             answer = child.ask(f"the tasks of {where}", _TASKS_TIMEOUT_S, question)
-            tasks = _content(answer, Reply.TASKS, where, name)
+            tasks = _content(answer, "tasks", where, name)
             for task in tasks:
                 yield {"id": str(task.get("id", task.get("idx"))), "verifiers": named, "task": task}
             if len(tasks) < count:
@@ -105,10 +105,10 @@ def rows(config: DatasetConfig, seed: int) -> Iterator[dict[str, Any]]:
         child.close()
 
 
-def _content(answer: Mapping[str, Any], key: Reply, where: str, environment: str) -> Any:
+def _content(answer: Mapping[str, Any], key: str, where: str, environment: str) -> Any:
     if key in answer:
         return answer[key]
-    raise DatasetError(f"{where}: {explained(Failed(**answer[Reply.FAILED]), environment)}")
+    raise DatasetError(f"{where}: {explained(Failed(**answer['failed']), environment)}")
 
 
 def explained(failed: Failed, environment: str) -> str:

@@ -45,9 +45,9 @@ class EnginePool:
             engine: its name, for messages.
             environment: variables of its processes, beside those that Python needs.
         """
-        self._engine = engine
+        self.engine = engine
         self._module = module
-        self._config = config
+        self.config = config
         self._environment = {"OMP_NUM_THREADS": "1", **environment}
         self._workers: list[_Worker] = []
         self._numbers = itertools.count(1)
@@ -61,9 +61,9 @@ class EnginePool:
     @property
     def gauges(self) -> dict[str, float]:
         return {
-            f"{self._engine}_engine_processes": float(len(self._workers)),
-            f"{self._engine}_engine_games": float(sum(len(worker.games) for worker in self._workers)),
-            **{f"{self._engine}_engine_{name}": float(n) for name, n in self.counts.items()},
+            f"{self.engine}_engine_processes": float(len(self._workers)),
+            f"{self.engine}_engine_games": float(sum(len(worker.games) for worker in self._workers)),
+            **{f"{self.engine}_engine_{name}": float(n) for name, n in self.counts.items()},
         }
 
     async def open(self, settings: Mapping[str, Any]) -> tuple[Game, Answer]:
@@ -80,7 +80,7 @@ class EnginePool:
             worker.games.add(game.number)
             request = {"kind": "open", "game": game.number, "settings": dict(settings)}
             try:
-                return game, await self.ask(worker, request, self._config.start_timeout_s, "loading a game")
+                return game, await self.ask(worker, request, self.config.start_timeout_s, "loading a game")
             except _ProcessGone as gone:
                 why = gone
             except asyncio.CancelledError:
@@ -89,21 +89,7 @@ class EnginePool:
             except Exception:
                 worker.games.discard(game.number)
                 raise
-        raise InfrastructureError(f"the {self._engine} engine ended while it loaded a game: {why}")
-
-    async def step(self, worker: _Worker, number: int, command: str) -> Answer:
-        request = {"kind": "step", "game": number, "command": command}
-        try:
-            return await self.ask(worker, request, self._config.step_timeout_s, "a step")
-        except _ProcessGone as gone:
-            raise EpisodeLostError(f"the {self._engine} engine that held this game has ended: {gone}") from gone
-
-    def forget(self, worker: _Worker, number: int) -> None:
-        """Close a game when its process has time; the caller does not wait."""
-        if number in worker.games:
-            worker.games.discard(number)
-            if not worker.gone:
-                self._tasks.start(self._close_game(worker, number), f"close a game of {self._engine}")
+        raise InfrastructureError(f"the {self.engine} engine ended while it loaded a game: {why}")
 
     async def close(self) -> None:
         """Kill every process."""
@@ -125,7 +111,7 @@ class EnginePool:
     ) -> Answer:
         """``queue_timeout_s`` bounds waiting for other requests, each with its own deadline; ``timeout_s`` bounds the
         process itself."""
-        busy = f"the {self._engine} engine was busy with other games for {_QUEUE_TIMEOUT_S:g} s"
+        busy = f"the {self.engine} engine was busy with other games for {_QUEUE_TIMEOUT_S:g} s"
         await take_place(worker.turn, queue_timeout_s, busy)
         if worker.gone:
             worker.turn.release()
@@ -137,28 +123,28 @@ class EnginePool:
                 running.exception()  # the caller may have gone; then no other code reads the exception
 
         exchange = self._exchange(worker, request, timeout_s, what)
-        worker.running = asyncio.create_task(exchange, name=f"{self._engine}: {what}")
+        worker.running = asyncio.create_task(exchange, name=f"{self.engine}: {what}")
         worker.running.add_done_callback(turn_over)
         answer = await asyncio.shield(worker.running)
         match answer["kind"]:
             case "refused":
                 raise InvalidRequestError(answer["error"])
             case "raised":
-                raise ActionFailedError(f"the {self._engine} engine failed at a command: {answer['error']}")
+                raise ActionFailedError(f"the {self.engine} engine failed at a command: {answer['error']}")
             case "failed":
-                raise EpisodeLostError(f"the {self._engine} engine failed: {answer['error']}")
+                raise EpisodeLostError(f"the {self.engine} engine failed: {answer['error']}")
         return answer["answer"]  # type: ignore[no-any-return]
 
     async def _exchange(self, worker: _Worker, request: dict[str, Any], timeout_s: float, what: str) -> dict[str, Any]:
         try:
             if not worker.ready:
-                await worker.child.start(f"the {self._engine} engine")
+                await worker.child.start(f"the {self.engine} engine")
                 worker.ready = True
             async with asyncio.timeout(timeout_s):
                 return await worker.child.ask(wire.encode(request))
         except TimeoutError:
             self._end(worker, "stalled")
-            raise EpisodeLostError(f"{what} took the {self._engine} engine longer than {timeout_s:g} s") from None
+            raise EpisodeLostError(f"{what} took the {self.engine} engine longer than {timeout_s:g} s") from None
         except ChildFailed:
             self._end(worker, "died")
             raise _ProcessGone(worker.gone) from None
@@ -168,14 +154,14 @@ class EnginePool:
 
     def _emptiest(self) -> _Worker:
         worker = min(self._workers, key=lambda one: len(one.games), default=None)
-        if worker is None or (worker.games and len(self._workers) < self._config.num_workers):
+        if worker is None or (worker.games and len(self._workers) < self.config.num_workers):
             worker = _Worker(Child(self._module, [str(_MEMORY_BYTES)], self._environment))
             self._workers.append(worker)
             self.counts["started"] += 1
-            log.info("engine.started", engine=self._engine, pid=worker.child.pid)
+            log.info("engine.started", engine=self.engine, pid=worker.child.pid)
         if len(worker.games) >= EPISODES_PER_WORKER:
-            held = self._config.num_workers * EPISODES_PER_WORKER
-            raise CapacityError(f"the {self._engine} engine holds {held} games, as many as it may", retry_after_s=1.0)
+            held = self.config.num_workers * EPISODES_PER_WORKER
+            raise CapacityError(f"the {self.engine} engine holds {held} games, as many as it may", retry_after_s=1.0)
         return worker
 
     def _end(self, worker: _Worker, why: str) -> None:
@@ -183,14 +169,17 @@ class EnginePool:
         worker.child.kill()
         self._workers.remove(worker)
         self.counts[why.replace(" ", "_")] += 1
-        log.warning("engine.lost", engine=self._engine, why=why, games=len(worker.games), pid=worker.child.pid)
+        log.warning("engine.lost", engine=self.engine, why=why, games=len(worker.games), pid=worker.child.pid)
 
-    async def _close_game(self, worker: _Worker, number: int) -> None:
-        try:
-            request = {"kind": "close", "game": number}
-            await self.ask(worker, request, self._config.step_timeout_s, "closing a game", queue_timeout_s=None)
-        except (InfrastructureError, _ProcessGone) as error:
-            log.warning("engine.close_failed", engine=self._engine, error=str(error))
+    def close_game(self, worker: _Worker, number: int) -> None:
+        async def close() -> None:
+            try:
+                request = {"kind": "close", "game": number}
+                await self.ask(worker, request, self.config.step_timeout_s, "closing a game", queue_timeout_s=None)
+            except (InfrastructureError, _ProcessGone) as error:
+                log.warning("engine.close_failed", engine=self.engine, error=str(error))
+
+        self._tasks.start(close(), f"close a game of {self.engine}")
 
 
 @dataclass(slots=True, eq=False)
@@ -216,10 +205,18 @@ class Game:
     async def step(self, command: str) -> Answer:
         """Raises ``ActionFailedError`` for a command at which the engine raised, ``EpisodeLostError`` when its process
         died or stalled, ``CapacityError`` when other requests keep the process busy."""
-        return await self.pool.step(self.worker, self.number, command)
+        request = {"kind": "step", "game": self.number, "command": command}
+        try:
+            return await self.pool.ask(self.worker, request, self.pool.config.step_timeout_s, "a step")
+        except _ProcessGone as gone:
+            raise EpisodeLostError(f"the {self.pool.engine} engine that held this game has ended: {gone}") from gone
 
     def close(self) -> None:
-        self.pool.forget(self.worker, self.number)
+        """Close the game when its process has time; the caller does not wait."""
+        if self.number in self.worker.games:
+            self.worker.games.discard(self.number)
+            if not self.worker.gone:
+                self.pool.close_game(self.worker, self.number)
 
 
 class _ProcessGone(Exception):

@@ -1,4 +1,4 @@
-"""AgentBench's two servers with the behaviour of the real ones: a policy's text is an order.
+"""A classic controller of AgentBench with the behaviour of the real one: a policy's text is an order.
 
 ``win``, ``lose``, ``limit`` end a session; ``raise`` makes the task raise; ``error`` makes it fail without raising;
 ``busy N`` is refused N times as busy; ``slow`` takes longer than every timeout; ``drop`` breaks the connection.
@@ -28,8 +28,8 @@ ENDS = {
 
 
 @dataclass
-class Fake:
-    """State of both fakes: the sessions that hold a place, and the requests."""
+class FakeController:
+    """The sessions that hold a place, and the requests."""
 
     taken: dict[Any, list[dict[str, str]]] = field(default_factory=dict)  # history by session
     leaked: set[Any] = field(default_factory=set)
@@ -60,8 +60,6 @@ class Fake:
         self.said.append(content)
         return False
 
-
-class FakeController(Fake):
     def routes(self) -> list[web.RouteDef]:
         return [
             web.get("/api/list_workers", self.list_workers),
@@ -130,79 +128,12 @@ class FakeController(Fake):
         return web.json_response(None)
 
 
-class FakeAdapter(Fake):
-    wrapped: bool = False  # as a pool of adapters does
-
-    def routes(self) -> list[web.RouteDef]:
-        return [
-            web.get("/api/task/info", self.info),
-            web.post("/api/episode/start", self.start),
-            web.post("/api/episode/step", self.step),
-            web.post("/api/episode/cancel", self.cancel),
-        ]
-
-    async def info(self, request: web.Request) -> web.Response:
-        return web.json_response({"name": "toy", "num_samples": 3})
-
-    async def start(self, request: web.Request) -> web.Response:
-        sample = (await request.json())["sample_id"]
-        if not isinstance(sample, int):
-            return self.refuse(400, f"Invalid sample_id '{sample}': expected integer for this task")
-        if sample > 2:
-            return self.refuse(404, f"Sample {sample} not found in task toy")
-        if len(self.taken) >= CAPACITY:
-            return error(503, "No healthy adapters available")
-        episode = f"episode-{next(self.numbers)}"
-        history = self.begin(episode)
-        return web.json_response(answer(episode, {"type": "messages", "content": history}, info={"turn": 0}))
-
-    async def step(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        episode, content = body["episode_id"], body["action"]["content"]
-        if episode not in self.taken:
-            return self.refuse(404, f"Episode {episode} not found")
-        if await self.is_busy(content, request):
-            return error(409, "busy")
-        if content == "raise":
-            return self.refuse(500, "Task failed: oh")
-        if content in ENDS:
-            del self.taken[episode]
-            status, result = ENDS[content]
-            word = "SampleStatus." + status.upper().replace(" ", "_")
-            reward = float(result.get("result", result.get("reward", 0.0)))
-            return web.json_response(answer(episode, None, reward, info={"status": word, "success": reward > 0}))
-        return web.json_response(answer(episode, {"type": "text", "content": f"you said {content}"}))
-
-    async def cancel(self, request: web.Request) -> web.Response:
-        episode = (await request.json())["episode_id"]
-        self.cancelled.append(episode)
-        if self.taken.pop(episode, None) is None:
-            return self.refuse(404, f"Episode {episode} not found")
-        return web.json_response({"status": "cancelled", "episode_id": episode})
-
-    def refuse(self, status: int, why: str) -> web.Response:
-        if self.wrapped:
-            detail = {"upstream_status": status, "adapter_port": 5001, "upstream_detail": {"detail": why}}
-            return web.json_response({"detail": detail}, status=status)
-        return error(status, why)
-
-
-def answer(episode: str, observation: object, reward: float = 0.0, info: object = None) -> dict[str, Any]:
-    return {
-        "episode_id": episode,
-        "observation": observation,
-        "reward": reward,
-        "done": observation is None,
-        "info": info or {},
-    }
-
-
 def error(status: int, detail: str) -> web.Response:
     return web.json_response({"detail": detail}, status=status)
 
 
 @asynccontextmanager
-async def running(fake: FakeController | FakeAdapter) -> AsyncIterator[str]:
+async def running(fake: FakeController) -> AsyncIterator[str]:
     """Its URL."""
     application = web.Application()
     application.add_routes(fake.routes())

@@ -21,7 +21,7 @@ ACTIONS: list[str] = []
 
 
 class Orders:
-    """``win``, ``lose`` and ``limit`` end the episode; ``fail N`` fails N times; ``crash``, ``lost`` and ``stall`` do."""
+    """``win``, ``lose`` and ``limit`` end the episode; ``fail N`` fails N times; ``crash`` and ``lost`` do."""
 
     is_indexed = True
 
@@ -55,9 +55,7 @@ class Orders:
             case ["lost"]:
                 raise EpisodeLostError("the game's process died")
             case ["slow"]:
-                await asyncio.sleep(2.0)
-            case ["stall"]:
-                await asyncio.sleep(60)
+                await asyncio.sleep(1.0)
         return StepResult(observation=f"you said {action}", reward=0.25)
 
     async def close(self) -> None:

@@ -1,21 +1,27 @@
-"""Episodes that AgentBench's servers play: both protocols, and how their failures are told apart."""
+"""Episodes that a classic controller of AgentBench plays, and how failures are told apart. The adapter's protocol is played
+against our own task server: ``test_taskserver``."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+<<<<<<< HEAD
 from extras.worlds.agentbench import AgentBenchEpisode, AgentBenchWorld, reward_of
 from extras.worlds.settings import AgentBenchConfig
 from extras.worlds.tests.agentbench_fakes import CAPACITY, FakeAdapter, FakeController, running
+=======
+from extras.worlds.agentbench import AgentBenchEpisode, AgentBenchWorld, Reply, reward_of
+from extras.worlds.tests.agentbench_fakes import CAPACITY, FakeController, running
+from services.common.config.envgateway import AgentBenchConfig
+>>>>>>> h-check
 from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
 from services.envgateway.envs.base import EndStatus, EpisodeLostError
 from tests.waiting import until
-
-FAKES = {"classic": FakeController, "adapter": FakeAdapter}
 
 
 @asynccontextmanager
@@ -34,9 +40,8 @@ async def begin(world: AgentBenchWorld, index: int | str = 0) -> AgentBenchEpiso
     return episode
 
 
-@pytest.mark.parametrize("kind", FAKES)
-async def test_an_episode_from_its_first_turn_to_its_reward(kind: str) -> None:
-    fake = FAKES[kind]()
+async def test_an_episode_from_its_first_turn_to_its_reward() -> None:
+    fake = FakeController()
     async with playing(fake) as world:
         episode = world.build()
         first = await episode.reset({"index": 1, "messages": []}, 7)
@@ -50,21 +55,19 @@ async def test_an_episode_from_its_first_turn_to_its_reward(kind: str) -> None:
         assert fake.cancelled == [] and fake.taken == {}
 
 
-@pytest.mark.parametrize("kind", FAKES)
 @pytest.mark.parametrize(
     ("order", "reward", "status"),
     [("lose", 0.0, "agent invalid action"), ("limit", 0.0, "task limit reached"), ("third", 0.33, "completed")],
 )
-async def test_ends_of_the_agents_making_are_results(kind: str, order: str, reward: float, status: str) -> None:
-    async with playing(FAKES[kind]()) as world:
+async def test_ends_of_the_agents_making_are_results(order: str, reward: float, status: str) -> None:
+    async with playing(FakeController()) as world:
         result = await (await begin(world)).step(order)
         assert (result.reward, result.done, result.status) == (reward, True, status)
 
 
-@pytest.mark.parametrize("kind", FAKES)
 @pytest.mark.parametrize("order", ["error", "unknown", "raise", "drop"])
-async def test_a_task_that_failed_is_never_a_reward(kind: str, order: str) -> None:
-    async with playing(FAKES[kind]()) as world:
+async def test_a_task_that_failed_is_never_a_reward(order: str) -> None:
+    async with playing(FakeController()) as world:
         with pytest.raises(EpisodeLostError):
             await (await begin(world)).step(order)
 
@@ -76,9 +79,8 @@ async def test_a_completed_task_without_a_reward_is_none_of_zero() -> None:
     assert reward_of({"log": []}, EndStatus.TURN_LIMIT) == 0.0
 
 
-@pytest.mark.parametrize("kind", FAKES)
-async def test_an_episode_that_is_closed_early_gives_its_place_back(kind: str) -> None:
-    fake = FAKES[kind]()
+async def test_an_episode_that_is_closed_early_gives_its_place_back() -> None:
+    fake = FakeController()
     async with playing(fake) as world:
         episodes = [await begin(world) for _ in range(CAPACITY)]
         with pytest.raises(CapacityError) as refusal:
@@ -104,19 +106,17 @@ async def test_the_slot_that_a_raising_task_leaks_is_freed() -> None:
         assert not (await other.step("hello")).done
 
 
-@pytest.mark.parametrize("kind", FAKES)
-async def test_a_busy_server_is_asked_again_and_the_turn_taken_once(kind: str) -> None:
-    fake = FAKES[kind]()
+async def test_a_busy_server_is_asked_again_and_the_turn_taken_once() -> None:
+    fake = FakeController()
     async with playing(fake) as world:
         result = await (await begin(world)).step("busy 2")
         assert result.observation == "you said busy 2"
         assert fake.refusals == 2 and fake.said == ["busy 2"]
 
 
-@pytest.mark.parametrize("kind", FAKES)
-async def test_a_turn_that_a_busy_server_never_took_may_be_repeated(kind: str) -> None:
-    fake = FAKES[kind]()
-    async with playing(fake, step_timeout_s=3.0) as world:
+async def test_a_turn_that_a_busy_server_never_took_may_be_repeated() -> None:
+    fake = FakeController()
+    async with playing(fake, step_timeout_s=1.0) as world:
         episode = await begin(world)
         with pytest.raises(InfrastructureError, match="busy") as failure:
             await episode.step("busy 99")
@@ -124,9 +124,8 @@ async def test_a_turn_that_a_busy_server_never_took_may_be_repeated(kind: str) -
         assert (await episode.step("hello")).observation == "you said hello"
 
 
-@pytest.mark.parametrize("kind", FAKES)
-async def test_a_turn_without_an_answer_loses_the_episode_for_it_may_have_been_taken(kind: str) -> None:
-    fake = FAKES[kind]()
+async def test_a_turn_without_an_answer_loses_the_episode_for_it_may_have_been_taken() -> None:
+    fake = FakeController()
     async with playing(fake, step_timeout_s=0.3) as world:
         episode = await begin(world)
         with pytest.raises(EpisodeLostError, match="no answer within"):
@@ -134,9 +133,8 @@ async def test_a_turn_without_an_answer_loses_the_episode_for_it_may_have_been_t
         assert len(fake.cancelled) == 1
 
 
-@pytest.mark.parametrize("kind", FAKES)
-async def test_a_session_that_the_server_forgot_is_lost(kind: str) -> None:
-    fake = FAKES[kind]()
+async def test_a_session_that_the_server_forgot_is_lost() -> None:
+    fake = FakeController()
     async with playing(fake) as world:
         episode = await begin(world)
         fake.taken.clear()
@@ -155,18 +153,8 @@ async def test_an_index_that_is_none_is_the_tasks_mistake_and_a_dead_worker_is_n
         for task in ({}, {"index": None}, {"index": True}):
             with pytest.raises(InvalidRequestError, match="needs `index`"):
                 await world.build().reset(task, 0)
-    for wrapped in (False, True):
-        fake = FakeAdapter()
-        fake.wrapped = wrapped
-        async with playing(fake) as world:
-            with pytest.raises(InvalidRequestError, match="Sample 7 not found"):
-                await begin(world, 7)
-            with pytest.raises(InvalidRequestError, match="expected integer"):
-                await begin(world, "x")
-            episode = await begin(world)
-            with pytest.raises(EpisodeLostError, match="500 Task failed: oh"):
-                await episode.step("raise")
-            assert fake.taken == {}  # it is cancelled: an adapter may go on holding its place
+    behind_a_pool = {"upstream_status": 404, "adapter_port": 5001, "upstream_detail": {"detail": "Sample 7 not found"}}
+    assert str(Reply(404, json.dumps({"detail": behind_a_pool}))) == "404 Sample 7 not found"
 
 
 async def test_the_task_of_a_controller_is_its_only_one_or_named() -> None:

@@ -104,7 +104,7 @@ async def test_a_cancelled_episode_is_gone_and_frees_its_place(http: Http) -> No
     assert http.episodes.num_live == 3
 
 
-@pytest.mark.parametrize("order", ["crash", "lost", "stall", "fail 9"])
+@pytest.mark.parametrize("order", ["crash", "lost", "fail 9"])
 async def test_a_failure_of_the_machine_is_an_error_that_frees_the_place(http: Http, order: str) -> None:
     start = await _start(http)
     assert "reward" not in await _step(http, start, order, status=500)
@@ -166,6 +166,8 @@ async def test_our_client_plays_here_and_any_action_is_sent_so_that_the_server_r
         assert (result.reward, result.done, result.status) == (6 * 0.25 + 0.25, True, "task limit reached")
         episode = world.build()
         await episode.reset({"index": 0}, 0)
+        slow, late = await asyncio.gather(episode.step("slow"), episode.step("late"))
+        assert (slow.observation, late.observation) == ("you said slow", "you said late"), "busy: asked again"
         with pytest.raises(EpisodeLostError):
             await episode.step("lost")
         held = [world.build() for _ in range(4)]
@@ -179,6 +181,16 @@ async def test_our_client_plays_here_and_any_action_is_sent_so_that_the_server_r
         assert http.episodes.num_live == 2
     finally:
         await world.close()
+
+
+async def test_a_turn_without_an_answer_loses_the_episode_and_frees_its_place(http: Http) -> None:
+    world = AgentBenchWorld(AgentBenchConfig(url=f"http://127.0.0.1:{http.server.port}/api", step_timeout_s=0.3))
+    episode = world.build()
+    await episode.reset({"index": 0}, 0)
+    with pytest.raises(EpisodeLostError, match="no answer within"):
+        await episode.step("slow")
+    await until(lambda: http.episodes.num_live == 0)
+    await world.close()
 
 
 async def test_a_body_that_is_too_large_ends_the_episode_without_another_try(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
+<<<<<<< HEAD
 from extras.worlds.settings import GamesConfig
 from extras.worlds.textworld import TextworldEpisode, TextworldSettings, game_of, index_of, list_games, opening, tidy
+=======
+from extras.worlds.textworld import TextworldEpisode, TextworldSettings, game_of, list_games, opening, tidy
+from services.common.config.envgateway import GamesConfig
+>>>>>>> h-check
 from services.common.errors import ConfigError, InvalidRequestError
 from services.envgateway.envs.base import settings_of
 from tests.documented import blocks
@@ -48,12 +53,6 @@ async def test_a_game_without_a_score_pays_for_the_win(tmp_path: Path) -> None:
     assert [result.reward for result in results] == [0.0, 1.0]
 
 
-async def test_a_reply_without_an_action_costs_a_turn_and_the_last_turn_ends_it(tmp_path: Path) -> None:
-    results = await play(ScriptedGame(1.0, []), tmp_path, 2, ["hello", "hello"])
-    assert [result.done for result in results] == [False, True]
-    assert results[-1].status == "task limit reached" and results[-1].metrics["malformed_replies"] == 2.0
-
-
 def test_the_games_text_is_shown_without_drawing_and_prompt() -> None:
     feedback = (
         "\n\n   ____  ____\n  |  \\$$/ >$|\n\nYou win by dancing.\n\n\n\n-= Hall =-\nA hall.\n\n\n>      -= Hall =-0/1"
@@ -72,12 +71,15 @@ def test_games_of_a_folder_count_in_their_sorted_names(tmp_path: Path) -> None:
     assert list_games(tmp_path) == ["a.z5", "b.z8"]
     assert game_of({"index": 1}, tmp_path) == tmp_path / "b.z8"
     assert game_of({"game": "a.z5"}, tmp_path) == tmp_path / "a.z5"
-    for task in ({"index": 2}, {"game": "../b.z8"}, {"game": ["b.z8"]}):
+    for task in ({"game": "../b.z8"}, {"game": ["b.z8"]}):
         with pytest.raises(InvalidRequestError, match="there is no game"):
             game_of(task, tmp_path)
-    for task in ({}, {"index": -1}, {"index": "1"}, {"index": True}):
+    for task in ({"index": -1}, {"index": 2}):
+        with pytest.raises(InvalidRequestError, match="holds 2 games, and indices count from 0"):
+            game_of(task, tmp_path)
+    for task in ({}, {"index": "1"}, {"index": True}):
         with pytest.raises(InvalidRequestError, match="needs `index`"):
-            index_of(task)
+            game_of(task, tmp_path)
 
 
 PAGE = "environments.md"

@@ -98,14 +98,6 @@ def test_games_of_the_list_that_are_not_in_the_folder_are_counted_and_one_is_nam
     assert str(data) in problem and problem.endswith(names[4649])
 
 
-@pytest.mark.needs("alfworld")
-def test_folder_and_list_that_are_missing_are_both_named(tmp_path: Path) -> None:
-    places = [f"envgateway.alfworld.{key}={tmp_path / key}" for key in ("data", "games")]
-    (problem,) = world_problems(recipe_of("alfworld", *places))
-    assert f"there is no folder {tmp_path / 'data'}" in problem
-    assert f"there is no file {tmp_path / 'games'}" in problem
-
-
 def test_goals_that_are_too_few_are_refused_with_both_numbers(tmp_path: Path) -> None:
     goal = {
         "asin": "A", "name": "mug", "query": "mug", "product_category": "a", "instruction_text": "buy a mug",

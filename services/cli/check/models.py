@@ -5,11 +5,10 @@ Reads names, ``config.json`` and the headers of safetensors files, so a model of
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,22 +162,30 @@ def check_model_name(where: str, name: str) -> None:
 def look_up(where: str, name: str, kind: Kind) -> HubProblem | None:
     """The problem with a name; None where it is in the cache or on the hub. ``where`` is the key that has the name."""
     what = f"{where}: {name} is no {'directory' if kind == 'models' else 'file or directory'}"
-    if (wrong := _why_no_name(name)) is not None:
-        return HubProblem(f"{what}, and no name of the hub either: {wrong}", of_machine=False)
-    if _is_cached(name, kind):
-        return None
-    answer = _ask(name, kind)
-    if isinstance(answer, int):
-        return HubProblem(
-            f"{what}, and the hub has no {kind.removesuffix('s')} of this name that you may read (it answered {answer}): correct "
-            "the name, or log in with `hf auth login`",
-            of_machine=False,
-        )
-    if answer:
+    answer: str | int = "the package huggingface_hub is not installed"
+    with contextlib.suppress(ImportError):
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id
+
+        try:
+            validate_repo_id(name)
+        except HFValidationError as error:
+            wrong = str(error).splitlines()[0]
+            return HubProblem(f"{what}, and no name of the hub either: {wrong}", of_machine=False)
+        if _is_cached(name, kind):
+            return None
+        answer = _ask(name, kind)
+    if isinstance(answer, str):
         return HubProblem(
             f"{what} or name in the cache, and the hub cannot be asked ({answer}): write an existing directory, or fetch it "
             f"on a machine with internet with `hf download {'--repo-type dataset ' if kind == 'datasets' else ''}{name}`",
             of_machine=True,
+        )
+    if answer in _ABSENT:
+        return HubProblem(
+            f"{what}, and the hub has no {kind.removesuffix('s')} of this name that you may read (it answered {answer}): correct "
+            "the name, or log in with `hf auth login`",
+            of_machine=False,
         )
     return None
 
@@ -199,19 +206,6 @@ def _models(recipe: Recipe) -> dict[str, str]:
     return found
 
 
-def _why_no_name(name: str) -> str | None:
-    try:
-        from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils import validate_repo_id
-    except ImportError:
-        return None
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        return str(error).splitlines()[0]
-    return None
-
-
 def _is_cached(name: str, kind: Kind) -> bool:
     if kind == "models":
         return file_of(name, "config.json") is not None
@@ -224,28 +218,24 @@ def _is_cached(name: str, kind: Kind) -> bool:
 
 @functools.cache
 def _ask(name: str, kind: Kind) -> str | int:
-    """Empty if the hub has the name; else the status of the hub's answer, or the reason for which no request was possible."""
+    """The status of the hub's answer, or the reason for which there is none that tells whether it has the name."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, get_session
+
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return "HF_HUB_OFFLINE is set"
-    try:
-        from huggingface_hub import constants, get_token
-    except ImportError:
-        return "the package huggingface_hub is not installed"
     if (dead := _unreachable.get(constants.ENDPOINT)) is not None:
         return dead
-    headers = {"Authorization": f"Bearer {token}"} if (token := get_token()) else {}
-    request = urllib.request.Request(f"{constants.ENDPOINT}/api/{kind}/{name}", headers=headers)
+    url = f"{constants.ENDPOINT}/api/{kind}/{name}"
     try:
-        with urllib.request.urlopen(request, timeout=ASK_TIMEOUT_S):
-            return ""
-    except urllib.error.HTTPError as error:
-        if error.code in _ABSENT:
-            return error.code
-        reason = f"it answered {error.code}"
-    except (OSError, ValueError) as error:
-        reason = str(getattr(error, "reason", error))
-    _unreachable[constants.ENDPOINT] = reason
-    return reason
+        status: int = get_session().get(url, headers=build_hf_headers(), timeout=ASK_TIMEOUT_S).status_code
+    except Exception as error:  # noqa: BLE001 - of the package's HTTP client, which changes with its version
+        reason = str(error)
+    else:
+        if status < 400 or status in _ABSENT:
+            return status
+        reason = f"it answered {status}"
+    return _unreachable.setdefault(constants.ENDPOINT, reason)
 
 
 _unreachable: dict[str, str] = {}  # endpoint -> reason: a machine without internet waits once

@@ -17,7 +17,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.keys import Keyring, check_dates, keys_of, keys_of_process, renew_in_time, with_keys, write_bundles
+from services.cli.keys import (
+    Keyring,
+    check_dates,
+    entries,
+    keys_of,
+    keys_of_process,
+    renew_in_time,
+    with_keys,
+    write_bundles,
+)
 from services.cli.plan import commands_for_other_nodes, plan
 from services.common.config.loading import load_recipe, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
@@ -43,15 +52,14 @@ def keys(*arguments: object, fails: bool = False) -> Result:
 
 def test_a_recipe_gets_one_bundle_for_every_role(tmp_path: Path) -> None:
     keys(RECIPE, "-o", tmp_path / "k", "--host", "node7", "--host", "10.0.0.7", "--days", 3)
-    found = {str(e.folder.relative_to(tmp_path / "k")): e for e in Keyring(tmp_path / "k").entries()}
+    found = {str(e.folder.relative_to(tmp_path / "k")): e for e in entries(tmp_path / "k")}
     assert set(found) == {
         "orchestrator", "envgateway", "inference", "inference/agent", "trainer", "trainer/publisher", "operator", "viewer",
         "agent", "client",
     }  # fmt: skip
     for entry in found.values():
         assert entry.run == "quickstart"
-        for ends_at in (entry.certificate_ends_at, entry.token_ends_at):
-            assert abs(ends_at - time.time() - 3 * 86400) < 60
+        assert abs(entry.ends_at - time.time() - 3 * 86400) < 60
     pem = (tmp_path / "k" / "orchestrator" / "cert.pem").read_bytes()
     names = x509.load_pem_x509_certificate(pem).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert {"node7", "localhost", "orchestrator.rollmill.internal"} <= set(names.get_values_for_type(x509.DNSName))
@@ -60,7 +68,7 @@ def test_a_recipe_gets_one_bundle_for_every_role(tmp_path: Path) -> None:
 
 def test_settings_of_the_command_line_count_for_a_recipe_and_not_for_a_run(tmp_path: Path) -> None:
     keys(RECIPE, "-o", tmp_path / "k", "--set", "run.id=night")
-    assert {entry.run for entry in Keyring(tmp_path / "k").entries()} == {"night"}
+    assert {entry.run for entry in entries(tmp_path / "k")} == {"night"}
     run_dir = tmp_path / "run"
     save_resolved(load_recipe(Path(RECIPE), ["run.id=run"], {}), run_dir)
     refused = keys(run_dir, "--set", "run.id=night", fails=True)

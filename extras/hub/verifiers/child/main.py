@@ -18,12 +18,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from messages import Ask, Failed, FailureKind, Played, Reply
+from messages import Failed, FailureKind, Played
 
+Send = Callable[[dict[str, Any]], None]
 SESSION_HEADER = "X-Rollmill-Session"
 _CHAT = "rollmill_chat"
 # Errors by the names of verifiers' classes: of machines and peers. The other ones are of the environment's own code.
@@ -32,21 +33,21 @@ _SHOWN_CHARACTERS = 2000
 _LINE_BYTES = 16 * 1024 * 1024  # of a question, which holds a task
 
 
-class Answers:
+def answers() -> Send:
     """Writes answers to the stdout that the process was started with; prints of the environment go to stderr."""
+    file = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
 
-    def __init__(self) -> None:
-        self._file = os.fdopen(os.dup(1), "wb")
-        os.dup2(2, 1)
+    def send(answer: dict[str, Any]) -> None:
+        file.write(json.dumps(answer).encode() + b"\n")
+        file.flush()
 
-    def send(self, answer: dict[str, Any]) -> None:
-        self._file.write(json.dumps(answer).encode() + b"\n")
-        self._file.flush()
+    return send
 
 
 class Service:
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
+    def __init__(self, send: Send) -> None:
+        self._send = send
         self._env: Any = None
         self._tasks: Iterator[Any] = iter(())
         self._playing: dict[int, asyncio.Task[None]] = {}
@@ -60,7 +61,7 @@ class Service:
         elif isinstance(found, BaseException):
             self._fail(FailureKind.SETTINGS, _text(found))
         else:
-            self._answers.send({Reply.OPENED: found})
+            self._send({"opened": found})
 
     def _load(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """The package's version, and whether the tasks never end."""
@@ -84,7 +85,7 @@ class Service:
         if isinstance(found, BaseException):
             self._fail(FailureKind.SETTINGS, f"its tasks cannot be loaded: {_text(found)}")
         else:
-            self._answers.send({Reply.TASKS: found})
+            self._send({"tasks": found})
 
     def _next_tasks(self, count: int) -> list[dict[str, Any]]:
         some = itertools.islice(self._tasks, count)
@@ -100,7 +101,7 @@ class Service:
         task = self._playing.get(number)
         if task is not None:
             task.cancel()
-        self._answers.send({"id": number, Reply.CANCELLED: True})
+        self._send({"id": number, "cancelled": True})
 
     async def _play(self, number: int, question: dict[str, Any]) -> None:
         episode = await _attempt(self._episode(question))
@@ -108,8 +109,8 @@ class Service:
             outcome: Played | Failed = Failed(kind=FailureKind.ENVIRONMENT, message=_text(episode))
         else:
             outcome = _outcome(episode, question["base_url"])
-        key = Reply.FAILED if isinstance(outcome, Failed) else Reply.PLAYED
-        self._answers.send({"id": number, key: asdict(outcome)})
+        key = "failed" if isinstance(outcome, Failed) else "played"
+        self._send({"id": number, key: asdict(outcome)})
 
     async def _episode(self, question: dict[str, Any]) -> Any:
         from verifiers.v1 import EvalClientConfig, ModelContext
@@ -129,14 +130,14 @@ class Service:
         async with contextlib.AsyncExitStack() as stack:
             while line := await questions.readline():
                 question = json.loads(line)
-                match Ask(question["ask"]):
-                    case Ask.OPEN:
+                match question["ask"]:
+                    case "open":
                         await self.open(question)
-                    case Ask.TASKS:
+                    case "tasks":
                         await self.tasks(question)
-                    case Ask.CANCEL:
+                    case "cancel":
                         self.cancel(question["id"])
-                    case Ask.PLAY:
+                    case "play":
                         if await self._serves(stack, question["id"]):
                             self.play(question)
             for task in list(self._playing.values()):
@@ -150,13 +151,13 @@ class Service:
             await stack.enter_async_context(self._env.serving())
         except Exception as error:  # noqa: BLE001 - of a tool's server, which may raise anything: told to the owner
             failed = Failed(kind=FailureKind.ENVIRONMENT, message=_text(error))
-            self._answers.send({"id": number, Reply.FAILED: asdict(failed)})
+            self._send({"id": number, "failed": asdict(failed)})
             return False
         self._is_serving = True
         return True
 
     def _fail(self, kind: FailureKind, message: str) -> None:
-        self._answers.send({Reply.FAILED: asdict(Failed(kind=kind, message=message))})
+        self._send({"failed": asdict(Failed(kind=kind, message=message))})
 
 
 async def _attempt(work: Awaitable[Any]) -> Any:
@@ -240,7 +241,7 @@ def _text(error: BaseException) -> str:
 async def main() -> None:
     questions = asyncio.StreamReader(limit=_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(questions), sys.stdin)
-    await Service(Answers()).serve(questions)
+    await Service(answers()).serve(questions)
 
 
 if __name__ == "__main__":

@@ -15,23 +15,6 @@ import enum
 from dataclasses import dataclass, field
 
 
-class Ask(enum.StrEnum):
-    OPEN = "open"
-    TASKS = "tasks"
-    PLAY = "play"
-    CANCEL = "cancel"
-
-
-class Reply(enum.StrEnum):
-    """The key of an answer's content."""
-
-    OPENED = "opened"
-    TASKS = "tasks"
-    PLAYED = "played"
-    CANCELLED = "cancelled"
-    FAILED = "failed"
-
-
 class FailureKind(enum.StrEnum):
     """The party that can act on a failure."""
 
