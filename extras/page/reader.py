@@ -27,7 +27,7 @@ from extras.page.state import Live, MetricsTail, events, state_of
 from services.cli.inspect.fate import as_json, count_fates
 from services.cli.inspect.run_model import OTHER_SHAPE, GroupFacts, Json, RunModel
 from services.cli.inspect.run_state import Row as MetricsRow
-from services.cli.inspect.standing import serving_s, standing, summarise
+from services.cli.inspect.standing import arrivals, standing, summarise
 from services.cli.inspect.trajectories import (
     ENVIRONMENT,
     POLICY,
@@ -57,8 +57,6 @@ from services.common.records import (
     TrainingSequence,
     Trajectory,
 )
-from services.common.telemetry.metrics import RowKind
-from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.groups import split_sequence_id
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import BatchEntry, BatchRecord
@@ -277,21 +275,19 @@ class RunReader:
 
     def weights(self) -> Json:
         """The transfers of weight versions to replicas."""
-        rows = [row for row in self.rows() if row["kind"] == RowKind.WEIGHT_TRANSFER]
-        transfers = [(ReportedTransfer.from_row(row).transfer, row) for row in rows]
-        newest = sorted(transfers, key=lambda found: found[0].started_at)[-TRANSFERS:]
+        found = arrivals(self.rows())
         return {
             "stages": list(TRANSFER_STAGES),
-            "replicas": summarise(rows),
+            "replicas": summarise(found),
             "transfers": [
                 {
-                    **row,
-                    "serving_s": None if found.error else serving_s(found),
-                    "bits_per_change": found.bits_per_change if found.num_changes and not found.error else None,
+                    **one.row,
+                    "serving_s": None if one.transfer.error else one.serving_s,
+                    "bits_per_change": one.transfer.bits_per_change if one.transfer.num_changes else None,
                 }
-                for found, row in newest
+                for one in found[-TRANSFERS:]
             ],
-            "total": len(rows),
+            "total": len(found),
         }
 
     def rollouts(self, query: Mapping[str, str]) -> Json:
