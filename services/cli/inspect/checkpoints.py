@@ -71,8 +71,14 @@ class Recorded:
 
         >>> Recorded(newest_version=9, lost=(3,)).replay_from(2)
         'no: the batch of step 3 is gone'
+        >>> Recorded(newest_version=9, lost=(3, 5)).replay_from(2)
+        'no: the batch of step 3 and 1 more is gone'
         >>> Recorded(newest_version=9, lost=(3,)).replay_from(4)
         'yes: 5 steps'
+        >>> Recorded(newest_version=9).replay_from(10)  # told to leave before it was published
+        'yes: 0 steps'
+        >>> Recorded(newest_version=9).replay_from(11)
+        'no: the journal ends at version 9'
         """
         if self.unknown:
             return f"unknown: {self.unknown}"
