@@ -39,7 +39,6 @@ from services.cli.inspect.trajectories import (
     marks_of,
     read_turns,
 )
-from services.common import records as types
 from services.common import run_files
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.loading import load_resolved
@@ -53,6 +52,7 @@ from services.common.records import (
     RolloutFailure,
     Segment,
     StopReason,
+    TokenSequence,
     TokenSource,
     TrainingSequence,
     Trajectory,
@@ -130,8 +130,7 @@ def _turns(segments: Iterable[Segment], tokenizer: Any, marks: Marks) -> Iterato
             continue
         text = "".join(tokenizer.decode(segment.token_ids.tolist()) for segment in found)
         for turn in read_turns(text, marks, PROMPT if number == 0 else ENVIRONMENT):
-            if turn.text:
-                yield {"role": turn.role, "text": turn.text}
+            yield {"role": turn.role, "text": turn.text}
 
 
 def _written(segments: list[Segment], tokenizer: Any) -> Json:
@@ -169,11 +168,8 @@ def uses(
             group, slot, position = split_sequence_id(entry.sequence_id)
             if (group, slot) != (trajectory.task_group_id, trajectory.index) or position in found:
                 continue
-            of_policy = algorithms.get(batch.policy)
             reward = entry.reward if entry.reward is not None else trajectory.sequences[position].reward
-            advantage, why = (None, "its policy is not in the recipe")
-            if of_policy is not None:
-                advantage, why = _advantage(entry, reward, of_policy)
+            advantage, why = _advantage(entry, reward, algorithms[batch.policy])
             found[position] = {
                 "step": batch.training_step,
                 **{key: getattr(entry, key) for key in _OF_ENTRY},
@@ -195,9 +191,7 @@ def _advantage(entry: BatchEntry, reward: float, algorithm: AlgorithmConfig) -> 
         from services.trainer.advantages import sequence_advantages
     except ImportError:  # a machine that only reads runs
         return None, "the trainer's packages are not installed here"
-    sequence = types.TokenSequence(
-        policy="", role="", attempt=0, segments=(), reward=reward, stop_reason=StopReason.STOP
-    )
+    sequence = TokenSequence(policy="", segments=(), reward=reward, stop_reason=StopReason.STOP)
     stamped = TrainingSequence(
         sequence_id=entry.sequence_id, sequence=sequence, group_mean=entry.group_mean, group_std=entry.group_std,
         group_size=entry.group_size, staleness=0, minibatch=0, position=0,
@@ -330,7 +324,8 @@ class RunReader:
             failure = entries.from_json(RolloutFailure, record)
             return {**whole, "failure": {"reason": failure.reason, "detail": failure.detail}}
         trajectory = entries.from_json(Trajectory, record)
-        algorithms = {} if self._recipe is None else {n: p.algorithm for n, p in self._recipe.policies.items()}
+        assert self._recipe is not None
+        algorithms = {name: policy.algorithm for name, policy in self._recipe.policies.items()}
         used = uses(trajectory, (entries.from_json(BatchRecord, batch) for batch in batches), algorithms)
         return {**whole, **conversation(trajectory, issue, self._texts, used)}
 

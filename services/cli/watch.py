@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -391,6 +392,7 @@ def _change(scored: run_pb2.EvaluationResult | run_pb2.DatasetScore) -> str:
     return format_change(found.value, found.low, found.high) if scored.HasField("difference") else ""
 
 
+LOOK_EVERY_S = 5.0
 WAITS_EVERY_S = 10.0  # lines of progress while the steps stand still
 _WAITING = (run_pb2.RUN_STATE_PAUSED, run_pb2.RUN_STATE_EVALUATING_START, run_pb2.RUN_STATE_EVALUATING_END)
 
@@ -398,10 +400,19 @@ _WAITING = (run_pb2.RUN_STATE_PAUSED, run_pb2.RUN_STATE_EVALUATING_START, run_pb
 class Told:
     """Says of each trouble once that it began, and once that it is over."""
 
-    def __init__(self, console: Console, style: str) -> None:
+    def __init__(self, console: Console, style: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._style = style
+        self._clock = clock
+        self._due_at = clock() + LOOK_EVERY_S
         self._ends: dict[str, str] = {}
+
+    def is_due(self) -> bool:
+        """True once every few seconds, for a loop that turns more often."""
+        if self._clock() < self._due_at:
+            return False
+        self._due_at = self._clock() + LOOK_EVERY_S
+        return True
 
     def tell(self, troubles: Mapping[str, str], end: str) -> None:
         """``troubles``: those of now, by name. ``end``: what is said at the end of one, with ``{}`` for the name."""
@@ -414,12 +425,48 @@ class Told:
 
 
 class StallsTold(Told):
-    def __init__(self, console: Console) -> None:
-        super().__init__(console, "bold red")
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, "bold red", clock)
 
     def stalls(self, stalls: Iterable[run_pb2.Stall]) -> None:
         named = {f"{stall.component}, {stall.cause.replace('_', ' ')}": stall_words(stall) for stall in stalls}
         self.tell(named, "goes on again: {}")
+
+    def ask(self, client: OrchestratorClient) -> None:
+        """While a run starts: look at its stalls now and then, as soon as the process of the orchestrator can run."""
+        if self.is_due():
+            with suppress(InfrastructureError):  # not up yet: the launcher's own deadline names it
+                self.stalls(client.get_run().progress.stalls)
+
+
+class TrackersTold(Told):
+    """Reads the positions of a run's trackers, from its directory."""
+
+    def __init__(
+        self, recipe: Recipe, run_dir: Path, console: Console, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(console, "bold yellow", clock)
+        self._trackers = followed(recipe)
+        self._run_dir = run_dir
+
+    def look(self) -> None:
+        """Called often; looks every few seconds."""
+        if not self._trackers or not self.is_due():
+            return
+        errors = {tracker: read_position(self._run_dir, tracker).error for tracker in self._trackers}
+        down = {
+            tracker: f"{tracker} does not take metrics ({error}): they are kept and sent later"
+            for tracker, error in errors.items()
+            if error
+        }
+        self.tell(down, "{} takes metrics again")
+
+    def at_end(self) -> None:
+        """What is left to send, with the command."""
+        for tracker in self._trackers:
+            if not all_sent(self._run_dir, tracker):
+                told = f"{tracker} has not taken all metrics: rollmill track {self._run_dir} sends the rest"
+                say(self._console, told, self._style)
 
 
 class ProgressView:
@@ -548,7 +595,6 @@ def shares_of(accounts: Iterable[account_pb2.TimeAccount]) -> dict[str, dict[str
 
 log = structlog.get_logger()
 
-LOOK_EVERY_S = 5.0
 FOLLOW_EVERY_S = 1.0
 PATIENCE_S = 300.0  # for an orchestrator that is away: it may be started again
 LIMIT_S = 10.0  # longer than a restart, and than the deadline of a call
@@ -558,62 +604,6 @@ _STATES = {
     "D": "its process waits for a disk that does not respond",
     "Z": "its process has ended, and its parent has not waited for it",
 }
-
-
-class StallsAtStart:
-    """Polls the orchestrator at intervals, as soon as its process can run, and reports its stalls."""
-
-    def __init__(
-        self, client: OrchestratorClient, told: StallsTold, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._client = client
-        self._told = told
-        self._clock = clock
-        self._ask_at = clock() + LOOK_EVERY_S
-
-    def __call__(self) -> None:
-        if self._clock() < self._ask_at:
-            return
-        try:
-            stalls = self._client.get_run().progress.stalls
-        except InfrastructureError:
-            pass  # not up yet: the launcher's own deadline names it
-        else:
-            self._told.stalls(stalls)
-        self._ask_at = self._clock() + LOOK_EVERY_S
-
-
-class TrackersTold(Told):
-    """Reads the positions of a run's trackers, from its directory."""
-
-    def __init__(
-        self, recipe: Recipe, run_dir: Path, console: Console, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(console, "bold yellow")
-        self._trackers = followed(recipe)
-        self._run_dir = run_dir
-        self._clock = clock
-        self._look_at = clock() + LOOK_EVERY_S
-
-    def look(self) -> None:
-        """Called often; looks every few seconds."""
-        if not self._trackers or self._clock() < self._look_at:
-            return
-        self._look_at = self._clock() + LOOK_EVERY_S
-        errors = {tracker: read_position(self._run_dir, tracker).error for tracker in self._trackers}
-        down = {
-            t: f"{t} does not take metrics ({error}): they are kept and sent later"
-            for t, error in errors.items()
-            if error
-        }
-        self.tell(down, "{} takes metrics again")
-
-    def at_end(self) -> None:
-        """What is left to send, with the command."""
-        for tracker in self._trackers:
-            if not all_sent(self._run_dir, tracker):
-                told = f"{tracker} has not taken all metrics: rollmill track {self._run_dir} sends the rest"
-                say(self._console, told, self._style)
 
 
 class OrchestratorLiveness:
@@ -637,8 +627,12 @@ class OrchestratorLiveness:
         self._since = self._clock()
 
     @property
+    def silent_s(self) -> float:
+        return self._clock() - self._since
+
+    @property
     def stall(self) -> run_pb2.Stall | None:
-        seconds = self._clock() - self._since
+        seconds = self.silent_s
         if seconds < LIMIT_S:
             return None
         stall = run_pb2.Stall(
@@ -670,14 +664,12 @@ def follow(client: OrchestratorClient, view: ProgressView) -> None:
     Raises ``InfrastructureError`` when the orchestrator has not answered for five minutes.
     """
     liveness = OrchestratorLiveness(client.address)
-    heard_at = time.monotonic()
     while True:
         try:
             if show_now(client, view, liveness):
                 return
-            heard_at = time.monotonic()
         except InfrastructureError:
-            if time.monotonic() - heard_at > PATIENCE_S:
+            if liveness.silent_s > PATIENCE_S:
                 raise
         time.sleep(FOLLOW_EVERY_S)
 
