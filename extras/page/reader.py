@@ -27,7 +27,7 @@ from extras.page.state import Live, MetricsTail, events, state_of
 from services.cli.inspect.fate import as_json, count_fates
 from services.cli.inspect.run_model import OTHER_SHAPE, GroupFacts, Json, RunModel
 from services.cli.inspect.run_state import Row as MetricsRow
-from services.cli.inspect.standing import serving_s, standing, summarise
+from services.cli.inspect.standing import arrivals, standing, summarise
 from services.cli.inspect.trajectories import (
     ENVIRONMENT,
     POLICY,
@@ -39,7 +39,6 @@ from services.cli.inspect.trajectories import (
     marks_of,
     read_turns,
 )
-from services.common import records as types
 from services.common import run_files
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.loading import load_resolved
@@ -53,11 +52,11 @@ from services.common.records import (
     RolloutFailure,
     Segment,
     StopReason,
+    TokenSequence,
     TokenSource,
     TrainingSequence,
     Trajectory,
 )
-from services.common.telemetry.metrics import ReportedTransfer, RowKind
 from services.orchestrator.groups import split_sequence_id
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import BatchEntry, BatchRecord
@@ -131,8 +130,7 @@ def _turns(segments: Iterable[Segment], tokenizer: Any, marks: Marks) -> Iterato
             continue
         text = "".join(tokenizer.decode(segment.token_ids.tolist()) for segment in found)
         for turn in read_turns(text, marks, PROMPT if number == 0 else ENVIRONMENT):
-            if turn.text:
-                yield {"role": turn.role, "text": turn.text}
+            yield {"role": turn.role, "text": turn.text}
 
 
 def _written(segments: list[Segment], tokenizer: Any) -> Json:
@@ -170,11 +168,8 @@ def uses(
             group, slot, position = split_sequence_id(entry.sequence_id)
             if (group, slot) != (trajectory.task_group_id, trajectory.index) or position in found:
                 continue
-            of_policy = algorithms.get(batch.policy)
             reward = entry.reward if entry.reward is not None else trajectory.sequences[position].reward
-            advantage, why = (None, "its policy is not in the recipe")
-            if of_policy is not None:
-                advantage, why = _advantage(entry, reward, of_policy)
+            advantage, why = _advantage(entry, reward, algorithms[batch.policy])
             found[position] = {
                 "step": batch.training_step,
                 **{key: getattr(entry, key) for key in _OF_ENTRY},
@@ -196,9 +191,7 @@ def _advantage(entry: BatchEntry, reward: float, algorithm: AlgorithmConfig) -> 
         from services.trainer.advantages import sequence_advantages
     except ImportError:  # a machine that only reads runs
         return None, "the trainer's packages are not installed here"
-    sequence = types.TokenSequence(
-        policy="", role="", attempt=0, segments=(), reward=reward, stop_reason=StopReason.STOP
-    )
+    sequence = TokenSequence(policy="", segments=(), reward=reward, stop_reason=StopReason.STOP)
     stamped = TrainingSequence(
         sequence_id=entry.sequence_id, sequence=sequence, group_mean=entry.group_mean, group_std=entry.group_std,
         group_size=entry.group_size, staleness=0, minibatch=0, position=0,
@@ -276,21 +269,19 @@ class RunReader:
 
     def weights(self) -> Json:
         """The transfers of weight versions to replicas."""
-        rows = [row for row in self.rows() if row["kind"] == RowKind.WEIGHT_TRANSFER]
-        transfers = [(ReportedTransfer.from_row(row).transfer, row) for row in rows]
-        newest = sorted(transfers, key=lambda found: found[0].started_at)[-TRANSFERS:]
+        found = arrivals(self.rows())
         return {
             "stages": list(TRANSFER_STAGES),
-            "replicas": summarise(rows),
+            "replicas": summarise(found),
             "transfers": [
                 {
-                    **row,
-                    "serving_s": None if found.error else serving_s(found),
-                    "bits_per_change": found.bits_per_change if found.num_changes and not found.error else None,
+                    **one.row,
+                    "serving_s": None if one.transfer.error else one.serving_s,
+                    "bits_per_change": one.transfer.bits_per_change if one.transfer.num_changes else None,
                 }
-                for found, row in newest
+                for one in found[-TRANSFERS:]
             ],
-            "total": len(rows),
+            "total": len(found),
         }
 
     def rollouts(self, query: Mapping[str, str]) -> Json:
@@ -333,7 +324,8 @@ class RunReader:
             failure = entries.from_json(RolloutFailure, record)
             return {**whole, "failure": {"reason": failure.reason, "detail": failure.detail}}
         trajectory = entries.from_json(Trajectory, record)
-        algorithms = {} if self._recipe is None else {n: p.algorithm for n, p in self._recipe.policies.items()}
+        assert self._recipe is not None
+        algorithms = {name: policy.algorithm for name, policy in self._recipe.policies.items()}
         used = uses(trajectory, (entries.from_json(BatchRecord, batch) for batch in batches), algorithms)
         return {**whole, **conversation(trajectory, issue, self._texts, used)}
 

@@ -18,13 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from extras.worlds.engines.pool import EnginePool
-<<<<<<< HEAD
-from extras.worlds.messages import MALFORMED, TextGame, TextGameSettings, offer, read_action, read_turns
-from extras.worlds.settings import AlfworldConfig, WorldsSections
-=======
 from extras.worlds.messages import MALFORMED, TextGame, TextGameSettings, index_of, offer, read_action, read_turns
-from services.common.config.envgateway import AlfworldConfig, EnvGatewayConfig
->>>>>>> h-check
+from extras.worlds.settings import AlfworldConfig, WorldsSections
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.installing import install
 from services.envgateway.envs.base import EndStatus, Observation, StepResult, settings_of

@@ -13,12 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from extras.worlds.engines.pool import EnginePool
-<<<<<<< HEAD
-from extras.worlds.messages import MALFORMED, TextGame, TextGameSettings, offer, read_action
-from extras.worlds.settings import GamesConfig, WorldsSections
-=======
 from extras.worlds.messages import MALFORMED, TextGame, TextGameSettings, index_of, offer, read_action
->>>>>>> h-check
+from extras.worlds.settings import GamesConfig, WorldsSections
 from services.common.config.base import Section
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.installing import install

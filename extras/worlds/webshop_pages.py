@@ -22,12 +22,8 @@ from pydantic import Field
 from rapidfuzz.fuzz import token_set_ratio
 from rapidfuzz.utils import default_process
 
-<<<<<<< HEAD
-from extras.worlds.messages import read_turns
-from extras.worlds.settings import WebshopConfig, WebshopPage, WorldsSections
-=======
 from extras.worlds.messages import index_of, read_turns
->>>>>>> h-check
+from extras.worlds.settings import WebshopConfig, WebshopPage, WorldsSections
 from extras.worlds.webshop import (
     Goal,
     Option,
@@ -41,12 +37,7 @@ from extras.worlds.webshop import (
     read_goals,
 )
 from services.common.config.base import Section
-<<<<<<< HEAD
-from services.common.errors import CapacityError, ConfigError, DatasetError, InvalidRequestError
-=======
-from services.common.config.envgateway import EnvGatewayConfig, WebshopConfig, WebshopPage
 from services.common.errors import CapacityError, ConfigError, DatasetError
->>>>>>> h-check
 from services.common.installing import install
 from services.envgateway.calls import THREADS
 from services.envgateway.envs.base import EndStatus, Observation, StepResult, settings_of

@@ -99,7 +99,7 @@ def weights(
     run = chosen_run(run)
     rows = read_transfers(run, policy=policy, replica=replica)
     if as_json:
-        typer.echo(json.dumps({"replicas": summarise(rows), "transfers": rows}))
+        typer.echo(json.dumps({"replicas": summarise(rows), "transfers": [one.row for one in rows]}))
     else:
         show(rows, console, last)
 

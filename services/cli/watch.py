@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -109,21 +110,21 @@ class OrchestratorClient:
             raise self._translate(error) from None
 
     def _translate(self, error: grpc.RpcError) -> RollmillError:
-        address, told = self.address, from_call(error, self.address)
+        told = from_call(error, self.address)
+        code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+        silent = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
         if isinstance(told, AccessError):
             return told
-        code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-        is_silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-        if is_silent and (refused := refusal(address, identity.current(), Peer.ORCHESTRATOR)) is not None:
+        if code not in silent:
+            return InfrastructureError(told.message)
+        if (refused := refusal(self.address, identity.current(), Peer.ORCHESTRATOR)) is not None:
             return refused
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return InfrastructureError(f"{address} did not answer within {CALL_DEADLINE_S:g} s")
-        if code is not grpc.StatusCode.UNAVAILABLE:
-            return InfrastructureError(told.message)
-        if is_known(address):
-            return InfrastructureError(f"no answer from {address}: {self._why_silent()}")
+            return InfrastructureError(f"{self.address} did not answer within {CALL_DEADLINE_S:g} s")
+        if is_known(self.address):
+            return InfrastructureError(f"no answer from {self.address}: {self._why_silent()}")
         return InfrastructureError(
-            f"this machine cannot resolve the host of {address}: write a name or address that it can"
+            f"this machine cannot resolve the host of {self.address}: write a name or address that it can"
         )
 
 
@@ -359,28 +360,25 @@ def evaluations_table(progress: run_pb2.RunProgress, newest: bool = False) -> Fi
     by tasks."""
     results = {result.name.partition("/")[2] if newest else result.name: result for result in progress.evaluations}
     table = FittingTable(
-        columns(
-            "evaluation | versions:2 | dataset | >reward | >95% | >change (95%) | pass@k:1 | >trajectories:3 | >failed"
-        ),
+        columns("evaluation | dataset | >reward | >95% | >change (95%) | pass@k:1 | >trajectories:3 | >failed"),
         box=None,
     )
     for result in results.values():
-        name, versions = result.name, _versions(result)
+        name = result.name + played_by(result.name, result.versions, result.newest_versions)
         if len(result.datasets) > 1:
             counts = (str(result.num_trajectories), str(result.num_failed))
-            change = _change(result.difference if result.HasField("difference") else None)
-            table.add_row(name, versions, "overall", _mean_reward(result), "", change, "", *counts)
-            name = versions = ""
+            table.add_row(name, "overall", _mean_reward(result), "", _change(result), "", *counts)
+            name = ""
         for found in result.datasets:
             reward, known = found.mean_reward, found.HasField("mean_reward")
             table.add_row(
-                *(name, versions, found.name, f"{reward.value:.3f}" if known else "-"),
+                *(name, found.name, f"{reward.value:.3f}" if known else "-"),
                 f"{reward.low:.3f}-{reward.high:.3f}" if known else "",
-                _change(found.difference if found.HasField("difference") else None),
+                _change(found),
                 "  ".join(f"@{passed.k} {passed.share.value:.3f}" for passed in found.pass_at),
                 *(str(found.num_items * found.samples_per_item), str(len(found.failed))),
             )
-            name = versions = ""
+            name = ""
     return table
 
 
@@ -388,40 +386,87 @@ def _mean_reward(result: run_pb2.EvaluationResult) -> str:
     return format_reward(result.mean_reward if result.HasField("mean_reward") else None)
 
 
-def _change(difference: run_pb2.Estimate | None) -> str:
+def _change(scored: run_pb2.EvaluationResult | run_pb2.DatasetScore) -> str:
     """From the first evaluation of the same kind, paired by tasks."""
-    return "" if difference is None else format_change(difference.value, difference.low, difference.high)
+    found = scored.difference
+    return format_change(found.value, found.low, found.high) if scored.HasField("difference") else ""
 
 
-def _versions(result: run_pb2.EvaluationResult) -> str:
-    """Of one pinned version, else the range of versions that generated the evaluation."""
-    parts = []
-    for policy, version in sorted(result.versions.items()):
-        newest = result.newest_versions.get(policy, version)
-        parts.append(f"{policy}@{version}" if newest == version else f"{policy}@{version}..{newest} (not pinned)")
-    return " ".join(parts)
-
-
+LOOK_EVERY_S = 5.0
 WAITS_EVERY_S = 10.0  # lines of progress while the steps stand still
 _WAITING = (run_pb2.RUN_STATE_PAUSED, run_pb2.RUN_STATE_EVALUATING_START, run_pb2.RUN_STATE_EVALUATING_END)
 
 
-class StallsTold:
-    """Reports each stall once, and its end."""
+class Told:
+    """Says of each trouble once that it began, and once that it is over."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, style: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
-        self._stalled: dict[tuple[str, str], str] = {}
+        self._style = style
+        self._clock = clock
+        self._due_at = clock() + LOOK_EVERY_S
+        self._ends: dict[str, str] = {}
 
-    def tell(self, stalls: Iterable[run_pb2.Stall]) -> None:
-        now = {(stall.component, stall.cause): stall for stall in stalls}
-        for key in [key for key in self._stalled if key not in now]:
-            say(self._console, f"goes on again: {self._stalled.pop(key)}", "green")
-        for key, stall in now.items():
-            if key not in self._stalled:
-                self._stalled[key] = f"{stall.component}, {stall.cause.replace('_', ' ')}"
-                words = stall_words(stall)  # of peers: brackets in it are no markup
-                say(self._console, words, "bold red")
+    def is_due(self) -> bool:
+        """True once every few seconds, for a loop that turns more often."""
+        if self._clock() < self._due_at:
+            return False
+        self._due_at = self._clock() + LOOK_EVERY_S
+        return True
+
+    def tell(self, troubles: Mapping[str, str], end: str) -> None:
+        """``troubles``: those of now, by name. ``end``: what is said at the end of one, with ``{}`` for the name."""
+        for name in [name for name in self._ends if name not in troubles]:
+            say(self._console, self._ends.pop(name), "green")
+        for name, words in troubles.items():
+            if name not in self._ends:
+                say(self._console, words, self._style)  # of peers: brackets in it are no markup
+                self._ends[name] = end.format(name)
+
+
+class StallsTold(Told):
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, "bold red", clock)
+
+    def stalls(self, stalls: Iterable[run_pb2.Stall]) -> None:
+        named = {f"{stall.component}, {stall.cause.replace('_', ' ')}": stall_words(stall) for stall in stalls}
+        self.tell(named, "goes on again: {}")
+
+    def ask(self, client: OrchestratorClient) -> None:
+        """While a run starts: look at its stalls now and then, as soon as the process of the orchestrator can run."""
+        if self.is_due():
+            with suppress(InfrastructureError):  # not up yet: the launcher's own deadline names it
+                self.stalls(client.get_run().progress.stalls)
+
+
+class TrackersTold(Told):
+    """Reads the positions of a run's trackers, from its directory."""
+
+    def __init__(
+        self, recipe: Recipe, run_dir: Path, console: Console, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(console, "bold yellow", clock)
+        self._trackers = followed(recipe)
+        self._run_dir = run_dir
+
+    def look(self) -> None:
+        """Called often; looks every few seconds."""
+        if not self._trackers or not self.is_due():
+            return
+        errors = {tracker: read_position(self._run_dir, tracker).error for tracker in self._trackers}
+        down = {
+            tracker: f"{tracker} does not take metrics ({error}): they are kept and sent later"
+            for tracker, error in errors.items()
+            if error
+        }
+        self.tell(down, "{} takes metrics again")
+
+    def at_end(self) -> None:
+        """What is left to send, with the command."""
+        for tracker in self._trackers:
+            if not all_sent(self._run_dir, tracker):
+                told = f"{tracker} has not taken all metrics: rollmill track {self._run_dir} sends the rest"
+                say(self._console, told, self._style)
 
 
 class ProgressView:
@@ -476,11 +521,11 @@ class ProgressView:
         if self._live:
             self._live.update(render(progress, self._title, newest=True), refresh=True)
             return
-        self._stalls.tell(progress.stalls)
+        self._stalls.stalls(progress.stalls)
         for warning in warnings_of(progress):  # once: the numbers behind it change
             self._tell_once(warning.split(maxsplit=1)[0], warning, "bold yellow")
         for result in progress.evaluations:
-            change = _change(result.difference if result.HasField("difference") else None)
+            change = _change(result)
             told = f", change {change} since {result.compared_with}" if change else ""
             named = result.name + played_by(result.name, result.versions, result.newest_versions)
             failed = f"; {failed_rollouts(result.num_failed, progress.counters)}" if result.num_failed else ""
@@ -550,7 +595,6 @@ def shares_of(accounts: Iterable[account_pb2.TimeAccount]) -> dict[str, dict[str
 
 log = structlog.get_logger()
 
-LOOK_EVERY_S = 5.0
 FOLLOW_EVERY_S = 1.0
 PATIENCE_S = 300.0  # for an orchestrator that is away: it may be started again
 LIMIT_S = 10.0  # longer than a restart, and than the deadline of a call
@@ -560,71 +604,6 @@ _STATES = {
     "D": "its process waits for a disk that does not respond",
     "Z": "its process has ended, and its parent has not waited for it",
 }
-
-
-class StallsAtStart:
-    """Polls the orchestrator at intervals, as soon as its process can run, and reports its stalls."""
-
-    def __init__(
-        self, client: OrchestratorClient, told: StallsTold, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._client = client
-        self._told = told
-        self._clock = clock
-        self._ask_at = clock() + LOOK_EVERY_S
-
-    def __call__(self) -> None:
-        if self._clock() < self._ask_at:
-            return
-        try:
-            stalls = self._client.get_run().progress.stalls
-        except InfrastructureError:
-            pass  # not up yet: the launcher's own deadline names it
-        else:
-            self._told.tell(stalls)
-        self._ask_at = self._clock() + LOOK_EVERY_S
-
-
-class TrackersTold:
-    """Reads the positions of a run's trackers, from its directory."""
-
-    def __init__(
-        self, recipe: Recipe, run_dir: Path, console: Console, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._trackers = followed(recipe)
-        self._run_dir = run_dir
-        self._console = console
-        self._clock = clock
-        self._look_at = clock() + LOOK_EVERY_S
-        self._down: set[str] = set()
-
-    def look(self) -> None:
-        """Called often; looks every few seconds."""
-        if not self._trackers or self._clock() < self._look_at:
-            return
-        self._look_at = self._clock() + LOOK_EVERY_S
-        for tracker in self._trackers:
-            error = read_position(self._run_dir, tracker).error
-            if error and tracker not in self._down:
-                self._down.add(tracker)
-                say(
-                    self._console,
-                    f"{tracker} does not take metrics ({error}): they are kept and sent later",
-                    "bold yellow",
-                )
-            elif not error and tracker in self._down:
-                self._down.remove(tracker)
-                say(self._console, f"{tracker} takes metrics again", "green")
-
-    def at_end(self) -> None:
-        """What is left to send, with the command."""
-        for tracker in self._trackers:
-            if not all_sent(self._run_dir, tracker):
-                say(
-                    self._console,
-                    f"{tracker} has not taken all metrics: rollmill track {self._run_dir} sends the rest",
-                    "bold yellow",
-                )
 
 
 class OrchestratorLiveness:
@@ -648,8 +627,12 @@ class OrchestratorLiveness:
         self._since = self._clock()
 
     @property
+    def silent_s(self) -> float:
+        return self._clock() - self._since
+
+    @property
     def stall(self) -> run_pb2.Stall | None:
-        seconds = self._clock() - self._since
+        seconds = self.silent_s
         if seconds < LIMIT_S:
             return None
         stall = run_pb2.Stall(
@@ -681,14 +664,12 @@ def follow(client: OrchestratorClient, view: ProgressView) -> None:
     Raises ``InfrastructureError`` when the orchestrator has not answered for five minutes.
     """
     liveness = OrchestratorLiveness(client.address)
-    heard_at = time.monotonic()
     while True:
         try:
             if show_now(client, view, liveness):
                 return
-            heard_at = time.monotonic()
         except InfrastructureError:
-            if time.monotonic() - heard_at > PATIENCE_S:
+            if liveness.silent_s > PATIENCE_S:
                 raise
         time.sleep(FOLLOW_EVERY_S)
 

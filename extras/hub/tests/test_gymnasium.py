@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 
-<<<<<<< HEAD
-from extras.hub.gymnasium import GymnasiumWorld, actions_of_copies, drawing, text_of
+from extras.hub.gymnasium import GymnasiumWorld, drawing, text_of
 from extras.hub.settings import GymnasiumConfig
 from services.common.config.envgateway import EnvGatewayConfig
-=======
-from extras.hub.gymnasium import GymnasiumWorld, drawing, text_of
-from services.common.config.envgateway import EnvGatewayConfig, GymnasiumConfig
->>>>>>> h-check
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.installing import install
 from services.envgateway.envs.base import StepResult

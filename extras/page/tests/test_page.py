@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import shutil
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,11 +19,9 @@ from extras.page import index
 from extras.page.index import FAILED, TRAINED
 from extras.page.reader import token_texts
 from extras.page.server import POLICY, PageServer, check_runs, keys_to_serve
-from extras.page.state import as_json
 from services.cli.__main__ import app
 from services.cli.inspect.trajectories import Ids
 from services.common.errors import ConfigError
-from services.common.pb import run_pb2
 from services.common.security import identity
 from services.common.security.keys import Role
 from tests.keys import as_role, make_keys
@@ -44,20 +41,29 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def serving(*run_dirs: Path) -> AsyncIterator[Ask]:
-    """``ask(path)``: status and JSON of a server of these runs."""
-    server = PageServer(run_dirs, "127.0.0.1", 0)
+async def visiting(server: PageServer, authority: Path | None = None) -> AsyncIterator[aiohttp.ClientSession]:
+    """A session with a server that listens; over TLS where an authority is named."""
     port = await server.start()
+    trusted = authority and aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=str(authority)))
     try:
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
-
-            async def ask(path: str, **query: str | int) -> tuple[int, Any]:
-                async with session.get(f"/api/{path}", params=query) as answer:
-                    return answer.status, await answer.json()
-
-            yield ask
+        async with aiohttp.ClientSession(
+            f"http{'s' if trusted else ''}://127.0.0.1:{port}", connector=trusted
+        ) as session:
+            yield session
     finally:
         await server.stop()
+
+
+@asynccontextmanager
+async def serving(*run_dirs: Path) -> AsyncIterator[Ask]:
+    """``ask(path)``: status and JSON of a server of these runs."""
+    async with visiting(PageServer(run_dirs, "127.0.0.1", 0)) as session:
+
+        async def ask(path: str, **query: str | int) -> tuple[int, Any]:
+            async with session.get(f"/api/{path}", params=query) as answer:
+                return answer.status, await answer.json()
+
+        yield ask
 
 
 async def complete(ask: Ask, run: int = 0) -> dict[str, Any]:
@@ -191,22 +197,14 @@ async def test_a_question_that_makes_no_sense_is_told_why(runs: Path, path: str,
 
 
 async def test_files_of_the_page_come_with_a_policy_and_nothing_else_is_served(runs: Path) -> None:
-    server = PageServer([runs / "one"], "127.0.0.1", 0)
-    port = await server.start()
-    try:
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
-            async with session.get("/") as answer:
-                assert answer.status == 200 and answer.headers["Content-Security-Policy"] == POLICY
-                assert "http" not in (await answer.text()).replace("<!doctype html>", ""), "no other host"
-            for path in ("/assets/..%2fserver.py", "/assets/server.py", "/assets/.", "/assets/nothing.js"):
-                async with session.get(path) as answer:
-                    assert answer.status == 404
-            async with session.get("/", headers={"Origin": "http://evil.test"}) as answer:
-                assert answer.status == 403
-            async with session.post("/api/runs", json={}) as answer:
-                assert answer.status == 405
-    finally:
-        await server.stop()
+    async with visiting(PageServer([runs / "one"], "127.0.0.1", 0)) as session:
+        async with session.get("/") as answer:
+            assert answer.status == 200 and answer.headers["Content-Security-Policy"] == POLICY
+            assert "http" not in (await answer.text()).replace("<!doctype html>", ""), "no other host"
+        for path in ("/assets/..%2fserver.py", "/assets/server.py", "/assets/.", "/assets/nothing.js"):
+            assert (await session.get(path)).status == 404
+        assert (await session.get("/", headers={"Origin": "http://evil.test"})).status == 403
+        assert (await session.post("/api/runs", json={})).status == 405
 
 
 # --- damaged, foreign and growing runs -------------------------------------------------------------------------------
@@ -262,48 +260,22 @@ async def test_with_keys_a_browser_logs_in_with_the_token_of_a_viewer(runs: Path
     assert who is not None and who.role is Role.ORCHESTRATOR
     with identity.used(who):
         server = PageServer([run_dir], "127.0.0.1", 0)
-    port = await server.start()
-    trusted = ssl.create_default_context(cadata=(run_dir / "keys" / "ca.pem").read_text())
-    try:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusted)) as session:
+    async with visiting(server, run_dir / "keys" / "ca.pem") as session:
 
-            async def status(name: str, password: str) -> int:
-                shown = base64.b64encode(f"{name}:{password}".encode()).decode()
-                headers = {"Authorization": f"Basic {shown}"} if password else {}
-                async with session.get(f"https://127.0.0.1:{port}/", headers=headers) as answer:
-                    if answer.status == 401:
-                        assert answer.headers["WWW-Authenticate"].startswith("Basic realm=")
-                    return answer.status
+        async def status(shown: str) -> int:
+            answer = await session.get("/", headers={"Authorization": shown} if shown else {})
+            assert answer.status != 401 or answer.headers["WWW-Authenticate"].startswith("Basic realm=")
+            return answer.status
 
-            viewer, agent = (as_role(ring, role).bundle.token for role in (Role.VIEWER, Role.CLIENT))
-            assert await status("anyone", viewer) == 200
-            assert await status("anyone", agent) == 403
-            assert (
-                await status("", "") == await status("viewer", "guess") == await status("viewer", f"{viewer}x") == 401
-            )
-            for header in ("Basic", "Basic !!", "Basic dmlld2Vy", "Digest x", f"Basic {viewer}"):
-                async with session.get(f"https://127.0.0.1:{port}/", headers={"Authorization": header}) as answer:
-                    assert answer.status == 401
-    finally:
-        await server.stop()
+        def basic(name: str, password: str) -> str:
+            return f"Basic {base64.b64encode(f'{name}:{password}'.encode()).decode()}"
 
-
-def test_what_an_orchestrator_says_is_shown_as_it_says_it() -> None:
-    progress = run_pb2.RunProgress(
-        state=run_pb2.RUN_STATE_TRAINING,
-        waits=["trainer waits for rollouts"],
-        policies=[
-            run_pb2.PolicyProgress(policy="m", version=3, num_steps=9, num_buffered=7, trainer_state="not_joined")
-        ],
-        replicas=[run_pb2.ReplicaProgress(replica_id="a", num_slots=8, num_running=5, versions={"m": 2})],
-        stalls=[run_pb2.Stall(component="replica/a", cause="no_free_disk", detail="full", advice="make room")],
-    )
-    found = as_json(progress)
-    assert json.loads(json.dumps(found)) == found
-    assert (found["state"], found["waits"]) == ("training", ["trainer waits for rollouts"])
-    assert found["policies"][0]["version"] == 3 and found["policies"][0]["trainer_state"] == "not joined"
-    assert found["replicas"][0] | {"num_running": 5, "num_slots": 8, "versions": {"m": 2}} == found["replicas"][0]
-    assert found["stalls"][0]["cause"] == "no free disk"
+        viewer, agent = (as_role(ring, role).bundle.token for role in (Role.VIEWER, Role.CLIENT))
+        assert await status(basic("anyone", viewer)) == 200
+        assert await status(basic("anyone", agent)) == 403
+        guesses = basic("viewer", "guess"), basic("viewer", f"{viewer}x"), "Basic", "Basic !!", "Basic dmlld2Vy"
+        for shown in ("", *guesses, "Digest x", f"Basic {viewer}"):
+            assert await status(shown) == 401
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

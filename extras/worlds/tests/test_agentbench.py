@@ -10,15 +10,9 @@ from typing import Any
 
 import pytest
 
-<<<<<<< HEAD
-from extras.worlds.agentbench import AgentBenchEpisode, AgentBenchWorld, reward_of
-from extras.worlds.settings import AgentBenchConfig
-from extras.worlds.tests.agentbench_fakes import CAPACITY, FakeAdapter, FakeController, running
-=======
 from extras.worlds.agentbench import AgentBenchEpisode, AgentBenchWorld, Reply, reward_of
+from extras.worlds.settings import AgentBenchConfig
 from extras.worlds.tests.agentbench_fakes import CAPACITY, FakeController, running
-from services.common.config.envgateway import AgentBenchConfig
->>>>>>> h-check
 from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
 from services.envgateway.envs.base import EndStatus, EpisodeLostError
 from tests.waiting import until

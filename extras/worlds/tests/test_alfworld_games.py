@@ -14,16 +14,7 @@ from extras.worlds.alfworld import AlfworldWorld
 from extras.worlds.engines import pool as engine_pool
 from extras.worlds.made import write_games
 from extras.worlds.messages import offer
-<<<<<<< HEAD
 from extras.worlds.settings import AlfworldConfig, EnginePoolConfig
-from services.common.errors import (
-    EpisodeNotFoundError,
-    InfrastructureError,
-    InvalidRequestError,
-)
-=======
-from services.common.config.envgateway import AlfworldConfig, EnginePoolConfig
->>>>>>> h-check
 from tests import needs
 from tests.integration.envgateway.environments.serving import TIMEOUT_S, Client, served_world
 

@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-<<<<<<< HEAD
 from extras.worlds.settings import GamesConfig
-from extras.worlds.textworld import TextworldEpisode, TextworldSettings, game_of, index_of, list_games, opening, tidy
-=======
 from extras.worlds.textworld import TextworldEpisode, TextworldSettings, game_of, list_games, opening, tidy
-from services.common.config.envgateway import GamesConfig
->>>>>>> h-check
 from services.common.errors import ConfigError, InvalidRequestError
 from services.envgateway.envs.base import settings_of
 from tests.documented import blocks

@@ -71,8 +71,14 @@ class Recorded:
 
         >>> Recorded(newest_version=9, lost=(3,)).replay_from(2)
         'no: the batch of step 3 is gone'
+        >>> Recorded(newest_version=9, lost=(3, 5)).replay_from(2)
+        'no: the batch of step 3 and 1 more is gone'
         >>> Recorded(newest_version=9, lost=(3,)).replay_from(4)
         'yes: 5 steps'
+        >>> Recorded(newest_version=9).replay_from(10)  # told to leave before it was published
+        'yes: 0 steps'
+        >>> Recorded(newest_version=9).replay_from(11)
+        'no: the journal ends at version 9'
         """
         if self.unknown:
             return f"unknown: {self.unknown}"
@@ -97,7 +103,7 @@ def _is_whole(reader: JournalReader, policy: str, step: int) -> bool:
     return {row.key for row in reader.find_rows(entries.TRAJECTORY, wanted)} == wanted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Found:
     """One checkpoint on disk."""
 
@@ -130,12 +136,10 @@ class Found:
         return bool(names) and not any(name in self.damage for name in names)
 
     def as_object(self) -> dict[str, Any]:
+        own = ("policy", "step", "state", "verified", "can_be_exported", "replay")
         of_manifest = ("size_bytes", "num_ranks", "num_updates", "written_at")
         return {
-            **{
-                name: getattr(self, name)
-                for name in ("policy", "step", "state", "verified", "can_be_exported", "replay")
-            },
+            **{name: getattr(self, name) for name in own},
             **{name: getattr(self.manifest, name, None) for name in of_manifest},
             "path": str(self.path),
             "damaged": self.is_damaged,
@@ -156,45 +160,38 @@ def places(run_dir: Path, policy: str) -> list[tuple[int, Path]]:
     return sorted([*named, *set_aside_before(directory)], key=lambda place: (place[0], place[1].name))
 
 
-def total_bytes(run_dir: Path) -> int:
-    """The bytes that a check of every checkpoint reads."""
-    total = 0
-    for policy in policies_of(run_dir):
-        for _, path in places(run_dir, policy):
-            try:
-                total += read_manifest(path).size_bytes
-            except (CorruptDataError, ConfigError):
-                continue  # set by ``find``
-    return total
+def standing_places(run_dir: Path, policy: str) -> list[tuple[int, Path]]:
+    """Those of them that a trainer would load."""
+    return [(step, path) for step, path in places(run_dir, policy) if path == path_of(path.parent, step)]
 
 
-def find(run_dir: Path, *, verify: bool, progress: Callable[[int], None] = lambda _: None) -> Iterator[Found]:
+def find(run_dir: Path, *, verify: bool) -> list[Found]:
     """Every checkpoint of every policy; with ``verify`` all their bytes are read, else only manifests and sizes."""
+    read = []
     for policy in policies_of(run_dir):
-        listed = places(run_dir, policy)
-        standing = [step for step, path in listed if path == path_of(path.parent, step)]
-        recorded = Recorded.read(run_dir, policy, min(standing, default=0))
+        listed, named = places(run_dir, policy), standing_places(run_dir, policy)
+        recorded = Recorded.read(run_dir, policy, min((step for step, _ in named), default=0))
         for step, path in listed:
-            set_aside = "" if step in standing and path == path_of(path.parent, step) else reason_of(path)
-            found = _look(policy, step, path, set_aside, recorded, verify, progress)
-            if path.exists():  # else: the trainer of a running run has removed it meanwhile
-                yield found
-
-
-def _look(
-    policy: str, step: int, path: Path, set_aside: str, recorded: Recorded, verify: bool, progress: Callable[[int], None]
-) -> Found:  # fmt: skip
-    replay = "" if set_aside else recorded.replay_from(step)
-    try:
-        manifest = read_manifest(path)
-    except (CorruptDataError, ConfigError) as error:
-        return Found(policy=policy, step=step, path=path, set_aside=set_aside, damage=error.message, replay=replay)
-    files = list(manifest.files)
-    damage = find_damage(path, files, progress) if verify else _sizes(path, files)
-    return Found(
-        policy=policy, step=step, path=path, set_aside=set_aside, manifest=manifest, damage=damage, verified=verify,
-        replay=replay,
-    )  # fmt: skip
+            is_named = (step, path) in named
+            found = Found(
+                policy=policy, step=step, path=path, set_aside="" if is_named else reason_of(path),
+                replay=recorded.replay_from(step) if is_named else "",
+            )  # fmt: skip
+            try:
+                found.manifest = read_manifest(path)
+            except (CorruptDataError, ConfigError) as error:
+                found.damage = error.message
+            read.append(found)
+    whole = [(found, found.manifest) for found in read if found.manifest is not None]
+    total = sum(manifest.size_bytes for _, manifest in whole) if verify else 0
+    with _progress("verifying", total) as advance:
+        for found, manifest in whole:
+            files = list(manifest.files)
+            found.damage = find_damage(found.path, files, advance) if verify else _sizes(found.path, files)
+            found.verified = verify
+    return [
+        found for found in read if found.path.exists()
+    ]  # the trainer of a running run may have removed one meanwhile
 
 
 def _sizes(path: Path, files: list[StoredFile]) -> str:
@@ -212,8 +209,7 @@ def _sizes(path: Path, files: list[StoredFile]) -> str:
 
 def tell_checkpoints(run_dir: Path, console: Console, *, verify: bool, as_object: bool) -> bool:
     """List the checkpoints; returns whether all are complete and undamaged."""
-    with _progress("verifying", total_bytes(run_dir) if verify else 0) as advance:
-        found = list(find(run_dir, verify=verify, progress=advance))
+    found = find(run_dir, verify=verify)
     if as_object:
         console.print_json(json.dumps({"run": str(run_dir), "checkpoints": [each.as_object() for each in found]}))
     elif not found:
@@ -222,7 +218,10 @@ def tell_checkpoints(run_dir: Path, console: Console, *, verify: bool, as_object
         console.print(_table(found))
         for each in found:
             if each.is_damaged:
-                _tell_damage(each, run_dir, console)
+                say(console, f"{each.path.name}: {each.set_aside or each.damage}", "red")
+                if each.can_be_exported:
+                    told = f"  its weights: rollmill export {run_dir} --policy {each.policy} --step {each.step}"
+                    say(console, told)
         if not verify:
             console.print("only manifests and sizes were looked at; --verify reads every byte", style="dim")
     return not any(each.is_damaged for each in found)
@@ -281,45 +280,28 @@ def _chosen_policy(run_dir: Path, policy: str | None, there: list[str]) -> str:
 def _candidates(run_dir: Path, policy: str, step: int | None) -> list[tuple[int, Path]]:
     """Checkpoints to try, in order; for a named step also one that was set aside, because its weights may be intact."""
     listed = places(run_dir, policy)
-    standing = [(number, path) for number, path in listed if path == path_of(path.parent, number)]
-    if step is None:
-        if not standing:
-            aside = ", ".join(str(number) for number, _ in listed)
-            hint = f": try --step with one that was set aside as damaged ({aside})" if aside else ""
-            raise ConfigError(f"{run_dir} has no checkpoint of {policy}{hint}")
-        return standing[::-1]
-    chosen = [place for place in listed if place[0] == step]
-    if not chosen:
-        there = ", ".join(str(number) for number, _ in listed)
+    there = ", ".join(str(number) for number, _ in listed)
+    if step is not None:
+        if chosen := [place for place in listed if place[0] == step]:
+            return chosen
         raise ConfigError(f"{run_dir} has no checkpoint of {policy} at step {step}; it has {there or 'none'}")
-    return chosen
+    if named := standing_places(run_dir, policy):
+        return named[::-1]
+    hint = f": try --step with one that was set aside as damaged ({there})" if there else ""
+    raise ConfigError(f"{run_dir} has no checkpoint of {policy}{hint}")
 
 
 def _table(found: list[Found]) -> FittingTable:
     table = FittingTable(columns("policy | >step | state | >size | >age | >ranks:2 | the run can go on from it:1"))
     for each in found:
-        manifest = each.manifest
         words = Text(each.state.partition(":")[0], style="red" if each.is_damaged else "green")
-        size, old, ranks = (
-            (
-                format_bytes(manifest.size_bytes),
-                format_span(max(0.0, time.time() - manifest.written_at)),
-                str(manifest.num_ranks),
-            )
-            if manifest
-            else ("", "", "")
-        )
-        table.add_row(
-            Text(each.policy), str(each.step), words, size, old, ranks, Text(each.replay.removesuffix(": 0 steps"))
-        )
+        cells = ["", "", ""]
+        if manifest := each.manifest:
+            old = format_span(max(0.0, time.time() - manifest.written_at))
+            cells = [format_bytes(manifest.size_bytes), old, str(manifest.num_ranks)]
+        replayed = Text(each.replay.removesuffix(": 0 steps"))
+        table.add_row(Text(each.policy), str(each.step), words, *cells, replayed)
     return table
-
-
-def _tell_damage(each: Found, run_dir: Path, console: Console) -> None:
-    say(console, f"{each.path.name}: {each.set_aside or each.damage}", "red")
-    if each.can_be_exported:
-        text = f"  its weights: rollmill export {run_dir} --policy {each.policy} --step {each.step}"
-        say(console, text)
 
 
 @contextmanager

@@ -6,9 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from rich.console import Console
@@ -25,34 +25,35 @@ from services.orchestrator.journal.segments import Damage, DamageReason, Row
 _SHOWN = 20
 
 
-@dataclass(slots=True)
-class Verified:
+class Verified(NamedTuple):
     """The result of reading all records."""
 
-    records: Counter[str] = field(default_factory=Counter)  # by kind
-    num_bytes: Counter[str] = field(default_factory=Counter)
-    damage: list[Damage] = field(default_factory=list)
-    torn: list[Damage] = field(default_factory=list)  # ends of segments that were never acknowledged
-    lost: list[tuple[int, int]] = field(default_factory=list)  # runs of numbers without a record
-    num_set_aside: int = 0
+    records: Counter[str]  # by kind
+    num_bytes: Counter[str]
+    damage: list[Damage]
+    torn: list[Damage]  # ends of segments that were never acknowledged
+    lost_numbers: list[tuple[int, int]]  # runs of numbers without a record
+    set_aside: int
 
     @property
     def is_damaged(self) -> bool:
-        return bool(self.damage or self.lost)
+        return bool(self.damage or self.lost_numbers)
 
 
 def verify_journal(run_dir: Path, console: Console | None) -> Verified:
     """Raises ``ConfigError`` when the directory has no journal."""
+    records, num_bytes = Counter[str](), Counter[str]()
     with closing(open_journal(run_dir)) as reader:
-        found = Verified(num_set_aside=len(Quarantine.of(reader)))
+        aside = len(Quarantine.of(reader))
         for row, _ in _walk(reader, console):
-            found.records[row.kind] += 1
-            found.num_bytes[row.kind] += row.length
-        for span in reader.damage():
-            (found.torn if span.reason is DamageReason.TORN else found.damage).append(span)
-        named = {span.number for span in found.damage}
-        found.lost = [run for run in reader.gaps() if not set(range(run[0], min(run[1], run[0] + 999) + 1)) <= named]
-        return found
+            records[row.kind] += 1
+            num_bytes[row.kind] += row.length
+        spans = reader.damage()
+        torn = [span for span in spans if span.reason is DamageReason.TORN]
+        damage = [span for span in spans if span.reason is not DamageReason.TORN]
+        named = {span.number for span in damage}
+        lost = [run for run in reader.gaps() if not set(range(run[0], min(run[1], run[0] + 999) + 1)) <= named]
+    return Verified(records, num_bytes, damage, torn, lost, aside)
 
 
 def _walk(reader: JournalReader, console: Console | None) -> Iterator[tuple[Row, bytes | None]]:
@@ -64,14 +65,8 @@ def _walk(reader: JournalReader, console: Console | None) -> Iterator[tuple[Row,
 
 
 def as_object(found: Verified) -> dict[str, Any]:
-    return {
-        "records": dict(found.records),
-        "num_bytes": dict(found.num_bytes),
-        "damage": [{**asdict(span), "reason": span.reason.value} for span in found.damage],
-        "torn": [{**asdict(span), "reason": span.reason.value} for span in found.torn],
-        "lost_numbers": found.lost,
-        "set_aside": found.num_set_aside,
-    }
+    spans = {name: [asdict(span) for span in getattr(found, name)] for name in ("damage", "torn")}
+    return {**found._asdict(), **spans}
 
 
 def show_verified(found: Verified, console: Console) -> None:
@@ -84,12 +79,12 @@ def show_verified(found: Verified, console: Console) -> None:
         say(console, f"damaged: {span}", "red")
     if len(found.damage) > _SHOWN:
         console.print(f"... and {len(found.damage) - _SHOWN} more", style="red")
-    for first, last in found.lost[:_SHOWN]:
+    for first, last in found.lost_numbers[:_SHOWN]:
         console.print(f"lost: records {first} to {last} are in no segment", style="red")
     for span in found.torn:
         say(console, f"never acknowledged, or being written: {span}", "dim")
-    if found.num_set_aside:
-        say(console, f"{found.num_set_aside} records are set aside: rollmill journal RUN list --set-aside")
+    if found.set_aside:
+        say(console, f"{found.set_aside} records are set aside: rollmill journal RUN list --set-aside")
     verdict = "damaged: a start sets these records aside and goes on" if found.is_damaged else "every record is whole"
     console.print(verdict, style="red" if found.is_damaged else "green")
 
@@ -103,20 +98,16 @@ def list_records(
     """The newest records that match, oldest first. Raises ``ConfigError`` when the directory has no journal."""
     with closing(open_journal(run_dir)) as reader:
         aside = Quarantine.of(reader)
-        found: list[Row] = []
-        for row in reversed(list(reader.rows())) if kind is None else reader.last_rows(kind):
-            if (key is None or row.key.startswith(key)) and (number is None or row.number == number):
-                found.append(row)
-                if len(found) == last:
-                    break
-        return [_listed(reader, aside, row, content) for row in reversed(found)]
+        found = reader.rows() if kind is None else reader.rows_of(kind)
+        rows = [row for row in found if row.key.startswith(key or "") and number in (None, row.number)]
+        return [_listed(reader, aside, row, content) for row in rows[-last:]]
 
 
 def list_set_aside(run_dir: Path, *, kind: str | None, key: str | None, number: int | None, last: int) -> list[Listed]:
     """Records that the run does not use, in the order in which they were set aside."""
     with closing(open_journal(run_dir)) as reader:
         found = [
-            {**asdict(noted), "reason": noted.reason.value}
+            asdict(noted)
             for noted in Quarantine.of(reader)
             if kind in (None, noted.kind) and number in (None, noted.number) and noted.key.startswith(key or "")
         ]
@@ -125,11 +116,11 @@ def list_set_aside(run_dir: Path, *, kind: str | None, key: str | None, number: 
 
 def _listed(reader: JournalReader, aside: Quarantine, row: Row, content: bool) -> Listed:
     line = reader.load_line(row)
-    state = "set aside" if row in aside else "damaged" if line is None else ""
     listed = {
-        "number": row.number, "kind": row.kind, "key": row.key, "written_at": row.written_at, "segment": row.segment,
-        "offset": row.offset, "num_bytes": row.length, "state": state,
-    }  # fmt: skip
+        **{name: getattr(row, name) for name in ("number", "kind", "key", "written_at", "segment", "offset")},
+        "num_bytes": row.length,
+        "state": "set aside" if row in aside else "damaged" if line is None else "",
+    }
     if content:
         listed["content"] = None if line is None else orjson.loads(line)
     return listed
@@ -169,22 +160,17 @@ def export_journal(run_dir: Path, output: Path, console: Console | None, *, kind
             for row, line in _walk(reader, console):
                 if line is None or row in aside or (kinds and row.kind not in kinds):
                     continue
-                try:
-                    plain = _plain(row.kind, line)
-                except (CorruptDataError, KeyError, TypeError, ValueError):
-                    continue
+                if row.kind == entries.TRAJECTORY:
+                    try:
+                        record = entries.plain_trajectory(orjson.loads(line))
+                    except (CorruptDataError, KeyError, TypeError, ValueError):
+                        continue
+                    line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
                 path = output / f"{row.kind}.jsonl"
                 if path not in files:
                     files[path] = opened.enter_context(path.open("wb"))
-                files[path].write(plain)
+                files[path].write(line)
                 counts[path] += 1
     except OSError as error:
         raise ConfigError(f"{output} cannot be written ({error.strerror}): name another directory with -o") from None
     return dict(counts)
-
-
-def _plain(kind: str, line: bytes) -> bytes:
-    if kind != entries.TRAJECTORY:
-        return line
-    record = entries.plain_trajectory(orjson.loads(line))
-    return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)

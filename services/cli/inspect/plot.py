@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -225,13 +226,10 @@ def thinned(points: Points, most: int = MOST_POINTS) -> Points:
     """
     if len(points) <= most:
         return points
-    kept: Points = []
-    stretches = max(1, most // 2)
-    for number in range(stretches):
-        part = points[len(points) * number // stretches : len(points) * (number + 1) // stretches]
-        if part:
-            kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
-    return kept
+    size = -(-2 * len(points) // most)
+    stretches = (points[at : at + size] for at in range(0, len(points), size))
+    ends = ({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))} for part in stretches)
+    return [point for part in ends for point in sorted(part)]
 
 
 def _evaluations(number: int, group: Runs) -> Iterator[Json]:
@@ -397,18 +395,17 @@ def _draw_panel(ax: Any, panel: Json, *, alone: bool) -> None:
 def _draw_evaluations(ax: Any, points: Sequence[Json], alone: bool) -> None:
     """Points with the 95% interval of their mean. No line joins them: nothing is known in between."""
     kinds = sorted({point["label"] for point in points})
-    for (group, label), found in groupby(
-        sorted(points, key=lambda p: (p["group"], p["label"])), key=lambda p: (p["group"], p["label"])
-    ):
-        of_kind, place = list(found), kinds.index(label)
-        bars = [
-            [max(0.0, sign * (p["y"] - p[end])) if p[end] is not None else 0.0 for p in of_kind]
-            for sign, end in ((1, "low"), (-1, "high"))
+    for group, label in sorted({(point["group"], point["label"]) for point in points}):
+        of_kind, place = [p for p in points if (p["group"], p["label"]) == (group, label)], kinds.index(label)
+        known = [
+            (p["y"] if p["low"] is None else p["low"], p["y"], p["y"] if p["low"] is None else p["high"])
+            for p in of_kind
         ]
         ax.errorbar(
-            [p["x"] for p in of_kind], [p["y"] for p in of_kind], yerr=bars, capsize=2, elinewidth=0.8, markersize=4.5,
-            marker="os^D"[place % 4], linestyle="none", color=f"C{place + 1 if alone else group}",
-            label=f"evaluation {label}" if alone or group == 0 else None,
+            [p["x"] for p in of_kind], [y for _, y, _ in known],
+            yerr=[[max(0.0, y - low) for low, y, _ in known], [max(0.0, high - y) for _, y, high in known]],
+            capsize=2, elinewidth=0.8, markersize=4.5, marker="os^D"[place % 4], linestyle="none",
+            color=f"C{place + 1 if alone else group}", label=f"evaluation {label}" if alone or group == 0 else None,
         )  # fmt: skip
 
 

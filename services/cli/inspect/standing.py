@@ -15,6 +15,7 @@ from datetime import timedelta
 from itertools import filterfalse
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -27,7 +28,7 @@ from services.cli.console import (
     say,
     source_words,
 )
-from services.cli.inspect.checkpoints import places, policies_of
+from services.cli.inspect.checkpoints import policies_of, standing_places
 from services.cli.inspect.run_state import (
     Row,
     check_run_directory,
@@ -38,14 +39,13 @@ from services.cli.inspect.run_state import (
     read_rows,
 )
 from services.common import run_files
-from services.common.checkpoints import path_of
 from services.common.config.loading import RESOLVED, load_resolved
 from services.common.errors import ConfigError
 from services.common.records import TRANSFER_STAGES, WeightTransfer
 from services.common.telemetry.metrics import ReportedTransfer, RowKind, StepKey
 from services.common.weights.snapshot import Encoding
 from services.orchestrator.config import RunLock, Settings
-from services.orchestrator.evaluation import played_by
+from services.orchestrator.evaluation import kind_of, played_by
 
 INTERRUPTED, NOT_BEGUN, RUNNING = "interrupted", "not begun", "running"
 
@@ -105,11 +105,10 @@ def standing(run_dir: Path, rows: Iterable[Row] | None = None) -> Standing:
     if begun:
         _read_metrics(found, rows)
     for policy in policies_of(run_dir):
-        durable = [step for step, path in places(run_dir, policy) if path == path_of(path.parent, step)]
-        if durable:
-            found.checkpoints[policy] = durable[-1]
+        for step, _ in standing_places(run_dir, policy)[-1:]:
+            found.checkpoints[policy] = step
             # A step whose version was not published any more is trained all the same.
-            found.steps[policy] = max(found.steps.get(policy, 0), durable[-1])
+            found.steps[policy] = max(found.steps.get(policy, 0), step)
     return found
 
 
@@ -124,20 +123,16 @@ def _read_metrics(found: Standing, rows: Iterable[Row] | None) -> None:
     path = run_files.metrics(found.run_dir)
     scores: dict[str, list[str]] = {}
     for row in read_rows(path) if rows is None else rows:
-        if row.get("kind") == RowKind.TRAINING_STEP and isinstance(row.get("step"), int):
-            found.steps[str(row.get("policy"))] = row["step"]
-            found.sources[str(row.get("policy"))] = source_words(row)
-            reward = row.get(StepKey.ROLLOUT_REWARD_MEAN)
-            found.reward = float(reward) if isinstance(reward, int | float) else found.reward
-        elif row.get("kind") == RowKind.EVALUATION and isinstance(row.get("mean_reward", ""), int | float | None):
-            name = str(row.get("name", ""))
-            versions = played_by(name, row.get("versions", {}), row.get("newest_versions", {}))
+        if row["kind"] == RowKind.TRAINING_STEP:
+            found.steps[row["policy"]] = row["step"]
+            found.sources[row["policy"]] = source_words(row)
+            found.reward = row.get(StepKey.ROLLOUT_REWARD_MEAN, found.reward)
+        elif row["kind"] == RowKind.EVALUATION:
+            name = row["name"] + played_by(row["name"], row.get("versions", {}), row.get("newest_versions", {}))
             failed = f"; {row['num_failed']} failed" if row.get("num_failed") else ""
-            scores.setdefault(name.partition("/")[2], []).append(
-                f"{name}{versions}: {format_reward(row['mean_reward'])}{failed}"
-            )
-    for told in scores.values():
-        found.evaluations += [told[0], *([told[-1]] if len(told) > 1 else [])]
+            told = f"{name}: {format_reward(row['mean_reward'])}{failed}"
+            scores.setdefault(kind_of(row["name"]), []).append(told)
+    found.evaluations = [line for told in scores.values() for line in dict.fromkeys((told[0], told[-1]))]
     found.quiet_s = max(0.0, time.time() - path.stat().st_mtime)
 
 
@@ -177,49 +172,63 @@ def _is_finished_evaluation(run_dir: Path) -> bool:
         return False  # damaged, or of another version: the command that reads it tells
 
 
-def read_transfers(run_dir: Path, *, policy: str | None = None, replica: str | None = None) -> list[Row]:
-    """Transfers of a run, oldest first, failed ones included; ``ConfigError`` without any report."""
-    rows = [row for row in read_metrics(run_dir) if row["kind"] == RowKind.WEIGHT_TRANSFER]
-    if not rows:
+class Arrival(NamedTuple):
+    """A transfer of a weight version, the replica that reports it, and its row of the metrics."""
+
+    replica: str
+    transfer: WeightTransfer
+    row: Row
+
+    @property
+    def serving_s(self) -> float:
+        """From the first question to the engine serving the version; encoding happens within the fetch."""
+        found = self.transfer
+        return found.fetch_s + found.verify_s + found.write_s + found.pause_s
+
+
+def arrivals(rows: Iterable[Row]) -> list[Arrival]:
+    """The transfers in rows of metrics, failed ones included, oldest first."""
+    reports = [(ReportedTransfer.from_row(row), row) for row in rows if row["kind"] == RowKind.WEIGHT_TRANSFER]
+    found = [Arrival(report.replica, report.transfer, row) for report, row in reports]
+    return sorted(found, key=lambda one: one.transfer.started_at)
+
+
+def read_transfers(run_dir: Path, *, policy: str | None = None, replica: str | None = None) -> list[Arrival]:
+    """Transfers of a run; ``ConfigError`` without any report."""
+    found = arrivals(read_metrics(run_dir))
+    if not found:
         raise ConfigError(
             f"{run_dir} has no weight transfers yet: replicas report them when they take a version; scripted engines "
             "take none"
         )
-    reports = [(ReportedTransfer.from_row(row), row) for row in rows]
-    chosen = [
-        (report.transfer.started_at, row)
-        for report, row in reports
-        if policy in (None, report.transfer.policy) and replica in (None, report.replica)
-    ]
+    chosen = [one for one in found if policy in (None, one.transfer.policy) and replica in (None, one.replica)]
     if not chosen:
-        known = sorted({_place(report) for report, _ in reports})
+        known = sorted({f"{one.transfer.policy} at {one.replica}" for one in found})
         raise ConfigError(f"no weight transfer matches; there are transfers of {', '.join(known)}")
-    return [row for _, row in sorted(chosen, key=lambda found: found[0])]
+    return chosen
 
 
-def show(rows: Sequence[Row], console: Console, last: int) -> None:
+def show(found: Sequence[Arrival], console: Console, last: int) -> None:
     """Print one line per policy and replica, then the last transfers, then failures."""
-    reports = [ReportedTransfer.from_row(row) for row in rows]
-    console.print(_summary(rows))
-    console.print(_newest(reports, last))
-    failed = [report for report in reports if report.transfer.error]
-    for report in failed[-last:]:
-        found = report.transfer
-        say(console, f"failed {found.policy} version {found.version} at {report.replica}: {found.error}", "red")
+    console.print(_summary(found))
+    console.print(_newest(found, last))
+    failed = [one for one in found if one.transfer.error]
+    for replica, transfer, _ in failed[-last:]:
+        told = f"failed {transfer.policy} version {transfer.version} at {replica}: {transfer.error}"
+        say(console, told, "red")
     if len(failed) > last:
         console.print(f"{len(failed) - last} earlier failures are not shown; --last shows more")
 
 
-def summarise(rows: Iterable[Row]) -> list[Row]:
+def summarise(found: Iterable[Arrival]) -> list[Row]:
     """One row per policy and replica: counts, bytes, and medians of the stages over completed transfers."""
-    groups: dict[tuple[str, str], list[WeightTransfer]] = defaultdict(list)
-    for row in rows:
-        report = ReportedTransfer.from_row(row)
-        groups[report.transfer.policy, report.replica].append(report.transfer)
+    groups: dict[tuple[str, str], list[Arrival]] = defaultdict(list)
+    for one in found:
+        groups[one.transfer.policy, one.replica].append(one)
     summaries = []
     for (policy, replica), members in sorted(groups.items()):
-        arrived = [found for found in members if not found.error]
-        deltas = [found for found in arrived if found.encoding == Encoding.DELTA]
+        arrived = [one.transfer for one in members if not one.transfer.error]
+        deltas = [one for one in arrived if one.encoding == Encoding.DELTA]
         summaries.append(
             {
                 "policy": policy,
@@ -227,22 +236,17 @@ def summarise(rows: Iterable[Row]) -> list[Row]:
                 "num_full": len(arrived) - len(deltas),
                 "num_delta": len(deltas),
                 "num_failed": len(members) - len(arrived),
-                "bytes": sum(found.payload_size_bytes for found in arrived),
-                "saved_bytes": sum(found.full_size_bytes - found.payload_size_bytes for found in arrived),
-                "bits_per_change": _median(found.bits_per_change for found in deltas if found.num_changes),
-                **{stage: _median(getattr(found, stage) for found in arrived) for stage in TRANSFER_STAGES},
-                "serving_s": _median(serving_s(found) for found in arrived),
+                "bytes": sum(one.payload_size_bytes for one in arrived),
+                "saved_bytes": sum(one.full_size_bytes - one.payload_size_bytes for one in arrived),
+                "bits_per_change": _median(one.bits_per_change for one in deltas if one.num_changes),
+                **{stage: _median(getattr(one, stage) for one in arrived) for stage in TRANSFER_STAGES},
+                "serving_s": _median(one.serving_s for one in members if not one.transfer.error),
             }
         )
     return summaries
 
 
-def serving_s(found: WeightTransfer) -> float:
-    """From the first question to the engine serving the version; encoding happens within the fetch."""
-    return found.fetch_s + found.verify_s + found.write_s + found.pause_s
-
-
-def _summary(rows: Sequence[Row]) -> FittingTable:
+def _summary(found: Sequence[Arrival]) -> FittingTable:
     table = FittingTable(
         columns(
             "policy:1 | replica | >full | >delta | >failed | >sent | >saved:2 | >bits/change:3 | >fetch:4 | >verify:5 | "
@@ -250,54 +254,39 @@ def _summary(rows: Sequence[Row]) -> FittingTable:
         ),
         title="weights by replica (medians)",
     )
-    for row in summarise(rows):
+    for row in summarise(found):
+        times = (row[stage] for stage in (*TRANSFER_STAGES[1:], "serving_s"))
         table.add_row(
-            row["policy"],
-            row["replica"],
-            str(row["num_full"]),
-            str(row["num_delta"]),
-            str(row["num_failed"]),
-            format_bytes(row["bytes"]),
-            format_bytes(row["saved_bytes"]),
+            *(str(row[name]) for name in ("policy", "replica", "num_full", "num_delta", "num_failed")),
+            *(format_bytes(row[name]) for name in ("bytes", "saved_bytes")),
             "" if row["bits_per_change"] is None else f"{row['bits_per_change']:.1f}",
-            *(
-                "" if row[stage] is None else format_seconds(row[stage])
-                for stage in (*TRANSFER_STAGES[1:], "serving_s")
-            ),
+            *("" if seconds is None else format_seconds(seconds) for seconds in times),
         )
     return table
 
 
-def _newest(reports: Sequence[ReportedTransfer], last: int) -> FittingTable:
+def _newest(found: Sequence[Arrival], last: int) -> FittingTable:
     table = FittingTable(
         columns(
             "policy:3 | version | replica | how:2 | from:9 | >bytes | >changed:5 | >bits/change:4 | >encode:6 | >fetch | "
             ">verify:7 | >write:8 | >pause"
         ),
-        title=f"last {min(last, len(reports))} of {len(reports)} transfers",
+        title=f"last {min(last, len(found))} of {len(found)} transfers",
     )
-    for report in reports[-last:]:
-        found = report.transfer
-        base = "" if found.base_version is None else f"{found.base_version} → "
-        head = (found.policy, f"{base}{found.version}", report.replica)
-        if found.error:
-            table.add_row(*head, "[red]failed[/red]", *[""] * 9)
-            continue
-        how = " ".join(part for part in (found.encoding, found.transport) if part)
+    for replica, one, _ in found[-last:]:
+        base = "" if one.base_version is None else f"{one.base_version} → "
+        how = [
+            " ".join(part for part in (one.encoding, one.transport) if part),
+            ", ".join(one.sources),
+            format_bytes(one.payload_size_bytes),
+            f"{one.num_changes:,}",
+            f"{one.bits_per_change:.1f}" if one.encoding == Encoding.DELTA and one.num_changes else "",
+            *(format_seconds(getattr(one, stage)) for stage in TRANSFER_STAGES),
+        ]
         table.add_row(
-            *head,
-            how,
-            ", ".join(found.sources),
-            format_bytes(found.payload_size_bytes),
-            f"{found.num_changes:,}",
-            f"{found.bits_per_change:.1f}" if found.encoding == Encoding.DELTA and found.num_changes else "",
-            *(format_seconds(getattr(found, stage)) for stage in TRANSFER_STAGES),
+            one.policy, f"{base}{one.version}", replica, *(["[red]failed[/red]", *[""] * 9] if one.error else how)
         )
     return table
-
-
-def _place(report: ReportedTransfer) -> str:
-    return f"{report.transfer.policy} at {report.replica}"
 
 
 def _median(values: Iterable[float]) -> float | None:

@@ -56,7 +56,7 @@ class Marks:
 
 def marks_of(tokenizer: Any) -> Marks:
     """The marks of a tokenizer's chat template; none without a template, or where it refuses a dialogue."""
-    user, assistant, again = (_message("user", _USER), _message("assistant", _ASSISTANT), _message("user", _AGAIN))
+    user, assistant, again = (("user", _USER), ("assistant", _ASSISTANT), ("user", _AGAIN))
     whole = _rendered(tokenizer, [user, assistant, again])
     if not all(mark in whole for mark in (_USER, _ASSISTANT, _AGAIN)):
         return Marks({}, ())
@@ -68,64 +68,49 @@ def marks_of(tokenizer: Any) -> Marks:
     end_of_user = _common_prefix(between, end_of_user)
     headers = {"user": header_of_user, "assistant": between.removeprefix(end_of_user)}
     ends = {end_of_user, end_of_assistant}
-    with_system = _rendered(tokenizer, [_message("system", _OTHER), user])
+    with_system = _rendered(tokenizer, [("system", _OTHER), user])
     if _OTHER in with_system and _USER in with_system:
         headers["system"], rest = with_system.split(_OTHER, 1)
         ends.add(rest.split(_USER, 1)[0].removesuffix(header_of_user))
-    with_tool = _rendered(tokenizer, [user, assistant, _message("tool", _OTHER)])
+    with_tool = _rendered(tokenizer, [user, assistant, ("tool", _OTHER)])
     if _ASSISTANT in with_tool and _OTHER in with_tool:
         after, rest = with_tool.split(_ASSISTANT, 1)[1].split(_OTHER, 1)
         headers["tool"] = after.removeprefix(end_of_assistant)
         ends.add(rest)
     found = tuple(sorted({end.strip() for end in ends if end.strip()}, key=len, reverse=True))
     # A template that adds a system turn has its end before the first user: a policy writes that end itself.
-    known = {role: _after_ends(header.strip(), found) for role, header in headers.items()}
-    return Marks({role: header for role, header in known.items() if header}, found)
+    for role, header in list(headers.items()):
+        end = next((end for end in found if header.strip().startswith(end)), "")
+        headers[role] = header.strip().removeprefix(end).lstrip()
+    return Marks({role: header for role, header in headers.items() if header}, found)
 
 
 def turns(segments: Iterable[tuple[bool, str]], marks: Marks) -> list[Turn]:
     """The turns of a sequence. ``segments``: in order, whether the policy wrote the segment, and its decoded text; consecutive ones
     of one writer are joined."""
     found: list[Turn] = []
-    for number, (by_policy, text) in enumerate(_joined(segments)):
+    for number, (by_policy, parts) in enumerate(groupby(segments, key=itemgetter(0))):
+        text = "".join(part for _, part in parts)
         if by_policy:
             found.append(Turn(POLICY, _without_ends(text, marks)))
         else:
             found += read_turns(text, marks, PROMPT if number == 0 else ENVIRONMENT)
-    return [turn for turn in found if turn.text or turn.role == POLICY]
-
-
-def _joined(segments: Iterable[tuple[bool, str]]) -> Iterable[tuple[bool, str]]:
-    for by_policy, parts in groupby(segments, key=itemgetter(0)):
-        yield by_policy, "".join(text for _, text in parts)
-
-
-def read_turns(text: str, marks: Marks, default: str) -> list[Turn]:
-    """Turns of text that the policy read. The header of the answer at its end is no turn."""
-    found: list[Turn] = []
-    role, rest = default, text
-    while True:
-        at, follower = _next_header(rest, marks.headers)
-        if follower is None:
-            break
-        found.append(Turn(role, _without_ends(rest[:at], marks)))
-        role, rest = follower, rest[at + len(marks.headers[follower]) :]
-    found.append(Turn(role, _without_ends(rest, marks)))
     return found
 
 
-def _next_header(text: str, headers: Mapping[str, str]) -> tuple[int, str | None]:
-    """The first header, the longest of those that begin there."""
-    places = [(text.find(header), -len(header), role) for role, header in headers.items() if header in text]
-    if not places:
-        return len(text), None
-    at, _, role = min(places)
-    return at, role
-
-
-def _after_ends(header: str, ends: Sequence[str]) -> str:
-    end = next((end for end in ends if header.startswith(end)), "")
-    return header.removeprefix(end).lstrip()
+def read_turns(text: str, marks: Marks, default: str) -> list[Turn]:
+    """Turns of text that the policy read, without empty ones. The header of the answer at its end is no turn."""
+    found: list[Turn] = []
+    role, rest = default, text
+    while True:
+        # The first header, and the longest of those that begin there.
+        places = [(rest.find(header), -len(header), role) for role, header in marks.headers.items() if header in rest]
+        at, length, follower = min(places, default=(len(rest), 0, ""))
+        if told := _without_ends(rest[:at], marks):
+            found.append(Turn(role, told))
+        if not places:
+            return found
+        role, rest = follower, rest[at - length :]
 
 
 def _without_ends(text: str, marks: Marks) -> str:
@@ -137,18 +122,15 @@ def _without_ends(text: str, marks: Marks) -> str:
     return text
 
 
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+def _rendered(tokenizer: Any, dialogue: Sequence[tuple[str, str]]) -> str:
     """Empty without a template, or if the template refuses these messages."""
     from jinja2 import TemplateError
 
     if not getattr(tokenizer, "chat_template", None):
         return ""
+    messages = [{"role": role, "content": content} for role, content in dialogue]
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=False))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
     except (TemplateError, ValueError, KeyError, TypeError):  # as templates do for roles that they do not know
         return ""
 
@@ -177,9 +159,15 @@ class Wanted:
     max_reward: float | None = None
 
     def reward_fits(self, reward: float) -> bool:
-        return (self.min_reward is None or reward >= self.min_reward) and (
-            self.max_reward is None or reward <= self.max_reward
-        )
+        low = float("-inf") if self.min_reward is None else self.min_reward
+        return low <= reward <= (float("inf") if self.max_reward is None else self.max_reward)
+
+    def issue_fits(self, issue: Row) -> bool:
+        """``issue``: the record of the task group."""
+        evaluation = str(issue.get("evaluation", ""))
+        if self.evaluation is not None and self.evaluation not in (evaluation, evaluation.partition("/")[0]):
+            return False
+        return self.task is None or fnmatch.fnmatchcase(str(issue.get("task_id", "")), self.task)
 
 
 def read_trajectories(run_dir: Path, wanted: Wanted) -> list[Row]:
@@ -198,7 +186,7 @@ def read_trajectories(run_dir: Path, wanted: Wanted) -> list[Row]:
                 continue
             if name not in issues:
                 issues[name] = reader.find(entries.GROUP, [name]).get(name, {})
-            if not _issue_fits(issues[name], wanted) or (record := reader.load(row)) is None:
+            if not wanted.issue_fits(issues[name]) or (record := reader.load(row)) is None:
                 continue
             if wanted.reward_fits(record["reward"]):
                 chosen.append({**plain_trajectory(record), "issue": issues[name]})
@@ -217,13 +205,6 @@ def _groups_of_step(reader: JournalReader, step: int) -> set[str]:
     return {entry["sequence_id"].split("/")[0] for record in read for entry in record.get("sequences", ())}
 
 
-def _issue_fits(issue: Row, wanted: Wanted) -> bool:
-    evaluation = str(issue.get("evaluation", ""))
-    if wanted.evaluation is not None and wanted.evaluation not in (evaluation, evaluation.partition("/")[0]):
-        return False
-    return wanted.task is None or fnmatch.fnmatchcase(str(issue.get("task_id", "")), wanted.task)
-
-
 def show(run_dir: Path, rows: list[Row], console: Console, *, raw: bool = False) -> None:
     """Print trajectories as conversations; with ``raw``, the text as the policy read and wrote it, special tokens included."""
     recipe = load_resolved(run_dir)
@@ -232,8 +213,12 @@ def show(run_dir: Path, rows: list[Row], console: Console, *, raw: bool = False)
         for sequence in row["sequences"]:
             policy = sequence["policy"]
             if policy not in decoders:
-                tokenizer = _tokenizer(policy, recipe.model_path(policy, run_dir), console)
-                decoders[policy] = tokenizer, Marks({}, ()) if raw else marks_of(tokenizer)
+                decoders[policy] = Ids(), Marks({}, ())
+                try:
+                    tokenizer = load_tokenizer(policy, recipe.model_path(policy, run_dir))
+                    decoders[policy] = tokenizer, Marks({}, ()) if raw else marks_of(tokenizer)
+                except ConfigError as error:
+                    say(console, error.message, "yellow")
             console.print(_panel(row, sequence, *decoders[policy], raw=raw))
 
 
@@ -262,18 +247,12 @@ def load_tokenizer(policy: str, path: str) -> Any:
         ) from None
 
 
-def _tokenizer(policy: str, path: str, console: Console) -> Any:
-    try:
-        return load_tokenizer(policy, path)
-    except ConfigError as error:
-        say(console, error.message, "yellow")
-        return Ids()
-
-
 def _panel(row: Row, sequence: Row, tokenizer: Any, marks: Marks, *, raw: bool) -> Panel:
     segments = [(s["source"] == TokenSource.POLICY, tokenizer.decode(s["token_ids"])) for s in sequence["segments"]]
     issue = row.get("issue", {})
-    parts: list[Any] = [_text(segments) if raw else _turns(segments, marks, sequence["policy"])]
+    styles = {True: "bold green", False: "dim"}
+    whole = Text.assemble(*((escaped(text), styles[by_policy]) for by_policy, text in segments))
+    parts: list[Any] = [whole if raw else _turns(segments, marks, sequence["policy"])]
     if answer := expected(issue):
         parts.append(Text.assemble(("expected  ", "bold"), (escaped(answer), "italic")))
     versions = sorted({s["weight_version"] for s in sequence["segments"] if s["source"] == TokenSource.POLICY})
@@ -302,13 +281,6 @@ def _lineage(row: Row, sequence: Row) -> str:
     number = next(i for i, each in enumerate(row["sequences"]) if each is sequence)
     parent = sequence.get("parent")
     return f"sequence {number}" + ("" if parent is None else f", {sequence['origin']} of {parent}")
-
-
-def _text(segments: Sequence[tuple[bool, str]]) -> Text:
-    text = Text()
-    for by_policy, part in segments:
-        text.append(escaped(part), style="bold green" if by_policy else "dim")
-    return text
 
 
 def _turns(segments: Sequence[tuple[bool, str]], marks: Marks, policy: str) -> Table:

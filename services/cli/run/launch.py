@@ -60,7 +60,6 @@ from services.cli.watch import (
     OrchestratorClient,
     OrchestratorLiveness,
     ProgressView,
-    StallsAtStart,
     StallsTold,
     TrackersTold,
     show_now,
@@ -191,11 +190,11 @@ def _start(
         processes.start(spec)
     _write_pids(run_dir, processes)
     with closing(OrchestratorClient(orchestrator_address(recipe))) as client:
-        stalls = StallsAtStart(client, StallsTold(console))
+        stalls = StallsTold(console)
 
         def tick() -> None:
             stop.check()
-            stalls()
+            stalls.ask(client)
 
         with console.status(f"starting {', '.join(spec.name for spec in specs)}"):
             processes.wait_ready(recipe.ready_timeout_s + loading_s(recipe), tick, later, ends_with="orchestrator")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,10 @@ async def test_what_is_in_a_batch_is_trained_once_its_version_is_there(worlds: W
     assert fates_of(world).total("model0").sequences == {Fate.IN_TRAINING: 8}
     await world.publish(1)
     await world.orders(world.join("b", number=1))
+    await world.settle()
+    await world.journal.close()
+    for segment in [*(world.run_dir / "journal").glob(f"{entries.TRAJECTORY}-*")]:
+        segment.unlink()  # as retention does: it changes nothing
     found = fates_of(world)
     assert found.total("model0").tokens == {Fate.TRAINED: 32}
     assert found.steps("model0")[1].rollouts[Fate.TRAINED] == 8, "of the step in which they were issued"
@@ -99,16 +104,13 @@ async def test_no_closed_task_group_lacks_its_verdict_whenever_the_orchestrator_
     _, orders = await begin(world)
     await bring(world, orders[0], [1.0] * 4)
     await world.settle()
-    reader = JournalReader(world.run_dir / "journal")
-    rows = {row.kind: row.number for row in reader.rows() if row.key == orders[0].task_group_id}
-    reader.close()
+    with closing(JournalReader(world.run_dir / "journal")) as reader:
+        rows = {row.kind: row.number for row in reader.rows() if row.key == orders[0].task_group_id}
     assert rows[entries.VERDICT] < rows[entries.CLOSED]
     await world.crash()
     await world.settle()
-    reader = JournalReader(world.run_dir / "journal")
-    names = [row.key for row in reader.rows_of(entries.VERDICT)]
-    reader.close()
-    assert names == [orders[0].task_group_id]
+    with closing(JournalReader(world.run_dir / "journal")) as reader:
+        assert [row.key for row in reader.rows_of(entries.VERDICT)] == [orders[0].task_group_id]
 
 
 async def test_what_its_budget_cut_is_told_apart_from_its_siblings(worlds: Worlds) -> None:
@@ -228,17 +230,6 @@ async def test_a_record_that_cannot_be_read_is_counted_and_the_rest_is_told(worl
     assert total.tokens.total() == 32, "the lengths are those of the trajectories"
 
 
-async def test_collected_trajectories_change_nothing(worlds: Worlds) -> None:
-    world = worlds()
-    await train_two_groups(world)
-    before = fates_of(world).total("model0")
-    await world.journal.close()
-    for segment in (world.run_dir / "journal").glob(f"{entries.TRAJECTORY}-*"):
-        segment.unlink()
-    after = fates_of(world).total("model0")
-    assert (after.tokens, after.sequences, after.rollouts) == (before.tokens, before.sequences, before.rollouts)
-
-
 def test_the_length_bias_is_the_trained_mean_over_the_played_one() -> None:
     played = [Played(1, Fate.TRAINED if length < 30 else Fate.TOO_OLD, length, 0) for length in (10, 20, 30)]
     assert mean_lengths(played) == (15.0, 20.0)
@@ -266,11 +257,6 @@ async def test_the_command_prints_one_object_for_machines(worlds: Worlds) -> Non
 async def test_the_picture_of_one_run_shows_its_fates(worlds: Worlds, tmp_path: Path) -> None:
     world = worlds()
     await train_two_groups(world)
-    with_fates = plot_runs([world.run_dir], tmp_path / "with.png")
-    without = plot_runs([world.run_dir, world.run_dir], tmp_path / "without.png")
-    assert with_fates is not None and without is not None
-    assert height_of(with_fates) > height_of(without) > 0
-
-
-def height_of(png: Path) -> int:
-    return int.from_bytes(png.read_bytes()[20:24], "big")
+    picture = plot_runs([world.run_dir], tmp_path / "with.png")
+    assert picture is not None
+    assert int.from_bytes(picture.read_bytes()[20:24], "big") > 1000, "higher than the curves alone, which have 840"

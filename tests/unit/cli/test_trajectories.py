@@ -95,16 +95,7 @@ def test_what_a_policy_wrote_sends_nothing_to_the_terminal(
 ) -> None:
     tokenizer = qwen_like_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    for text in (
-        "\x1b]0;title\x07",
-        "\x1b[2J",
-        "\x9b31m",
-        "a\rb",
-        "\x08\x08",
-        "\x1b]52;c;eA==\x07",
-        "\u202edcba",
-        "\u2066\u200f",
-    ):
+    for text in ("\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "a\rb", "\x08\x08", "\u202edcba", "\u2066\u200f"):
         told = shown(monkeypatch, str(tmp_path), row(*tokenizer.encode(f"begin {text} end\n\tline")))
         assert "begin" in told and "end" in told
         assert not [c for c in told if c != "\n" and (c < " " or "\x7f" <= c < "\xa0" or c in "\u202e\u2066\u200f")]
@@ -161,19 +152,11 @@ async def test_a_step_shows_what_its_batch_holds(worlds: Callable[..., World]) -
     assert recorded == [first.task_group_id] * 4
 
 
-def test_the_expected_answer_and_the_task_are_shown(
-    monkeypatch: pytest.MonkeyPatch, no_network: list[object], tmp_path: Path
-) -> None:
-    qwen_like_tokenizer().save_pretrained(tmp_path)
+def test_task_and_expected_answer_are_shown_cut_and_printable(monkeypatch: pytest.MonkeyPatch) -> None:
     issue = {"task_id": "sum-7", "evaluation": "end/greedy", "data_json": '{"problem": "40+2?", "answer": 42}'}
-    told = shown(monkeypatch, str(tmp_path), {**row(7, 8, 9), "issue": issue})
+    told = shown(monkeypatch, "/gone/model", {**row(7), "issue": issue})
     assert "task sum-7" in told and "evaluation end/greedy" in told and "expected  42" in told
     assert "» m" in told, "the policy is told without colours, too"
-
-
-def test_a_long_or_hostile_answer_is_cut_and_printable(
-    monkeypatch: pytest.MonkeyPatch, no_network: list[object]
-) -> None:
     issue = {"task_id": "a\x1b[2J", "data_json": orjson.dumps({"answer": "\x1b]0;x\x07" + "9" * 5000}).decode()}
     told = shown(monkeypatch, "/gone/model", {**row(7), "issue": issue})
     assert "…" in told and len(told) < 3000

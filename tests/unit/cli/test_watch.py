@@ -19,7 +19,6 @@ from services.cli.watch import (
     RARE_AFTER,
     OrchestratorLiveness,
     ProgressView,
-    StallsAtStart,
     StallsTold,
     render,
     warnings_of,
@@ -161,23 +160,6 @@ STALL = run_pb2.Stall(
 )
 
 
-def test_a_stall_is_told_once_with_its_advice_and_its_end() -> None:
-    output = StringIO()
-    with ProgressView(Console(file=output, width=200), "run") as view:
-        for _ in range(3):
-            view.show(run_pb2.RunProgress(stalls=[STALL]))
-        view.show(run_pb2.RunProgress())
-    text = output.getvalue()
-    assert text.count("STALLED") == 1
-    for words in (
-        "envgateway, silent",
-        "no component has reached",
-        "start it again",
-        "goes on again",
-    ):
-        assert words in text
-
-
 def test_what_peers_say_is_no_markup() -> None:
     output = StringIO()
     console = Console(file=output, force_terminal=False, width=200)
@@ -223,8 +205,7 @@ def test_a_stopped_process_is_told_as_such() -> None:
 class Answers:
     """An orchestrator that is not up at first, and then has a stall."""
 
-    def __init__(self) -> None:
-        self.asked = 0
+    asked = 0
 
     def get_run(self) -> run_pb2.GetRunResponse:
         self.asked += 1
@@ -233,21 +214,19 @@ class Answers:
         return run_pb2.GetRunResponse(progress=run_pb2.RunProgress(stalls=[STALL] if self.asked < 4 else []))
 
 
-def test_a_stall_is_told_while_the_run_still_starts() -> None:
+def test_a_stall_is_told_once_while_the_run_still_starts_with_its_advice_and_its_end() -> None:
     output, clock, answers = StringIO(), Clock(), Answers()
-    ask = StallsAtStart(answers, StallsTold(Console(file=output, width=200)), clock)  # type: ignore[arg-type]
-    ask()
+    told = StallsTold(Console(file=output, width=200), clock)
+    told.ask(answers)  # type: ignore[arg-type]
     assert answers.asked == 0  # not at once: most runs are ready before
     for _ in range(4):
         clock.now += 6.0
-        ask()
-        ask()
+        for _ in range(2):
+            told.ask(answers)  # type: ignore[arg-type]
     assert answers.asked == 4
-    assert output.getvalue().count("STALLED") == 1
-    assert "goes on again: envgateway, silent" in output.getvalue()
-
-
-# --- sources of a mixture
+    text = output.getvalue()
+    assert text.count("STALLED") == 1 and "goes on again: envgateway, silent" in text
+    assert "envgateway, silent: no component has reached" in text and "start it again" in text
 
 
 # --- tables, pictures and plain text
@@ -267,28 +246,14 @@ def groups() -> FittingTable:
     return table
 
 
-def test_what_matters_least_goes_first_and_is_named() -> None:
-    text = drawn(groups(), 44)
-    assert "c8f8e1-00004413" in text
-    assert "98-plus-80" in text
-    assert "no room here for: retries" in text
-    narrower = drawn(groups(), 32)
-    assert "c8f8e1-00004413" in narrower
-    assert "1.04 s" in narrower
-    assert "98-plus-80" not in narrower
+def test_what_matters_least_goes_first_and_is_named_with_the_width_that_shows_it() -> None:
+    text, narrower = drawn(groups(), 44), drawn(groups(), 32)
+    assert "c8f8e1-00004413" in text and "98-plus-80" in text and "no room here for: retries" in text
+    assert "c8f8e1-00004413" in narrower and "1.04 s" in narrower and "98-plus-80" not in narrower
     assert "no room here for: task, retries" in narrower.replace("\n", " ")
-
-
-def test_the_width_that_shows_everything_is_told() -> None:
-    width = int(drawn(groups(), 44).partition("COLUMNS=")[2].split()[0])
+    width = int(text.partition("COLUMNS=")[2].split()[0])
     assert "retries" not in drawn(groups(), width - 1).partition("no room")[0]
     assert "no room" not in drawn(groups(), width)
-    terminal = io.StringIO()
-    Console(file=terminal, width=44, force_terminal=True, color_system=None).print(groups())
-    assert f"they need a width of {width}" in " ".join(terminal.getvalue().split())
-
-
-# --- pictures
 
 
 def test_nothing_ends_for_want_of_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,9 +282,6 @@ def test_the_text_of_an_error_controls_no_terminal() -> None:
     assert written.getvalue() == "error: recipe.yaml cannot run:\n  ru\\x1b[2Jn\\x202ex: no such setting\n"
 
 
-# --- help
-
-
 # --- sources of a mixture
 
 ROW = {
@@ -339,24 +301,13 @@ def test_watch_shows_a_line_for_each_source_with_share_reward_and_staleness() ->
     assert maths[1:5] == ["maths", "34.0%", "33.3%", "-"], "no rollout finished since the batch before"
 
 
-def test_the_line_of_a_run_has_the_reward_of_the_batch_where_no_rollout_ended_since_the_batch_before() -> None:
+def test_sources_are_told_of_each_policy_in_the_line_and_in_the_picture() -> None:
     row = ROW | {source_key("maths", StepKey.BATCH_REWARD_MEAN): 0.25}
-    assert "(wanted 33.3%), batch reward 0.250" in source_words(row)
+    assert "(wanted 33.3%), batch reward 0.250" in source_words(row), "no rollout ended since the batch before"
     assert "(wanted 66.7%), reward 0.125" in source_words(row)
-
-
-def test_sources_of_several_policies_are_told_apart() -> None:
-    policies = [run_pb2.PolicyProgress(policy=name, metrics=ROW) for name in ("a", "b")]
-    text = shown(policies=policies)
+    text = shown(policies=[run_pb2.PolicyProgress(policy=name, metrics=ROW) for name in ("a", "b")])
     assert "a/code" in text and "b/maths" in text
-
-
-def test_a_run_with_one_dataset_has_no_table_of_sources() -> None:
-    assert "wanted" not in shown(
-        policies=[run_pb2.PolicyProgress(policy="model0", metrics={"rollout_reward_mean": 0.5})]
-    )
-    assert source_words({"rollout_reward_mean": 0.5}) == ""
-
-
-def test_the_picture_draws_the_reward_of_each_source() -> None:
     assert [line.label for line in part_lines([[{"step": 1, **ROW}]])] == ["source maths", "source code"]
+    alone = {"rollout_reward_mean": 0.5}
+    assert "wanted" not in shown(policies=[run_pb2.PolicyProgress(policy="model0", metrics=alone)])
+    assert source_words(alone) == ""
