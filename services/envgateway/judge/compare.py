@@ -32,14 +32,14 @@ from services.common.text.literals import NotLiteralError, to_tree, tree_of
 from services.common.text.programs import parsed_expression
 from services.envgateway.judge.records import Comparison, ComparisonMode
 
-# --- Compares plain data in its tree form (``bare.plain``), without building objects from untrusted code.
+# --- Compares plain data in its tree form (``bare.plain``): of a tree from untrusted code only built-in values are made.
 
 
 Tree: TypeAlias = Any
 _Number: TypeAlias = int | float | complex | Fraction
+_NUMBERS = (int, float, complex, Fraction)
 _SHOWN_CHARS = 200
 _LONGEST_DECIMAL, _LARGEST_EXPONENT = 2000, 5000
-_LARGEST_RANGE = 1_000_000
 _BRACKETS = {"q": "[]", "l": "[]", "t": "()", "s": "{}", "z": "{}", "d": "{}", "L": "[]", "T": "[]"}
 # errors that a program can cause by a false tree or frame in place of its harness's: none is a failure of ours
 NO_TREE = (RecursionError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError)
@@ -62,33 +62,23 @@ class ValueRule:
 def equal(expected: Tree, actual: Tree, rule: ValueRule) -> bool:
     """Whether two trees represent equal values; False for a value that is not a tree."""
     try:
+        first, second = (_value(tree, rule.strict) for tree in (expected, actual))
         if rule.unordered:
-            expected = _listed(expected)
-            if _is_range(actual) and not _has_length(expected, actual):
-                return False
-            actual = _listed(actual)
-        if rule.unordered and _is_sequence(expected) and _is_sequence(actual):
-            return len(expected) == len(actual) and Counter(map(key, expected[1:])) == Counter(map(key, actual[1:]))
-        return _equal(expected, actual, rule)
+            first, second = _expanded(first, second), _expanded(second, first)
+            if type(first) is tuple and type(second) is tuple:
+                return len(first) == len(second) and Counter(map(_frozen, first)) == Counter(map(_frozen, second))
+        return _equal(first, second, rule)
     except NO_TREE:
         return False
 
 
 def truth(tree: Tree) -> bool | None:
-    """``bool`` of the value; None for an object that is no data."""
-    if not isinstance(tree, list):
-        return bool(tree)
+    """``bool`` of the value; None for an object that is no data, and for an array of several values."""
     try:
-        number = _number(tree)
-        if number is not None:
-            return bool(number)
-        if tree[0] == "r":
-            return bool(_range(tree))
-        if tree[0] == "n":  # an array of one value is as true as this; others are neither
-            return truth(tree[3]) if len(tree) == 4 else None
-        if tree[0] == "b":
-            return bool(tree[1])
-        return None if tree[0] not in _BRACKETS else len(tree) > 1
+        value = _value(tree, strict=True)
+        if isinstance(value, _Array):
+            return bool(value[0]) if len(value) == 1 else None
+        return None if isinstance(value, _Thing) else bool(value)
     except NO_TREE:
         return None
 
@@ -96,12 +86,167 @@ def truth(tree: Tree) -> bool | None:
 def distance(a: Tree, b: Tree) -> float | None:
     """|a - b| of two real numbers; None when one is not."""
     try:
-        first, second = _number(a), _number(b)
-        if first is None or second is None or isinstance(first, complex) or isinstance(second, complex):
+        first, second = _value(a, strict=True), _value(b, strict=True)
+        if not isinstance(first, (int, float, Fraction)) or not isinstance(second, (int, float, Fraction)):
             return None
         return abs(float(first - second))
     except NO_TREE:
         return None
+
+
+class _Deque(tuple[Any, ...]):
+    pass
+
+
+class _LinkedList(tuple[Any, ...]):
+    pass
+
+
+class _BinaryTree(tuple[Any, ...]):
+    pass
+
+
+class _Array(tuple[Any, ...]):
+    """The values of an array of numpy, which equals no list where the rule is strict."""
+
+
+class _Thing:
+    """An object that is no data: equal to no value."""
+
+
+def _value(tree: Tree, strict: bool) -> Any:
+    """The value of a tree: a list as a tuple, unless the rule is strict, a set as a frozenset. Raises one of ``NO_TREE``."""
+    if not isinstance(tree, list):
+        return tree
+    tag, parts = tree[0], tree[1:]
+    match tag:
+        case "i":
+            return int(parts[0], 16)
+        case "f":
+            return float.fromhex(parts[0])
+        case "c":
+            return complex(float.fromhex(parts[0]), float.fromhex(parts[1]))
+        case "b":
+            return bytes.fromhex(parts[0])
+        case "F":
+            return Fraction(*_whole(parts))
+        case "D":
+            return _decimal(parts[0])
+        case "r":
+            return range(*_whole(parts))
+        case "o":
+            return _Thing()
+    values = [_value(part, strict) for part in parts]
+    match tag:
+        case "l":
+            return values if strict else tuple(values)
+        case "t":
+            return tuple(values)
+        case "s" | "z":
+            return frozenset(map(_frozen, values))
+        case "d":
+            return dict(zip(map(_frozen, values[::2]), values[1::2], strict=True))
+        case "q":
+            return _Deque(values) if strict else tuple(values)
+        case "L":
+            return _LinkedList(values)
+        case "T":
+            return _BinaryTree(values)
+        case "n":
+            return _Array(values[2:]) if strict else _nested(values[1], values[2:])
+    raise ValueError(f"no tag {tag!r}")
+
+
+def _whole(trees: list[Tree]) -> list[int]:
+    numbers = [_value(tree, strict=True) for tree in trees]
+    if not all(isinstance(number, int) for number in numbers):
+        raise ValueError("not an integer")
+    return numbers
+
+
+def _decimal(text: str) -> _Number:
+    number = Decimal(text[:_LONGEST_DECIMAL])
+    if number.is_finite() and (len(text) > _LONGEST_DECIMAL or abs(number.adjusted()) > _LARGEST_EXPONENT):
+        raise ValueError("a decimal that is too long to compare")
+    return Fraction(number) if number.is_finite() else float(number)
+
+
+def _nested(shape: tuple[int, ...], values: list[Any]) -> Any:
+    """An array as tuples. Raises ``ValueError`` for another number of values than the shape has."""
+    if math.prod(shape) != len(values) or (not values and shape[0]):  # an empty one is compared by its first axis only
+        raise ValueError("an array of another shape")
+    if not shape:
+        return values[0]
+    step = len(values) // shape[0] if shape[0] else 0
+    return tuple(_nested(shape[1:], values[index * step : (index + 1) * step]) for index in range(shape[0]))
+
+
+def _expanded(value: Any, other: Any) -> Any:
+    """A range as the tuple of its values, where it is compared with a tuple of as many: a range of few digits may be long."""
+    return tuple(value) if isinstance(value, range) and type(other) is tuple and len(value) == len(other) else value
+
+
+def _frozen(value: Any) -> Any:
+    """The value in a form that has a hash."""
+    if isinstance(value, dict):
+        return dict, frozenset((key, _frozen(held)) for key, held in value.items())
+    if isinstance(value, _Array) and len(value) == 1:
+        return value[0]
+    if not isinstance(value, (list, tuple)):
+        return value
+    kind = () if type(value) in (list, tuple) else (type(value),)
+    return (*kind, *map(_frozen, value))
+
+
+def close(expected: _Number, actual: _Number, tolerance: float | None) -> bool:
+    """Integers exactly; others within the tolerance, where there is one."""
+    if expected == actual:
+        return True
+    if tolerance is None or (isinstance(expected, int) and isinstance(actual, int)):
+        return False
+    first, second = complex(expected), complex(actual)
+    difference = abs(first - second)
+    return math.isfinite(difference) and difference <= tolerance * max(1.0, abs(first))
+
+
+def _equal(a: Any, b: Any, rule: ValueRule) -> bool:
+    if isinstance(b, _Array) and len(b) == 1:  # numpy compares part by part; here the result is one
+        while type(a) in (list, tuple) and len(a) == 1:
+            a = a[0]
+        b = b[0]
+    if not rule.strict:
+        a, b = _expanded(a, b), _expanded(b, a)
+    if rule.booleans and isinstance(a, bool) is not isinstance(b, bool):
+        return False
+    if isinstance(a, _NUMBERS) and isinstance(b, _NUMBERS):
+        return close(a, b, rule.tolerance)
+    if type(a) is not type(b) or isinstance(a, _Array):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(_equal(x, y, rule) for x, y in zip(a, b, strict=True))
+    return _equal_dicts(a, b, rule) if isinstance(a, dict) else bool(a == b)
+
+
+def _equal_dicts(a: dict[Any, Any], b: dict[Any, Any], rule: ValueRule) -> bool:
+    # JSON has text keys only, so the intended types are unknown
+    if not rule.strict and a.keys() != b.keys() and all(isinstance(key, str) for key in a):
+        spelt = {_spelt(key, a): held for key, held in b.items()}
+        if len(spelt) != len(b):
+            return False
+        b = spelt
+    return a.keys() == b.keys() and all(_equal(held, b[key], rule) for key, held in a.items())
+
+
+def _spelt(key: Any, texts: dict[str, Any]) -> str:
+    """A key as one of the texts spells it, in the form of JSON or of Python; 1 and 1.0 are one key."""
+    if isinstance(key, str):
+        return key
+    spelt = [str(key)]
+    if isinstance(key, bool) or key is None:
+        spelt.insert(0, {True: "true", False: "false", None: "null"}[key])
+    elif isinstance(key, (int, float)) and key == key // 1:
+        spelt += [str(int(key)), f"{int(key)}.0"]
+    return next((text for text in spelt if text in texts), spelt[0])
 
 
 def shown(tree: Tree) -> str:
@@ -134,223 +279,16 @@ def _show(tree: Tree, parts: list[str]) -> None:
 
 
 def _shown_leaf(leaf: list[Any]) -> str:
-    number = _number(leaf)
-    if number is None:
-        if leaf[0] in ("r", "n"):
+    match leaf[0]:
+        case "f" | "c":
+            return repr(_value(leaf, strict=True))
+        case "i":
+            return str(leaf[1][:_SHOWN_CHARS])
+        case "F" | "D":
+            return str(leaf[1:])
+        case "r" | "n":
             return f"{'range' if leaf[0] == 'r' else 'array'}({leaf[1:_SHOWN_CHARS]})"
-        return f"<{leaf[1][:_SHOWN_CHARS].encode('unicode_escape').decode()}>"
-    if isinstance(number, Fraction):
-        return str(leaf[1:])
-    return repr(number) if not isinstance(number, int) else f"{leaf[1][:_SHOWN_CHARS]}"
-
-
-def _is_range(tree: Tree) -> bool:
-    return isinstance(tree, list) and tree[:1] == ["r"]
-
-
-def _has_length(tree: Tree, other: Tree) -> bool:
-    """Whether a tree has as many parts as a range has values: asked before a range of few digits becomes a list."""
-    return isinstance(tree, list) and len(tree) - 1 == len(_range(other))
-
-
-def _is_sequence(tree: Tree) -> bool:
-    return isinstance(tree, list) and bool(tree) and tree[0] in ("l", "t")
-
-
-def _number(tree: Tree) -> _Number | None:
-    if isinstance(tree, (bool, int)):
-        return int(tree)
-    if isinstance(tree, float):  # JSON written by others
-        return tree
-    if isinstance(tree, list) and tree:
-        if tree[0] == "i":
-            return int(tree[1], 16)
-        if tree[0] == "f":
-            return float.fromhex(tree[1])
-        if tree[0] == "c":
-            return complex(float.fromhex(tree[1]), float.fromhex(tree[2]))
-        if tree[0] == "F":
-            return Fraction(_whole(tree[1]), _whole(tree[2]))
-        if tree[0] == "D":
-            return _decimal(tree[1])
-    return None
-
-
-def _whole(tree: Tree) -> int:
-    number = _number(tree)
-    if not isinstance(number, int):
-        raise ValueError("a fraction is of integers")
-    return number
-
-
-def _decimal(text: str) -> _Number:
-    number = Decimal(text[:_LONGEST_DECIMAL])
-    if number.is_finite() and (len(text) > _LONGEST_DECIMAL or abs(number.adjusted()) > _LARGEST_EXPONENT):
-        raise ValueError("a decimal that is too long to compare")
-    return Fraction(number) if number.is_finite() else float(number)
-
-
-def _listed(tree: Tree) -> Tree:
-    """A range, a deque or an array of numpy as the list of its values; any other tree unchanged."""
-    if not isinstance(tree, list) or not tree:
-        return tree
-    if tree[0] == "q":
-        return ["l", *tree[1:]]
-    if tree[0] == "r":
-        values = _range(tree)
-        if len(values) > _LARGEST_RANGE:
-            raise ValueError("a range that is too long to compare")
-        return ["l", *values]
-    if tree[0] == "n":
-        return _array(tree)
-    return tree
-
-
-def _range(tree: Tree) -> range:
-    return range(*map(_whole, tree[1:]))
-
-
-def _array(tree: Tree) -> Tree:
-    shape, values = [_whole(part) for part in tree[2][1:]], tree[3:]
-    if math.prod(shape) != len(values) or (not values and shape[0]):  # an empty one is compared by its first axis only
-        raise ValueError("an array of another shape")
-    return _nested(shape, values)
-
-
-def _nested(shape: list[int], values: list[Any]) -> Tree:
-    if not shape:
-        return values[0]
-    step = len(values) // shape[0] if shape[0] else 0
-    return ["l", *(_nested(shape[1:], values[index * step : (index + 1) * step]) for index in range(shape[0]))]
-
-
-def close(expected: _Number, actual: _Number, tolerance: float | None) -> bool:
-    """Integers exactly; others within the tolerance, where there is one."""
-    if expected == actual:
-        return True
-    if tolerance is None or (isinstance(expected, int) and isinstance(actual, int)):
-        return False
-    first, second = complex(expected), complex(actual)
-    difference = abs(first - second)
-    return math.isfinite(difference) and difference <= tolerance * max(1.0, abs(first))
-
-
-def _equal(a: Tree, b: Tree, rule: ValueRule) -> bool:
-    if _is_range(a) and _is_range(b):
-        return _range(a) == _range(b)
-    if not rule.strict:
-        a = _listed(a)
-        if _is_range(b) and not _has_length(a, b):
-            return False
-        b = _listed(b)
-    elif isinstance(b, list) and b[:1] == ["n"] and len(b) == 4:  # numpy compares part by part; here the result is one
-        a, b = _only_value(a), b[3]
-    if rule.booleans and isinstance(a, bool) is not isinstance(b, bool):
-        return False
-    first, second = _number(a), _number(b)
-    if first is not None and second is not None:
-        return close(first, second, rule.tolerance)
-    if first is not None or second is not None:
-        return False
-    if not isinstance(a, list) or not isinstance(b, list):
-        return type(a) is type(b) and a == b
-    kind, other = a[0], b[0]
-    if kind in ("l", "t") and other in ("l", "t"):
-        return (kind == other or not rule.strict) and _all_equal(a, b, rule)
-    if kind in ("s", "z") and other in ("s", "z"):
-        return set(map(key, a[1:])) == set(map(key, b[1:]))
-    if kind != other:
-        return False
-    if kind in ("L", "T", "q"):
-        return _all_equal(a, b, rule)
-    if kind == "d":
-        return _equal_dicts(a, b, rule)
-    return kind == "b" and bool(a[1] == b[1])
-
-
-def _only_value(tree: Tree) -> Tree:
-    while isinstance(tree, list) and len(tree) == 2 and tree[0] in ("l", "t"):
-        tree = tree[1]
-    return tree
-
-
-def _all_equal(a: list[Any], b: list[Any], rule: ValueRule) -> bool:
-    return len(a) == len(b) and all(_equal(x, y, rule) for x, y in zip(a[1:], b[1:], strict=True))
-
-
-def _equal_dicts(a: list[Any], b: list[Any], rule: ValueRule) -> bool:
-    first = {key(k): v for k, v in zip(a[1::2], a[2::2], strict=True)}
-    second = {key(k): v for k, v in zip(b[1::2], b[2::2], strict=True)}
-    # JSON has text keys only, so the intended types are unknown
-    if not rule.strict and first.keys() != second.keys() and all(isinstance(k, str) for k in a[1::2]):
-        first = dict(zip(a[1::2], a[2::2], strict=True))
-        second = {_spelt(k, first): v for k, v in zip(b[1::2], b[2::2], strict=True)}
-        if 2 * len(second) != len(b) - 1:
-            return False
-    return first.keys() == second.keys() and all(_equal(value, second[k], rule) for k, value in first.items())
-
-
-def _spelt(tree: Tree, texts: dict[str, Tree]) -> str:
-    """A key as one of the texts spells it, in the form of JSON or of Python; 1 and 1.0 are one key."""
-    number = _number(tree)
-    if isinstance(tree, bool) or tree is None:
-        spelt = [{True: "true", False: "false", None: "null"}[tree], str(tree)]
-    elif isinstance(number, (int, float)):
-        spelt = [str(number), *((str(int(number)), f"{int(number)}.0") if number == number // 1 else ())]
-    elif isinstance(tree, list) and tree[0] == "t":
-        parts = [
-            repr(part) if isinstance(part, (str, bool)) or part is None else str(_number(part)) for part in tree[1:]
-        ]
-        spelt = [f"({', '.join(parts)}{',' * (len(parts) == 1)})"]
-    else:
-        spelt = [tree if isinstance(tree, str) else key(tree)]
-    return next((text for text in spelt if text in texts), spelt[0])
-
-
-def key(tree: Tree) -> str:
-    """A text that equal values share. Raises ``ValueError`` for NaN and for a tree that is not data."""
-    number = _number(tree)
-    if number is not None:
-        if number != number:
-            raise ValueError("NaN equals no value")
-        if isinstance(number, complex):
-            number = number.real if number.imag == 0 else number
-        if isinstance(number, Fraction):
-            number = number.numerator if number.denominator == 1 else _as_float(number)
-        if isinstance(number, float) and number.is_integer():
-            number = int(number)
-        return hex(number) if isinstance(number, int) else repr(number)
-    if isinstance(tree, str):
-        return "'" + tree.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    if tree is None:
-        return "None"
-    kind, parts = tree[0], tree[1:]
-    if kind == "b":
-        return f"b'{parts[0]}'"
-    if kind == "o":
-        raise ValueError("an object is no data")
-    if kind == "r":
-        values = _range(tree)
-        return f"r:{len(values)},{values[0]},{values.step}" if len(values) > 1 else f"r:{list(values)}"
-    if kind in ("q", "n"):
-        return key(parts[2]) if kind == "n" and parts[1] == ["t"] else f"{kind}:" + key(_listed(tree))
-    keys = [key(part) for part in parts]
-    if kind in ("s", "z"):
-        kind, keys = "s", sorted(set(keys))
-    elif kind == "d":
-        keys = sorted(f"{k}:{v}" for k, v in zip(keys[::2], keys[1::2], strict=True))
-    elif kind == "t":
-        kind = "l"
-    return f"{kind}[{','.join(keys)}]"
-
-
-def _as_float(number: Fraction) -> float | Fraction:
-    """A float of the same value, where there is one."""
-    try:
-        near = float(number)
-    except OverflowError:
-        return number
-    return near if near == number else number
+    return f"<{leaf[1][:_SHOWN_CHARS].encode('unicode_escape').decode()}>"
 
 
 _LARGEST_PARSED = 1 << 18  # bytes of a JSON or literal text: parsing untrusted text costs a multiple in memory

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -93,15 +94,13 @@ REPEATED = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reward", ["boxed", "math"])
-async def test_a_repetitive_completion_keeps_no_other_call_waiting(reward: str, math_pool: MathPool) -> None:
+async def test_a_repetitive_completion_keeps_no_other_call_waiting(math_pool: MathPool) -> None:
     rewards = Rewards(math_pool)
-    for unit in REPEATED:
-        for end in ("", "18,", "and so"):
-            text = unit * (LONG // len(unit)) + end
-            async with a_loop_that_goes_on((unit, end)):
-                result = await rewards.compute(reward, {"answer": "18"}, text)
-            assert result.outcome is not RewardOutcome.GRADER_FAILED, (unit, end)
+    for reward, unit, end in itertools.product(("boxed", "math"), REPEATED, ("", "18,", "and so")):
+        text = unit * (LONG // len(unit)) + end
+        async with a_loop_that_goes_on((reward, unit, end)):
+            result = await rewards.compute(reward, {"answer": "18"}, text)
+        assert result.outcome is not RewardOutcome.GRADER_FAILED, (reward, unit, end)
 
 
 SMALL: dict[str, Any] = {

@@ -134,10 +134,14 @@ GOLDEN = [
 ]
 
 
-async def test_golden_answers(math_pool: MathPool) -> None:
+async def test_golden_answers_and_a_killed_worker_is_replaced(math_pool: MathPool) -> None:
     reward = MathReward(math_pool)
     found = [(truth, text, (await reward({"answer": truth}, text)).outcome) for truth, text, _ in GOLDEN]
     assert found == GOLDEN
+    (pid,) = math_pool.pids
+    os.kill(pid, signal.SIGKILL)
+    assert (await reward({"answer": r"\frac{1}{2}"}, r"\boxed{0.5}")).outcome is R.CORRECT
+    assert math_pool.counts["crashes"] == 1
 
 
 async def test_plain_integers_start_no_worker(math_pool: MathPool) -> None:
@@ -244,15 +248,6 @@ async def test_the_cause_of_a_failure_decides_its_outcome(
     monkeypatch.setattr(math_pool_module, "MathProcess", lambda *_: Scripted(left))
     result = await MathPool(ScorerConfig()).grade("1", "2")
     assert result.outcome is outcome and not left
-
-
-async def test_a_killed_worker_is_replaced_and_the_answer_graded(math_pool: MathPool) -> None:
-    reward = MathReward(math_pool)
-    assert (await reward({"answer": r"\frac{1}{2}"}, r"\boxed{0.5}")).outcome is R.CORRECT
-    (pid,) = math_pool.pids
-    os.kill(pid, signal.SIGKILL)
-    assert (await reward({"answer": r"\frac{1}{2}"}, r"\boxed{0.5}")).outcome is R.CORRECT
-    assert math_pool.counts["crashes"] == 1
 
 
 def half(task: Mapping[str, Any], completion: str) -> float:

@@ -206,7 +206,7 @@ async def test_the_tool_environment_counts_plays_and_grades(played: Played) -> N
         (_tagged("capital", city="Paris"), "Error: argument 'country' is missing"),
         (_tagged("capitol", country="France"), "Error: no tool 'capitol'; there is python, "),
         ("<tool_call>{'name'}</tool_call>", "Error: malformed tool call: not valid JSON"),
-        (_tagged("python", code="while True: pass"), "TimeoutError: stopped after "),
+        (_tagged("python", code="import time; time.sleep(9)"), "TimeoutError: stopped after "),
     ):
         response = await episode.act(action)
         assert response.observation.startswith(expected), (action, response.observation)

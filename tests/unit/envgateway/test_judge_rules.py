@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.text.literals import to_tree
-from services.envgateway.judge.compare import ValueRule, difference, equal, key, shown, truth
+from services.envgateway.judge.compare import ValueRule, difference, equal, shown, truth
 from services.envgateway.judge.records import (
     CaseResult,
     Comparison,
@@ -52,15 +52,6 @@ def test_strict_equality_of_trees_is_pythons(first: Any, second: Any) -> None:
     a, b = to_tree(first), to_tree(second)
     assert equal(a, b, strict) == (first == second)
     assert equal(a, a, strict)
-
-
-@given(VALUES, VALUES)
-def test_equal_values_share_a_key(first: Any, second: Any) -> None:
-    a, b = to_tree(first), to_tree(second)
-    if first == second:
-        assert key(a) == key(b)
-    if key(a) == key(b):
-        assert equal(a, b, ValueRule())
 
 
 def test_nan_equals_no_value() -> None:
