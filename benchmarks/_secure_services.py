@@ -38,7 +38,8 @@ _MODULES = {
     "orchestrator": ("services.orchestrator", "--run-dir={folder}"),
     "envgateway": ("services.envgateway", "--run-dir={folder}"),
     "publisher": (
-        "services.trainer.publisher", f"--run-id={RUN}", f"--policy={POLICY}", "--port={port}", "--run-dir={folder}",
+        "services.trainer.publisher",
+        f'{{{{"run_id": "{RUN}", "policy": "{POLICY}", "port": {{port}}, "run_dir": "{{folder}}"}}}}',
     ),
     "inference": ("services.inference", "--orchestrator={orchestrator}", "--name=a", "--replica-id=healthy"),
 }  # fmt: skip

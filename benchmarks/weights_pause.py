@@ -53,6 +53,7 @@ from services.inference.weights.fetch import Relay
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import SourceFetcher, WeightUpdater
 from services.trainer.publish import PublisherProcess
+from services.trainer.publisher import PublisherSettings
 
 SLOTS = 32
 PROMPT = 64
@@ -68,7 +69,7 @@ def _publish_on_request(pipe: Connection, specs: list[TensorSpec], core: int, se
     os.sched_setaffinity(0, {core})
     directory = Path(tempfile.mkdtemp(prefix="rollmill-bench-", dir="/dev/shm"))
     publisher = PublisherProcess(
-        run_id=RUN, policy=POLICY, config=WeightsConfig(port=0, transfer="delta", keep_versions=3)
+        PublisherSettings(run_id=RUN, policy=POLICY, weights=WeightsConfig(port=0, transfer="delta", keep_versions=3))
     )
     publisher.start()
     maker = VersionMaker(specs, directory, seed)

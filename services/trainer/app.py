@@ -56,6 +56,7 @@ from services.trainer.model.policy_model import (
 )
 from services.trainer.numerics import NumericsGate
 from services.trainer.publish import PublisherProcess, Snapshots, snapshot_directories, sweep
+from services.trainer.publisher import PublisherSettings
 from services.trainer.ranks import PeerLostError, Ranks, init_ranks, leave_on_signal, leave_ranks
 from services.trainer.step import TrainStep
 
@@ -168,13 +169,6 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
     return step, tokenizer
 
 
-def numerics_gate(recipe: Recipe, policy: str, step: TrainStep, tokenizer: Any) -> NumericsGate:
-    """The comparison of the policy's engines with its trainer."""
-    recipe = recipe.with_devices(has_gpu=step.ranks.device.type == "cuda")
-    bound, types = recipe.numerics(policy)
-    return NumericsGate(step, tokenizer, policy, recipe.policies[policy].trainer.max_mismatch or bound, types)
-
-
 def open_checkpoints(
     recipe: Recipe,
     policy: str,
@@ -221,12 +215,14 @@ def run_trainer(settings: Settings) -> None:
     publisher = None
     if rank == 0:
         publisher = PublisherProcess(
-            run_id=run.run_id,
-            policy=policy,
-            config=run.recipe.policies[policy].weights,
-            run_dir=run_dir,
-            host=settings.host,
-            metrics=run.recipe.metrics,
+            PublisherSettings(
+                run_id=run.run_id,
+                policy=policy,
+                weights=run.recipe.policies[policy].weights,
+                metrics=run.recipe.metrics,
+                host=settings.host,
+                run_dir=run_dir,
+            )
         )
     try:
         if publisher is not None:
@@ -290,6 +286,7 @@ def _train(
         directories=directories,
         process=publisher,
     )
+    bound, types = recipe.with_devices(has_gpu=ranks.device.type == "cuda").numerics(policy)
     device = DeviceTurns(step, link, ranks, run_dir, first=turn) if shared else None
     loop = TrainingLoop(
         step=step,
@@ -300,7 +297,7 @@ def _train(
         device=device,
         num_steps=recipe.run.steps,
         checkpoint_every=config.trainer.checkpoint_every,
-        gate=numerics_gate(recipe, policy, step, tokenizer),
+        gate=NumericsGate(step, tokenizer, policy, config.trainer.max_mismatch or bound, types),
     )
     done = loop.recover(checkpoint_step, newest_version)
     if server is not None:

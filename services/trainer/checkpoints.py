@@ -145,14 +145,6 @@ class Checkpoints:
         """The path of the checkpoint of a step, whether it exists or not."""
         return names.path_of(self._directory, training_step)
 
-    def newest(self) -> int | None:
-        """The training step of the newest complete checkpoint."""
-        return max(self.kept(), default=None)
-
-    def before(self, training_step: int) -> int | None:
-        """The newest checkpoint from which ``training_step`` can be trained again."""
-        return max((step for step in self.kept() if step < training_step), default=None)
-
     def set_aside(self, after: int = 0) -> list[str]:
         """Names of the damaged checkpoints of steps after ``after`` that were set aside, each with the reason."""
         return [
@@ -355,7 +347,7 @@ class Checkpoints:
         Raises:
             ModelMismatchError: the newest belongs to another run, policy or model; the message names the difference.
         """
-        while step := int(self._hosts.gather(str(self.newest() or 0), "choosing a checkpoint")[0]):
+        while step := int(self._hosts.gather(str(max(self.kept(), default=0)), "choosing a checkpoint")[0]):
             try:
                 self.load(step, model, optimizer)
             except DamagedCheckpointError as error:

@@ -52,7 +52,16 @@ def main() -> int:
         watch.start()
     try:
         program = module_command("services.trainer", RANKED, *arguments)
-        run.main([*_meeting(options), f"--nproc-per-node={options.num_ranks}", "--no-python", *program])
+        meeting = ["--standalone"]
+        if options.num_nodes > 1:
+            meeting = [
+                f"--nnodes={options.num_nodes}",
+                f"--node-rank={options.node_rank}",
+                f"--master-addr={options.rendezvous_host}",
+                f"--master-port={options.rendezvous_port}",
+                f"--rdzv-conf=timeout={MEET_S:.0f}",
+            ]
+        run.main([*meeting, f"--nproc-per-node={options.num_ranks}", "--no-python", *program])
     except ChildFailedError as error:
         if watch is not None:
             watch.stop(failed=True)
@@ -93,18 +102,6 @@ def _parser() -> argparse.ArgumentParser:
         "--node-timeout-s", type=float, default=60.0, help="a node that is silent for so long is taken for lost"
     )
     return parser
-
-
-def _meeting(options: argparse.Namespace) -> list[str]:
-    if options.num_nodes > 1:
-        return [
-            f"--nnodes={options.num_nodes}",
-            f"--node-rank={options.node_rank}",
-            f"--master-addr={options.rendezvous_host}",
-            f"--master-port={options.rendezvous_port}",
-            f"--rdzv-conf=timeout={MEET_S:.0f}",
-        ]
-    return ["--standalone"]
 
 
 def _cause(error: ChildFailedError) -> int:

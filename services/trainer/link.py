@@ -84,16 +84,8 @@ class LoopThread:
             log.warning("loop.still_running", thread=self._thread.name, after_s=STOP_TIMEOUT_S)
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-            left = asyncio.all_tasks(self.loop)
-            for task in left:
-                task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-        finally:
-            self.loop.close()
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # which cancels the tasks that are left
+            runner.get_loop().run_forever()
 
 
 @dataclass(slots=True)

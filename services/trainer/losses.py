@@ -118,6 +118,12 @@ class LossError(ConfigError):
     """A policy loss returned an unusable result; the message names the loss, the step and the expected result."""
 
 
+def _told(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"of shape {list(value.shape)} and {value.dtype}"
+    return f"of type {type(value).__name__}"
+
+
 def check_shape(result: object, tokens: TokenBatch, where: str) -> None:
     """Check type, shape and names of a loss's result. ``where`` names loss and step.
 
@@ -129,24 +135,14 @@ def check_shape(result: object, tokens: TokenBatch, where: str) -> None:
     expected = f"a PolicyLoss whose per_token is a floating-point tensor of shape {shape}"
     if not isinstance(result, PolicyLoss):
         raise LossError(f"{where} returned a {type(result).__name__}; expected {expected}")
-    per_token, left_out = result.per_token, result.left_out
-    problem = ""
-    if not isinstance(per_token, torch.Tensor):
-        problem = f"of type {type(per_token).__name__}"
-    elif list(per_token.shape) != shape or not per_token.is_floating_point():
-        problem = f"of shape {list(per_token.shape)} and {per_token.dtype}"
-    elif tokens.logprobs.requires_grad and not per_token.requires_grad:
-        problem = "that does not depend on tokens.logprobs"
-    if problem:
-        raise LossError(f"{where} returned a per_token {problem}; expected {expected}")
-    if isinstance(left_out, torch.Tensor):
-        problem = f"of shape {list(left_out.shape)} and {left_out.dtype}"
-        if list(left_out.shape) == shape and left_out.dtype == torch.bool:
-            problem = ""
-    elif left_out is not None:
-        problem = f"of type {type(left_out).__name__}"
-    if problem:
-        raise LossError(f"{where} returned a left_out {problem}; expected a bool tensor of shape {shape}, or none")
+    per_token, left_out = _told(result.per_token), _told(result.left_out)
+    is_numbers = isinstance(result.per_token, torch.Tensor) and result.per_token.is_floating_point()
+    if not is_numbers or list(result.per_token.shape) != shape:
+        raise LossError(f"{where} returned a per_token {per_token}; expected {expected}")
+    if tokens.logprobs.requires_grad and not result.per_token.requires_grad:
+        raise LossError(f"{where} returned a per_token that does not depend on tokens.logprobs; expected {expected}")
+    if result.left_out is not None and left_out != f"of shape {shape} and torch.bool":
+        raise LossError(f"{where} returned a left_out {left_out}; expected a bool tensor of shape {shape}, or none")
     for name in result.counts:
         if not name.endswith("_tokens") or name in RESERVED_COUNTS or name.startswith(RESERVED_PREFIXES):
             raise LossError(
@@ -548,10 +544,10 @@ def algorithm_of(config: AlgorithmConfig) -> Algorithm:
 
 
 _CRITERIA: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "ratio": lambda x: x,  # compared in log space
-    "k2": lambda x: 0.5 * x.square(),
-    "k3": lambda x: torch.expm1(x) - x,
-    "k3_reverse": lambda x: torch.expm1(-x) + x,
+    "ratio": KL_ESTIMATORS["k1"],  # compared in log space
+    "k2": KL_ESTIMATORS["k2"],
+    "k3": lambda x: KL_ESTIMATORS["k3"](-x),
+    "k3_reverse": KL_ESTIMATORS["k3"],
 }
 
 

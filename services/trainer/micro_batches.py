@@ -32,7 +32,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -190,7 +190,8 @@ class MicroBatch:
     teacher: torch.Tensor | None = None  # [num_targets] log-probabilities of the model that is distilled
 
 
-class Member(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Member:
     """A document, and the number of its first tokens that the previous document of the family has too."""
 
     index: int
@@ -301,7 +302,7 @@ def _micro_batch(
     teacher = _joined(documents, "teacher", lambda n: np.zeros(n, dtype=np.float32))
     floats: Any = partial(torch.as_tensor, dtype=dtype, device=device)
     on_device: Any = partial(torch.as_tensor, device=device)
-    cut = None if kept is None else KeptBlocks.on(KeptSets.concatenated(kept).select(mask), device)
+    cut = None if kept is None else KeptBlocks.on(KeptSets.concatenated(kept).select(mask), torch.device(device))
     own_temperatures = None if temperatures is None else floats(np.concatenate(temperatures)[mask])
     drawn = None if cut is None and own_temperatures is None else Drawn(kept=cut, temperatures=own_temperatures)
     # A path ends before the last trained token: mask[1:] is true for the rows that predict a trained token.

@@ -37,7 +37,6 @@ import structlog
 import torch
 
 from services.common.aio import backoff
-from services.common.config.processes import MetricsConfig
 from services.common.config.training import WeightsConfig
 from services.common.errors import InfrastructureError
 from services.common.net.hosts import host_and_port, host_identity
@@ -56,6 +55,7 @@ from services.common.weights.snapshot import (
     sweep_orphans,
 )
 from services.trainer.model.policy_model import PolicyModel
+from services.trainer.publisher import PublisherSettings
 from services.trainer.ranks import HostGroup, Ranks, even_shares, own_part, whole_tensors
 
 log = structlog.get_logger()
@@ -303,22 +303,9 @@ class PublisherProcess:
     A publisher that fails during an exchange is killed, so that a late answer is never matched to a later question.
     """
 
-    def __init__(
-        self,
-        *,
-        run_id: str,
-        policy: str,
-        config: WeightsConfig,
-        run_dir: Path | None = None,
-        host: str | None = None,
-        metrics: MetricsConfig | None = None,
-    ) -> None:
-        self._arguments = [f"--run-id={run_id}", f"--policy={policy}", f"--weights={config.model_dump_json()}"]
-        self._arguments += [f"--host={host}"] if host is not None else []
-        self._arguments += [f"--run-dir={run_dir}"] if run_dir is not None else []
-        self._arguments += [f"--metrics={metrics.model_dump_json()}"] if metrics is not None else []
-        self._port = config.port
-        self._keep = config.keep_versions
+    def __init__(self, settings: PublisherSettings) -> None:
+        self._settings = settings
+        self._keep = settings.weights.keep_versions
         self._announced: list[Path] = []  # oldest first; a path is dropped when the publisher has removed its file
         self._process: AnsweringChild | None = None
         self._lock = threading.Lock()  # one exchange with the process at a time
@@ -398,13 +385,14 @@ class PublisherProcess:
     def _start(self) -> None:
         self._process = AnsweringChild(
             "the publisher",
-            module_command("services.trainer.publisher", *self._arguments, f"--port={self._port}"),
+            module_command("services.trainer.publisher", self._settings.model_dump_json()),
         )
         answer = self._process.ask("the publisher's start", START_TIMEOUT_S)
         if "error" in answer:  # such as a port in use
             raise ChildLostError(f"weight publisher: {answer['error']}; its log says more")
         self.address = str(answer["address"])
-        _, self._port = host_and_port(self.address)  # replicas know this port: keep the same after restarts
+        _, port = host_and_port(self.address)
+        self._settings = self._settings.model_copy(update={"port": port})  # replicas know it: the same after restarts
 
     def _tell(self, path: Path) -> None:
         """Let the publisher serve a snapshot.

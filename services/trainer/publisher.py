@@ -1,6 +1,6 @@
 """Serves the weight versions of one policy, in a process of its own, so that serving does not use the trainer's interpreter.
 
-    python -m services.trainer.publisher --run-id RUN --policy model0 --port 19861
+    python -m services.trainer.publisher '{"run_id": "RUN", "policy": "model0", "port": 19861}'
 
     trainer --{"add": path}--> PublisherStore.add
     receiver --GetManifest---> PublisherStore.payload   on this host, maps files: the snapshot, as a file
@@ -14,7 +14,6 @@ maps the files and serves them over ``WeightService``. The publisher ends with i
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from pydantic import BaseModel
 
 from services.common.config.processes import MetricsConfig
 from services.common.config.training import WeightsConfig
@@ -171,7 +171,6 @@ class PublisherStore:
                 "snapshots": float(len(self._snapshots)),
                 "deltas": float(len(made)),
                 "delta_bytes": float(sum(delta.payload.size_bytes for delta in made)),
-                "deltas_in_progress": float(sum(not future.done() for future in self._deltas.values())),
                 "deltas_skipped": float(self._num_skipped),
             }
 
@@ -298,8 +297,20 @@ def base_of(manifest: Manifest) -> BaseVersion:
     return BaseVersion(number=manifest.version, digest=manifest.digest)
 
 
+class PublisherSettings(BaseModel):
+    """The argument of the process, as JSON."""
+
+    run_id: str  # other runs are refused
+    policy: str
+    weights: WeightsConfig = WeightsConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    host: str | None = None  # bind address instead of the section's; without keys only loopback
+    port: int | None = None  # instead of the section's; 0 takes a free one
+    run_dir: Path | None = None  # where to write logs
+
+
 def main() -> None:
-    arguments = _parser().parse_args()
+    arguments = PublisherSettings.model_validate_json(sys.argv[1])
     die_with_parent_if_asked()
     keep_freed_memory(one_arena=True)
     configure("publisher", arguments.run_dir, f"publisher-{arguments.policy}")
@@ -311,8 +322,8 @@ def main() -> None:
         raise SystemExit(f"error: {error.message}") from None
 
 
-async def _serve(arguments: argparse.Namespace) -> None:
-    config: WeightsConfig = arguments.weights
+async def _serve(arguments: PublisherSettings) -> None:
+    config = arguments.weights
     store = PublisherStore(arguments.run_id, arguments.policy, config)
     waiting = ThreadPoolExecutor(WAITING_RECEIVERS, "publisher.payload")
     asyncio.get_running_loop().set_default_executor(waiting)
@@ -379,33 +390,6 @@ async def _apply_commands(store: PublisherStore, server: Server) -> None:
 def _answer(answer: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m services.trainer.publisher",
-        description="Serve the weight versions of one policy. Started by its trainer, which names snapshots on stdin.",
-    )
-    parser.add_argument("--run-id", required=True, help="the run; other runs are refused")
-    parser.add_argument("--policy", required=True, help="the policy of the served versions")
-    parser.add_argument("--host", help="bind address instead of the section's; without keys only loopback")
-    parser.add_argument(
-        "--weights",
-        type=WeightsConfig.model_validate_json,
-        default=WeightsConfig(),
-        metavar="JSON",
-        help="the policy's section `weights` of the recipe",
-    )
-    parser.add_argument(
-        "--metrics",
-        type=MetricsConfig.model_validate_json,
-        default=MetricsConfig(),
-        metavar="JSON",
-        help="the section `metrics` of the recipe",
-    )
-    parser.add_argument("--port", type=int, help="gRPC port instead of the section's; 0 takes a free one")
-    parser.add_argument("--run-dir", type=Path, default=None, help="where to write logs")
-    return parser
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def replay(recipe: Recipe, run_dir: Path, policy: str, training_step: int, batch
     ranks = join_ranks(recipe, policy)
     step, _ = build_step(recipe, policy, recipe.model_path(policy, run_dir), ranks)
     checkpoints = open_checkpoints(recipe, policy, run_dir, ranks)
-    begin = checkpoints.before(training_step) or 0
+    begin = max((step for step in checkpoints.kept() if step < training_step), default=0)
     if begin:
         checkpoints.load(begin, step.model, step.optimizer)
     metrics = step.run(batch_of(begin + 1))

@@ -199,7 +199,17 @@ _FEW_LONG = 1 / 64  # share of gaps with escapes, below which only these are loo
 
 Positions = npt.NDArray[np.intp]
 
-_local = threading.local()  # zstandard's contexts must not be shared between threads
+
+class _Contexts(threading.local):
+    """zstandard's contexts, which must not be shared between threads."""
+
+    def __init__(self) -> None:
+        parameters = zstandard.ZstdCompressionParameters(**_ENTROPY_ONLY)
+        self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_local = _Contexts()
 
 
 def pack_plane(plane: npt.NDArray[np.uint8]) -> bytes:
@@ -207,7 +217,7 @@ def pack_plane(plane: npt.NDArray[np.uint8]) -> bytes:
     if not plane.any():
         return _HEADER.pack(_ZERO, len(plane))
     raw = plane.tobytes()
-    compressed = _compressor().compress(raw)
+    compressed = _local.compressor.compress(raw)
     if len(compressed) < len(raw):
         return _HEADER.pack(_ZSTD, len(compressed)) + compressed
     return _HEADER.pack(_RAW, len(raw)) + raw
@@ -262,24 +272,9 @@ def _decompress(body: memoryview, limit: int) -> bytes:
         # Refuse a frame that states a size above the limit before any allocation.
         if not 0 < zstandard.frame_content_size(body) <= limit:
             raise CorruptDataError(f"delta holds a zstd frame of other size than the at most {limit} bytes expected")
-        return _decompressor().decompress(body)
+        return _local.decompressor.decompress(body)
     except zstandard.ZstdError as error:
         raise CorruptDataError(f"delta holds a broken zstd frame: {error}") from error
-
-
-def _compressor() -> zstandard.ZstdCompressor:
-    if not hasattr(_local, "compressor"):
-        parameters = zstandard.ZstdCompressionParameters(**_ENTROPY_ONLY)
-        _local.compressor = zstandard.ZstdCompressor(compression_params=parameters)
-    compressor: zstandard.ZstdCompressor = _local.compressor
-    return compressor
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    if not hasattr(_local, "decompressor"):
-        _local.decompressor = zstandard.ZstdDecompressor()
-    decompressor: zstandard.ZstdDecompressor = _local.decompressor
-    return decompressor
 
 
 def true_positions(flags: npt.NDArray[np.bool_]) -> Positions:

@@ -392,16 +392,11 @@ def check_same_adapter(own: AdapterIdentity | None, other: AdapterIdentity | Non
     if own is None or other is None:
         words = {True: "all weights of a model", False: "an adapter"}
         raise ModelMismatchError(f"{where} holds {words[other is None]}, expected {words[own is None]}")
-    differences = [
-        f"{name} {there}, expected {here}"
-        for name, here, there in (
-            ("base", own.base, other.base),
-            ("rank", own.rank, other.rank),
-            ("alpha", f"{own.alpha:g}", f"{other.alpha:g}"),
-            ("targets", ", ".join(own.targets), ", ".join(other.targets)),
-        )
-        if here != there
+    facts = [
+        {"base": a.base, "rank": a.rank, "alpha": f"{a.alpha:g}", "targets": ", ".join(a.targets)} for a in (own, other)
     ]
+    here, there = facts
+    differences = [f"{name} {there[name]}, expected {here[name]}" for name in here if here[name] != there[name]]
     raise ModelMismatchError(f"{where} holds another adapter: {'; '.join(differences)}")
 
 

@@ -99,6 +99,13 @@ class Documents:
         is_part = [bool(len(branch.prefix)) for branch in self.branches]
         shares = [one or other for one, other in zip(is_part, has_parts, strict=True)]
         self._num_alone = shares.index(True) if any(shares) else len(shares)
+        runs: list[tuple[int, int]] = []
+        for branch in self.branches[: self._num_alone]:
+            if runs and runs[-1][1] == branch.length:
+                runs[-1] = (runs[-1][0] + 1, branch.length)
+            else:
+                runs.append((1, branch.length))
+        self.runs = tuple(runs)  # (number of branches, their length)
         self.max_length = max((len(b.prefix) + b.length for b in self.branches), default=0)  # of a document
         self.max_branch = max((b.length for b in self.branches), default=0)
         # Number of pairs (token, visible token), the token itself included.
@@ -114,17 +121,6 @@ class Documents:
         starts, nothing = [int(offset) for offset in offsets], np.zeros(0, dtype=np.int64)
         pairs = itertools.pairwise(starts)
         return cls([Branch(start, end - start, nothing) for start, end in pairs], device)
-
-    @cached_property
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """(number of branches, their length)"""
-        runs: list[tuple[int, int]] = []
-        for branch in self.branches[: self._num_alone]:
-            if runs and runs[-1][1] == branch.length:
-                runs[-1] = (runs[-1][0] + 1, branch.length)
-            else:
-                runs.append((1, branch.length))
-        return tuple(runs)
 
     @cached_property
     def offsets(self) -> torch.Tensor:
@@ -161,7 +157,12 @@ class Documents:
             if size[0] * size[1] <= _PADDED_PAIRS:
                 size = (-(-size[0] // _PADDED_ROWS), -(-size[1] // _PADDED_ROWS))
             groups.setdefault(size, []).append(unit)
-        ends = _ends(self.branches)
+        ends = np.empty(self.branches[-1].end, dtype=np.int64)  # of the range of rows that see each row
+        path = np.zeros(0, dtype=np.int64)
+        for branch in self.branches:
+            ends[path[len(branch.prefix) :]] = branch.start
+            path = branch.rows
+        ends[path] = self.branches[-1].end
         first = units[0].start
         query_rows, key_rows, batches = [], [], []
         places = np.zeros(len(ends) - first, dtype=np.int64)
@@ -191,17 +192,6 @@ class Documents:
 
     def _cumulative(self, lengths: Seq[int]) -> torch.Tensor:
         return torch.as_tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32, device=self._device)
-
-
-def _ends(branches: Seq[Branch]) -> Ints:
-    """The end of the range of rows that see each row. [num_rows]"""
-    ends = np.empty(branches[-1].end, dtype=np.int64)
-    path = np.zeros(0, dtype=np.int64)
-    for branch in branches:
-        ends[path[len(branch.prefix) :]] = branch.start
-        path = branch.rows
-    ends[path] = branches[-1].end
-    return ends
 
 
 def _padded(rows: Ints, length: int) -> Ints:

@@ -18,7 +18,7 @@ def main() -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from services.trainer.model.policy_model import architecture_limit
-    from services.trainer.model.tiny_copy import NoTinyCopyError
+    from services.trainer.model.self_test import NoTinyCopyError
 
     try:
         try:

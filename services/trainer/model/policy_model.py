@@ -33,8 +33,7 @@ from services.common.text.chat import load_model, named_weights
 from services.common.weights.snapshot import AdapterIdentity, DigestAlgorithm, TensorEntry, version_digest
 from services.trainer.model.attention import Documents, Kernel, register_attention
 from services.trainer.model.logprobs import Drawn, Targets, token_logprobs
-from services.trainer.model.self_test import Limit, check_architecture, check_loaded
-from services.trainer.model.tiny_copy import NoTinyCopyError
+from services.trainer.model.self_test import Limit, NoTinyCopyError, check_architecture, check_loaded
 from services.trainer.ranks import HostGroup, Ranks, full, local_rows, shard
 
 # --- The adapter of the model being trained: initial values, digest of the base, and the base as a model of its own.
@@ -112,12 +111,6 @@ class ValueHead(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden] -> [num_tokens]"""
         return hidden.to(self.weight.dtype) @ self.weight + self.bias
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Set the weights to 0, after a model on the meta device has got its memory."""
-        self.weight.zero_()
-        self.bias.zero_()
 
 
 def value_head_for(causal_lm: torch.nn.Module) -> ValueHead:
@@ -389,7 +382,8 @@ def _forward(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     if hidden.dtype != torch.float32:  # mixed precision: the original computes in float32 and rounds back
         original: torch.Tensor = type(module).forward(module, hidden)
         return original
-    return rms_norm(hidden, module.weight, module.variance_epsilon)
+    output: torch.Tensor = _RmsNorm.apply(hidden, module.weight, module.variance_epsilon)
+    return output
 
 
 def speed_up_norms(model: torch.nn.Module, device: torch.device) -> int:
@@ -579,7 +573,8 @@ def load_policy_model(
         began = time.monotonic()
         read = by_shards.materialize(model, ranks.device, offload)
         if model.value_head is not None:
-            model.value_head.reset()
+            for parameter in model.value_head.parameters():
+                torch.nn.init.zeros_(parameter)
         if adapter is not None:
             reset_adapter(model.causal_lm, adapter)
         log.info("model.loaded", path=str(path), bytes=read, seconds=round(time.monotonic() - began, 3))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -50,7 +49,7 @@ async def make_orchestrator(tmp_path: Path, model: Path) -> AsyncIterator[MakeOr
 
 
 class TrainerProcess:
-    """``python -m services.trainer``, to be killed and started again; forked where a fork server is given."""
+    """``python -m services.trainer``, to be killed and started again; forked."""
 
     def __init__(
         self,
@@ -60,28 +59,23 @@ class TrainerProcess:
         policy: str = POLICY,
         launch: Sequence[str] = (),  # arguments of launch_ranks
         name: str = "trainer",
-        forks: ForkServer | None = None,
+        *,
+        forks: ForkServer,
     ) -> None:
         self.run_dir = run_dir
         self._forks = forks
         self.name = name
         module = ["services.trainer"]
         if num_ranks > 1 or launch:
-            launcher = "services.trainer.launch_ranks" if forks is None else "tests.forked_ranks"
-            module = [launcher, *(launch or [f"--num-ranks={num_ranks}"])]
+            module = ["tests.forked_ranks", *(launch or [f"--num-ranks={num_ranks}"])]
         arguments = [f"--policy={policy}", f"--orchestrator={orchestrator.address}", f"--run-dir={run_dir}"]
         self._argv = module_command(*module, *arguments)
         self.process: ChildProcess | None = None
         run_dir.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if self._forks is not None:
-            self.process = self._forks.start(self._argv, environment, self._log)
-            assert self.process is not None, "the fork server has ended"
-            return
-        with self._log.open("ab") as errors:
-            self.process = subprocess.Popen(self._argv, stderr=errors, env=environment, start_new_session=True)
+        self.process = self._forks.start(self._argv, {**os.environ, "OMP_NUM_THREADS": "1"}, self._log)
+        assert self.process is not None, "the fork server has ended"
 
     @property
     def _log(self) -> Path:

@@ -56,11 +56,7 @@ async def test_killed_with_9_and_started_again_it_finishes_with_the_same_bits(
         "batch": {"dynamic_sampling": False},
     }  # fmt: skip
     untouched = await make_orchestrator(**settings)
-    plain = TrainerProcess(untouched, untouched.run_dir)  # not forked, as the others are
-    try:
-        expected = await run_to_the_end(untouched, plain)
-    finally:
-        plain.close()
+    expected = await run_to_the_end(untouched, trainers(untouched))
     assert sorted(expected) == [0, 1, 2, 3, 4, 5, 6]
     assert len(set(expected.values())) == 7
 

@@ -16,6 +16,7 @@ from services.common.weights.snapshot import BaseVersion, Encoding, Manifest
 from services.inference.weights.updater import Fetched
 from services.trainer import publish
 from services.trainer.publish import PublisherProcess
+from services.trainer.publisher import PublisherSettings
 from tests.integration.weights.test_transfer_faults import POLICY, RUN, announced, write_version
 from tests.integration.weights.transfer_world import fetched
 from tests.running import is_running
@@ -30,7 +31,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def make(**config: object) -> PublisherProcess:
         weights = WeightsConfig(port=0, transfer="delta", **config)  # type: ignore[arg-type]
-        started.append(PublisherProcess(run_id=RUN, policy=POLICY, config=weights, run_dir=tmp_path / "run"))
+        settings = PublisherSettings(run_id=RUN, policy=POLICY, weights=weights, run_dir=tmp_path / "run")
+        started.append(PublisherProcess(settings))
         started[-1].start()
         return started[-1]
 

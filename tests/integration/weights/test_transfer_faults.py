@@ -37,7 +37,7 @@ from services.inference.weights import updater as updater_module
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import Fetched, SourceFetcher, WeightUpdater
 from services.trainer.publish import PublisherProcess
-from services.trainer.publisher import PublisherStore
+from services.trainer.publisher import PublisherSettings, PublisherStore
 from tests.integration.weights.transfer_world import fetched, serving
 from tests.running import is_running
 from tests.waiting import until
@@ -293,7 +293,7 @@ def _num_mappings(directory: Path, version: int) -> int:
 
 async def test_a_publisher_killed_in_mid_transfer_is_replaced_on_the_same_address(tmp_path: Path) -> None:
     slow = WeightsConfig(port=0, transfer="full", send_bytes_per_s=3_000_000)  # a version takes half a second
-    publisher = PublisherProcess(run_id=RUN, policy=POLICY, config=slow)
+    publisher = PublisherProcess(PublisherSettings(run_id=RUN, policy=POLICY, weights=slow))
     publisher.start()
     engine, mirror = RecordingEngine(), Mirror(POLICY)
     replica = updater(mirror, engine, "grpc")

@@ -18,7 +18,7 @@ from services.common.kept_tokens import kept_rows, pack
 from services.common.records import RankBatch, Segment, StopReason, TrainingSequence
 from services.common.records import TokenSequence as Row
 from services.common.tiny import build
-from services.trainer import micro_batches, probes
+from services.trainer import micro_batches, numerics
 from services.trainer.model.attention import Branch
 from services.trainer.model.policy_model import AdapterSetup
 from services.trainer.numerics import MismatchError, NumericsGate
@@ -228,6 +228,6 @@ def test_late_tokens_are_no_mismatch_and_the_next_fresh_batch_is_compared(direct
 def test_probes_end_at_their_deadline(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(directory)
     world.engine.temperature = 2.0
-    monkeypatch.setattr(probes, "PROBES_S", -1.0)
+    monkeypatch.setattr(numerics, "PROBES_S", -1.0)
     message = world.refusal()
     assert named(message).startswith("no probe explains")

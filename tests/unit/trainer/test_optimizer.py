@@ -1,17 +1,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from services.common.config.training import OptimizerConfig
 from services.common.errors import ConfigError
-from services.trainer.checkpoints import Checkpoints
 from services.trainer.model.optimizer import MOMENTS, MomentsOnHost, PolicyOptimizer, learning_rate
-from services.trainer.ranks import Ranks
-from tests.unit.trainer.building import algorithm, rank_batch, train_step, training_sequences
 
 
 def optimizer(config: OptimizerConfig) -> tuple[PolicyOptimizer, torch.nn.Module]:
@@ -103,19 +99,3 @@ def test_an_update_by_buckets_has_the_bits_of_one_in_one_go(bucket_bytes: int) -
         for name in (*MOMENTS, "step"):
             assert torch.equal(ours.state[mine][name], whole.state[theirs][name]), name
     assert {ours.state[p][name].device.type for p in parted.parameters() for name in MOMENTS} == {"cpu"}
-
-
-@pytest.mark.parametrize("then", [False, True])
-def test_a_checkpoint_is_read_with_and_without_offload(tmp_path: Path, then: bool) -> None:
-    """Where the moments wait is no property of a run: written with and read without, and the other way round."""
-    config = OptimizerConfig(lr=1e-2)
-    checkpoints = Checkpoints(tmp_path, "r", "p", 2, Ranks.single())
-    first = train_step(algorithm(), optimizer=config, offload=not then)
-    first.run(rank_batch(training_sequences(8)))
-    checkpoints.save(1, first.model, first.optimizer)
-    second = train_step(algorithm(), optimizer=config, offload=then)
-    checkpoints.load(1, second.model, second.optimizer)
-    for step in (first, second):
-        step.run(rank_batch(training_sequences(8, seed=1)))
-    for left, right in zip(first.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(left, right)

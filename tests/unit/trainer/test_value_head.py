@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.common.config.training import OptimizerConfig
-from services.trainer.model.policy_model import NAME, load_policy_model
-from services.trainer.publish import Snapshots
-from services.trainer.ranks import Ranks
+from services.trainer.model.policy_model import NAME
 from tests.unit.trainer.building import algorithm, rank_batch, train_step, training_sequences
-from tests.unit.trainer_service.building import save_model
 
 
 def gae(**settings: Any) -> Any:
@@ -45,14 +41,3 @@ def test_the_head_has_a_learning_rate_of_its_own_on_the_schedule_of_the_policy()
     }  # of update 5: .1 + .9 / 2 of the peak
     for name, parameter in step.model.named_parameters():
         assert rates[id(parameter)] == pytest.approx((0.5 if name.startswith(NAME) else 1e-3) * 0.55), name
-
-
-def test_replicas_get_the_model_without_its_head(tmp_path: Path) -> None:
-    source = save_model(tmp_path / "model")
-    model = load_policy_model(source, Ranks.single(), value_head=True)
-    assert model.value_head is not None and not model.value_head.weight.any(), "its memory came after its making"
-    names = {name for name, _ in model.causal_lm.named_parameters()}
-    writer = Snapshots(model, Ranks.single(), run_id="r", policy="p", dtype="float32", directories=[tmp_path])
-    written = writer.write(1)
-    assert written is not None
-    assert {tensor.name for tensor in written.manifest.tensors} == names

@@ -16,7 +16,6 @@ from services.trainer.checkpoints import CheckpointFailedError, Checkpoints
 from services.trainer.ranks import Ranks
 from services.trainer.step import TrainStep
 from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step
-from tests.unit.trainer_service.building import batch_of
 
 IDENTITY = ("r", "p")
 
@@ -38,24 +37,6 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
     assert left.keys() == right.keys()
     for name in left:
         assert torch.equal(left[name], right[name]), name
-
-
-def test_training_goes_on_bit_for_bit_from_a_checkpoint(tmp_path: Path) -> None:
-    straight = make_step()
-    for number in (1, 2):
-        straight.run(batch_of(number))
-    open_in(tmp_path).save(2, straight.model, straight.optimizer)
-    for number in (3, 4):
-        straight.run(batch_of(number))
-
-    resumed = make_step(seed=9)  # other weights: all must come from the checkpoint
-    assert open_in(tmp_path).newest() == 2
-    open_in(tmp_path).load(2, resumed.model, resumed.optimizer)
-    rates = [resumed.run(batch_of(number)).learning_rate for number in (3, 4)]
-
-    assert_same(weights(straight), weights(resumed))
-    assert resumed.optimizer.num_updates == 8
-    assert rates[0] > rates[1] > 0  # the schedule goes on where it was
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ swept."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import sys
@@ -16,7 +15,7 @@ import pytest
 
 from services.cli.run.processes import ForkServer
 from services.common.system.child import module_command, run_and_leave
-from services.trainer.checkpoints import CheckpointFailedError, Checkpoints
+from services.trainer.checkpoints import Checkpoints
 from services.trainer.ranks import Ranks
 from services.trainer.step import TrainStep
 from tests.unit.trainer_service.test_checkpoint import IDENTITY, assert_same, make_step, weights
@@ -87,23 +86,6 @@ def cut_everywhere(tmp_path: Path, how: Callable[[int, Path], bool]) -> list[int
     raise AssertionError("a save has no end")
 
 
-@pytest.mark.slow
-def test_a_failure_of_any_operation_leaves_a_checkpoint_to_start_from(tmp_path: Path) -> None:
-    step = make_step()
-
-    def fail() -> None:
-        raise OSError(5, "Input/output error")
-
-    def save(number: int, directory: Path) -> bool:
-        with cut_at(number, fail, directory) as done:
-            with contextlib.suppress(CheckpointFailedError):
-                checkpoints_in(directory).save(3, step.model, step.optimizer)
-        return len(done) <= number
-
-    begun = cut_everywhere(tmp_path, save)
-    assert begun[0] == 2 and begun[-1] == 3 and len(begun) > 40
-
-
 def test_everything_is_durable_before_the_checkpoint_has_its_name(tmp_path: Path) -> None:
     """A power cut leaves synced files only, so every file and directory is synced, before and after the rename."""
     step = make_step()
@@ -171,7 +153,6 @@ def steps_of_cuts(forks: ForkServer, module: str, folder: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_kill_9_at_any_operation_of_a_save_leaves_a_checkpoint_to_start_from(tmp_path: Path, forks: ForkServer) -> None:
-    """The same with processes that are killed."""
     begun = steps_of_cuts(forks, "test_interrupted_checkpoints", tmp_path)
     assert begun[0] == 2 and begun[-1] == 3 and len(begun) > 40
 

@@ -94,8 +94,3 @@ def test_precision_and_places_reach_weights_moments_and_reference(model: Path, g
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
     assert isinstance(step.optimizer._step.__self__, MomentsOnHost)  # type: ignore[attr-defined]
     assert step.run(rank_batch(training_sequences(8))).updates_applied == 1
-
-
-def test_master_weights_in_bfloat16_make_the_reference_bfloat16(model: Path, group: None) -> None:
-    step, reference = built(model, master_dtype="bfloat16")
-    assert {p.dtype for p in [*step.model.parameters(), *reference.parameters()]} == {torch.bfloat16}
