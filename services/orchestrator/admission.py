@@ -44,13 +44,14 @@ Both work on counts only, independent of task groups, replicas, buffers and the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from services.common.telemetry.metrics import StepKey, source_key
 
+T = TypeVar("T")
 ONLY: Mapping[str, float] = {"": 1.0}  # weights of a run with one dataset
 UNFINISHED_SHARE = 0.5  # of the quota: accepted sequences without a complete group that need not count
 
@@ -90,25 +91,22 @@ class Account:
     @property
     def counted(self) -> float:
         """Sequences that count against the quota."""
-        outstanding = self.accepted + self.expected
+        outstanding = self.unfinished + self.buffered + self.in_training + self.expected
         if self.counts_unfinished or self.buffered >= self.batch_size:
             return outstanding
         return outstanding - min(self.unfinished, UNFINISHED_SHARE * self.quota)
 
     @property
     def quota(self) -> int:
-        return self.quota_at(lag=0)
-
-    def quota_at(self, lag: int) -> int:
-        """Sequences that may be outstanding at a replica with this lag; excludes those that the last steps cannot use."""
-        return max(0, min(self.max_staleness + 1 - lag, self.steps_left)) * self.batch_size
+        """Sequences that may be outstanding; excludes those that the last steps cannot use."""
+        return min(self.max_staleness + 1, self.steps_left) * self.batch_size
 
     def has_room(self, lag: int = 0) -> bool:
         """Apply the rule of this module."""
         if self.exact:
             started = self.buffered + self.group_slots < self.batch_size
             return started and not self.in_training and not lag and self.steps_left > 0
-        return self.counted < self.quota_at(lag)
+        return self.counted < min(self.max_staleness + 1 - lag, self.steps_left) * self.batch_size
 
     @property
     def is_full(self) -> bool:
@@ -156,6 +154,7 @@ class Mixture:
         """``weights``: by name of the source, above 0, in the order that breaks ties."""
         total = sum(weights.values())
         self.shares = {source: weight / total for source, weight in weights.items()}
+        self.is_mixed = len(self.shares) > 1
         self._exhausted_after = exhausted_after
         self.trained: Counter[str] = Counter()  # sequences in batches
         self._forgiven: dict[str, float] = dict.fromkeys(weights, 0.0)
@@ -163,10 +162,6 @@ class Mixture:
         self._ended_slots: Counter[str] = Counter()
         self._ended_sequences: Counter[str] = Counter()
         self._dropped_in_a_row: Counter[str] = Counter()  # task groups
-
-    @property
-    def is_mixed(self) -> bool:
-        return len(self.shares) > 1
 
     # --- issued task groups ------------------------------------------------------------------------------------------
 
@@ -216,46 +211,42 @@ class Mixture:
     # --- batches -----------------------------------------------------------------------------------------------------
 
     def plan(
-        self, batch_size: int, waiting: Mapping[str, Sequence[int]], may_come: Callable[[str], bool]
-    ) -> tuple[list[str], str]:
-        """The sources of the task groups of the next batch, in order, and the source that the batch waits for.
+        self, batch_size: int, waiting: Mapping[str, Iterable[tuple[int, T]]], may_come: Callable[[str], bool]
+    ) -> tuple[list[T], str]:
+        """The groups of the next batch, in order, and the source that the batch waits for.
 
-        ``waiting``: sizes of the waiting groups of each source, in their order. Without a plan the list is empty; the
-        source is empty too where there are too few sequences of all.
+        ``waiting``: size and name of the waiting groups of each source, in their order. Without a plan the list is empty;
+        the source is empty too where there are too few sequences of all.
         """
-        more: Counter[str] = Counter()
         left = {source: iter(waiting.get(source, ())) for source in self.shares}
-        plan: list[str] = []
-        count = 0
-        while count < batch_size:
+        plan: list[T] = []
+        planned: Counter[str] = Counter()
+        while planned.total() < batch_size:
             if not left:
                 return [], ""
-            source = min(left, key=lambda source: self.level(source, more[source]))
-            size = next(left[source], None)
-            if size is None:
-                if not self.is_exhausted(source) and may_come(source):
-                    return [], source
+            levels = {source: self.level(source, planned[source]) for source in left}
+            source = min(levels, key=levels.__getitem__)
+            found = next(left[source], None)
+            if found is not None:
+                planned[source] += found[0]
+                plan.append(found[1])
+            elif not self.is_exhausted(source) and may_come(source):
+                return [], source
+            else:
                 del left[source]
-                continue
-            plan.append(source)
-            more[source] += size
-            count += size
         return plan, ""
 
-    def taken(self, num_sequences: Mapping[str, int]) -> None:
-        """Count the sequences of a batch by source."""
+    def taken(self, num_sequences: Mapping[str, int]) -> dict[str, float]:
+        """Count the sequences of a batch by source; returns what its record keeps of the mixture, empty for one source."""
         self.trained.update(num_sequences)
+        if not self.is_mixed:
+            return {}
         active = [source for source in self.shares if not self.is_exhausted(source)]
         if active and self.exhausted:
             lowest = min(map(self.level, active))
             for source in self.exhausted:
                 lacking = (lowest - self.level(source)) * self.shares[source]
                 self._forgiven[source] += max(0.0, lacking)
-
-    def facts(self, num_sequences: Mapping[str, int]) -> dict[str, float]:
-        """What a batch's record keeps of the mixture after ``taken``; empty for one source."""
-        if not self.is_mixed:
-            return {}
         total = self.trained.total()
         values = {}
         for source in self.shares:

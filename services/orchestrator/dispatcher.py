@@ -14,6 +14,7 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import structlog
 
@@ -70,7 +71,7 @@ class Dispatcher:
         self._counters = counters
         self._ingest = ingest
         self._cancelled: set[str] = set()  # task groups whose cancellation is on its way to the journal
-        self.announcer = Announcer(pool, ledgers, self.evaluators, counters, clock)
+        self.announcer = Announcer(pool, ledgers, evaluations, self.evaluators, counters, clock)
         self._orphans: dict[str, TaskGroup] = {}  # with open slots and without a replica, in the order of their loss
         self._scheduled = False
         self.train = False  # training groups may be issued
@@ -107,11 +108,12 @@ class Dispatcher:
         elif not any(self._pool.workers()):
             self.waits_for = "no replica takes work" if len(self._pool) else "no replica has joined"
         else:
-            waits = self._issue_orphans(), self._issue_evaluations(), self._issue_training()
-            self.waits_for = next(filter(None, reversed(waits)), "")
+            orphans = self._issue_orphans() if self._orphans else ""
+            evaluations = self._issue_evaluations() if self._evaluations.passes else ""
+            self.waits_for = self._issue_training() or evaluations or orphans
 
     def _issue_evaluations(self) -> str:
-        for current in self._evaluations:
+        for current in self._evaluations.passes.values():
             while current.has_left:
                 if wait := self.evaluators.place(current, self.train):
                     return f"evaluation {current.name}: {wait}"
@@ -145,11 +147,11 @@ class Dispatcher:
                 unmet.add(need)
                 continue
             del self._orphans[name]
-            self._assign(replica, group)
+            self._pool.assign(replica, group)
             self._counters[RunCount.SLOTS_REISSUED.value] += len(group.unresolved)
-            born = self._born(replica, order.policies)
+            born = {policy: replica.held[policy].number for policy in self._all(order.policies)}
             if group.is_training:
-                self._experience.reissued(group, born)
+                group.born = born
             record = entries.Assignment(
                 task_group_id=name, replica_id=replica.replica_id, incarnation=replica.incarnation, born=born
             )
@@ -159,7 +161,7 @@ class Dispatcher:
     def _issue_training(self) -> str:
         if not self.train:
             return ""
-        reserved = self.evaluators.reserved()
+        reserved = self.evaluators.reserved() if self._evaluations.passes else frozenset()
         wait = ""
         while True:
             # Lowest quota use first, so no policy starves.
@@ -183,23 +185,22 @@ class Dispatcher:
             return False, ""
         newest = {policy: self._ledgers[policy].newest_number for policy in trained}
 
-        def plays(replica: Replica) -> bool:
-            return replica.replica_id not in reserved and self.may_play(replica.held, {}, policies)
-
-        def has_quota(replica: Replica) -> bool:
+        def serves(replica: Replica, any_lag: bool = False) -> bool:
+            if replica.replica_id in reserved or not self.may_play(replica.held, {}, policies):
+                return False
             lags = {policy: max(0, number - replica.held[policy].number) for policy, number in newest.items()}
-            return self._admission.open(trained, lags)
+            return any_lag or self._admission.open(trained, lags)
 
-        replica = self._pool.freest(size, lambda replica: plays(replica) and has_quota(replica))
+        replica = self._pool.freest(size, serves)
         if replica is None:
-            if self._pool.freest(size, plays) is not None:
+            if self._pool.freest(size, partial(serves, any_lag=True)) is not None:
                 return False, "the quota has room only for replicas that hold newer versions"
             if any(self.may_play(replica.held, {}, policies) for replica in self._pool.workers()):
                 return False, f"no replica has {size} free slots"
             named = f" of {', '.join(policies)}" if policies else ""
             return False, f"no replica holds a version{named} that the ledger knows and that is new enough"
         group = self._training.next_group(policies, self._experience.next_source(trained))
-        group.born = self._born(replica, policies)
+        group.born = {policy: replica.held[policy].number for policy in trained}
         self._experience.issued(group)
         self._issue_to(group, replica)
         return True, ""
@@ -213,17 +214,20 @@ class Dispatcher:
         """The trained ones of these policies; without a name, all of the run."""
         return tuple(policy for policy in policies or self._ledgers if policy in self._max_staleness)
 
-    def _issue_to(self, group: TaskGroup, replica: Replica) -> None:
+    def _issue_to(self, group: TaskGroup, replica: Replica | None) -> None:
+        """Journal the issue of a task group, then send its order; without a replica its slots are given up."""
         self._groups[group.id] = group
-        self._assign(replica, group)
+        replica_id, incarnation = ("", "") if replica is None else replica.key
+        record = GroupRecord(
+            order=group.order, position=group.position, evaluation=group.evaluation,
+            replica_id=replica_id, incarnation=incarnation, born=dict(group.born),
+        )  # fmt: skip
+        if replica is None:
+            self._journal.submit(entries.GROUP, group.id, record)
+            return
+        self._pool.assign(replica, group)
         self._counters[RunCount.TASK_GROUPS_ISSUED.value] += 1
-        record = _record(group, replica.replica_id, replica.incarnation)
         self._journal.submit(entries.GROUP, group.id, record, self._issue_durable, group.id)
-
-    def _assign(self, replica: Replica, group: TaskGroup) -> None:
-        order = group.order
-        self._pool.assign(replica, group.id, group.unresolved, order.required_versions, evaluates=not group.is_training)
-        group.owners.add(replica.key)
 
     def _issue_durable(self, name: str) -> None:
         """Send the order of a task group to its replica; the journal calls this after the write of the issue."""
@@ -240,10 +244,6 @@ class Dispatcher:
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
-    def _born(self, replica: Replica, policies: tuple[str, ...]) -> dict[str, int]:
-        """The versions on which rollouts begin at this replica, per policy."""
-        return {policy: replica.held[policy].number for policy in self._all(policies)}
-
     def may_play(self, holds: Mapping[str, Held], required: Mapping[str, int], policies: tuple[str, ...] = ()) -> bool:
         """Whether these are known versions of the policies (without a name: all) and of their teachers: exactly the
         required ones, or else recent enough to be trained."""
@@ -251,7 +251,8 @@ class Dispatcher:
         for policy in policies + taught_by or self._ledgers:
             ledger = self._ledgers[policy]
             held = holds.get(policy)
-            if held is None or not ledger.knows(held.number, held.digest):
+            known = None if held is None else ledger.versions.get(held.number)
+            if held is None or known is None or known.digest != held.digest:
                 return False
             if policy in required:
                 if held.number != required[policy]:
@@ -280,10 +281,10 @@ class Dispatcher:
                 if num_cancelled < MOST_CANCELLED:  # the others end by themselves
                     self._pool.send(replica, CancelGroup(name, "the run no longer needs the task group"))
                 num_cancelled += 1
-            elif name in self._orphans and group.was_given_to(replica.key):
+            elif name in self._orphans and (group.lacks_owner or replica.key in group.owners):
                 del self._orphans[name]
                 group.num_lost = max(0, group.num_lost - 1)  # only the connection was lost, not the replica
-                self._assign(replica, group)
+                self._pool.assign(replica, group)
                 replica.assignments[name].issued = True
 
     # --- results -----------------------------------------------------------------------------------------------------
@@ -330,8 +331,7 @@ class Dispatcher:
         running = [g for g in self._groups.values() if g.evaluation and gone(g.order.required_versions)]
         unissued = self._evaluations.unissued(gone)
         for group in unissued:
-            self._groups[group.id] = group
-            self._journal.submit(entries.GROUP, group.id, _record(group, replica_id="", incarnation=""))
+            self._issue_to(group, None)
         for group in [*running, *unissued]:
             self.cancel(group.id, ClosedReason.VERSION_GONE)
             self.give_up(group, VERSION_GONE, ClosedReason.VERSION_GONE)
@@ -349,14 +349,3 @@ class Dispatcher:
         if replica is not None:
             self._pool.send(replica, CancelGroup(name, reason))
             self.announcer.sync(replica)
-
-
-def _record(group: TaskGroup, replica_id: str, incarnation: str) -> GroupRecord:
-    return GroupRecord(
-        order=group.order,
-        position=group.position,
-        evaluation=group.evaluation,
-        replica_id=replica_id,
-        incarnation=incarnation,
-        born=dict(group.born),
-    )

@@ -345,20 +345,12 @@ class Evaluations:
             recipe.evaluation_compositions()
         )  # policies that are evaluated together, each in its own pass
         self._digests = {name: _digest(source, range(len(source))) for name, source in self._sources.items()}
-        self._passes: dict[str, EvaluationPass] = {}  # unfinished ones, in order
+        self.passes: dict[str, EvaluationPass] = {}  # unfinished ones, in order
         self.results: dict[str, EvaluationResult] = {}
 
     @property
     def possible(self) -> bool:
         return bool(self._rows)
-
-    @property
-    def running(self) -> bool:
-        return bool(self._passes)
-
-    def __iter__(self) -> Iterator[EvaluationPass]:
-        """Unfinished passes, in order."""
-        return iter(list(self._passes.values()))
 
     def names_of(self, evaluation_id: str) -> list[str]:
         return [name for name, _, _ in self._kinds(evaluation_id)]
@@ -393,8 +385,8 @@ class Evaluations:
         if not self.possible:
             return
         for name, sampling, policies in self._kinds(evaluation_id):
-            if name not in self._passes and name not in self.results:
-                self._passes[name] = EvaluationPass(
+            if name not in self.passes and name not in self.results:
+                self.passes[name] = EvaluationPass(
                     name=name,
                     evaluation_id=evaluation_id,
                     wanted={policy: versions[policy] for policy in policies or versions},
@@ -405,11 +397,12 @@ class Evaluations:
 
     def skip(self, which: Callable[[EvaluationPass], bool]) -> list[EvaluationPass]:
         """Forget the unfinished passes of training steps that ``which`` chooses, and return them."""
-        return [self._passes.pop(p.name) for p in self if step_of(p.evaluation_id) and which(p)]
+        chosen = [p.name for p in self.passes.values() if step_of(p.evaluation_id) and which(p)]
+        return [self.passes.pop(name) for name in chosen]
 
     def newest_step(self) -> int:
         """The newest training step with an evaluation, begun or finished; 0 before the first."""
-        names = [*self.results, *self._passes]
+        names = [*self.results, *self.passes]
         return max((step_of(name.partition("/")[0]) or 0 for name in names), default=0)
 
     def finished(self, evaluation_id: str) -> bool:
@@ -418,7 +411,7 @@ class Evaluations:
     def has_room(self, current: EvaluationPass) -> bool:
         """Whether ``evaluation.max_in_flight`` admits the next task group of a pass."""
         limit = self._config.max_in_flight
-        in_flight = sum(other.num_issued - other.num_resolved for other in self._passes.values())
+        in_flight = sum(other.num_issued - other.num_resolved for other in self.passes.values())
         return limit is None or in_flight + current.next_samples <= limit
 
     def draw(self, current: EvaluationPass) -> TaskGroup:
@@ -447,7 +440,7 @@ class Evaluations:
 
     def issued_before(self, group: TaskGroup) -> None:
         """Register a group that an earlier process issued."""
-        current = self._passes.get(group.evaluation)
+        current = self.passes.get(group.evaluation)
         if current is None:
             return
         current.issued_rows.add(group.position)
@@ -457,7 +450,7 @@ class Evaluations:
 
     def resolved(self, group: TaskGroup, outcome: Outcome) -> None:
         """Count the outcome of a slot of an evaluation's group."""
-        current = self._passes.get(group.evaluation)
+        current = self.passes.get(group.evaluation)
         if current is None:
             return
         reward = self._rules.outcome_reward(outcome)
@@ -465,7 +458,7 @@ class Evaluations:
             reward = self._config.failed_reward
         current.note(outcome, reward, group.position)
         if current.finished:
-            del self._passes[current.name]
+            del self.passes[current.name]
             result = self._result(current)
             self.results[current.name] = result
             self._on_result(result)
@@ -495,24 +488,20 @@ class Evaluations:
             )
 
     def recover_result(self, result: EvaluationResult) -> None:
-        self._passes.pop(result.name, None)
+        self.passes.pop(result.name, None)
         self.results[result.name] = result
 
-    def is_running(self, name: str) -> bool:
-        """Whether a pass of this name is queued or running."""
-        return name in self._passes
-
     def known(self, evaluation_id: str) -> bool:
-        return any(name in self._passes or name in self.results for name in self.names_of(evaluation_id))
+        return any(name in self.passes or name in self.results for name in self.names_of(evaluation_id))
 
     def group_ids(self) -> set[str]:
         """Task groups of unfinished passes: the pass needs their rewards until its result."""
-        return {name for current in self._passes.values() for name in current.group_ids}
+        return {name for current in self.passes.values() for name in current.group_ids}
 
     def unissued(self, gone: Callable[[Mapping[str, int]], bool]) -> list[TaskGroup]:
         """All unissued groups of pinned passes whose versions are ``gone``; the caller fails them."""
         groups: list[TaskGroup] = []
-        for current in self._passes.values():
+        for current in self.passes.values():
             if current.pinned and gone(current.versions):
                 while current.has_left:
                     groups.append(self.draw(current))
@@ -592,19 +581,23 @@ class Evaluators:
 
     def reserved(self) -> frozenset[str]:
         """Replicas without training groups, because an evaluation has tasks for them that may begin."""
-        waiting = (current for current in self._evaluations if current.has_left and self._evaluations.has_room(current))
+        waiting = (
+            current
+            for current in self._evaluations.passes.values()
+            if current.has_left and self._evaluations.has_room(current)
+        )
         return frozenset().union(*(current.evaluators for current in waiting))
 
     def pinned_version(self, replica: Replica, policy: str) -> int | None:
         """The version that the replica keeps for an evaluation, also between two of its tasks."""
-        for current in self._evaluations:
+        for current in self._evaluations.passes.values():
             if current.pinned and replica.replica_id in current.evaluators and current.has_left:
                 return current.versions.get(policy)
         return replica.pinned_version(policy)
 
     def awaited_version(self, replica: Replica, policy: str) -> int | None:
         """The least version that an evaluation awaits on the replica, if any."""
-        for current in self._evaluations:
+        for current in self._evaluations.passes.values():
             if replica.replica_id in current.awaited and current.has_left:
                 return current.wanted.get(policy)
         return None
@@ -642,7 +635,7 @@ class Evaluators:
 
     def _adopt_sibling(self, current: EvaluationPass) -> bool:
         """Adopt versions and replicas of another pass of the same evaluation and policies; False without a decided one."""
-        for other in self._evaluations:
+        for other in self._evaluations.passes.values():
             same = other.evaluation_id == current.evaluation_id and other.policies == current.policies
             if other is not current and same and other.pinned is not None:
                 current.pinned, current.versions, current.evaluators = other.pinned, other.versions, other.evaluators

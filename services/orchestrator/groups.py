@@ -50,16 +50,9 @@ class TaskGroup:
     def complete(self) -> bool:
         return len(self.outcomes) == len(self.order.indices)
 
-    def was_given_to(self, member: Incarnation) -> bool:
-        """Whether records of the group may come from this incarnation of a replica."""
-        return self.lacks_owner or member in self.owners
-
-    def has_slot(self, index: int) -> bool:
-        return 0 <= index < len(self.order.indices)
-
     def resolve(self, outcome: Outcome) -> bool:
         """Keep the outcome unless its slot has one; True for the first."""
-        if not self.has_slot(outcome.index):
+        if not 0 <= outcome.index < len(self.order.indices):
             raise ValueError(f"task group {self.id} has no slot {outcome.index}")
         if outcome.index in self.outcomes:
             return False

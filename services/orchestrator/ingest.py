@@ -23,41 +23,32 @@ docs/protocol.md has the table.
 from __future__ import annotations
 
 import enum
-import math
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 
 from services.common import kept_tokens
 from services.common import records as fates
 from services.common.config.recipe import Recipe
-from services.common.errors import InvalidRequestError
 from services.common.kept_tokens import MaskedCause, MaskedCount, cause_of
 from services.common.records import (
     LEAST_TRAINED_TEMPERATURE,
     NO_TIMING,
     TOO_OLD,
-    Interval,
-    Logprobs,
     PhaseKind,
     Purpose,
     Refusal,
     RefusalReason,
     RolloutFailure,
-    RolloutTiming,
     Segment,
     TaskGroupOrder,
     TokenSequence,
-    TokenSource,
     Trajectory,
-    WeightVersion,
     counter_of,
 )
 from services.common.rpc.interceptors import REQUEST_BYTES
@@ -65,7 +56,7 @@ from services.common.telemetry.logs import LogEvent, Repeats
 from services.orchestrator.groups import GroupBy, Incarnation, Outcome, TaskGroup, group_key
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.journal import Journal
-from services.orchestrator.members import Held
+from services.orchestrator.members import MOST_NAME
 from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
@@ -121,10 +112,6 @@ class Refusals:
                 index=index,
                 **untold,
             )
-
-    def taken(self, replica_id: str) -> None:
-        """End the streak of a sender after a good record."""
-        self.streaks.pop(replica_id[:MOST_SHOWN], None)
 
 
 class RecordOutcome(enum.StrEnum):
@@ -190,13 +177,16 @@ class Ingest:
         """
         group = self._groups.get(record.task_group_id)
         slot = (record.task_group_id, record.index)
-        refusal = None if sender is None else self._refusal_of(record.task_group_id, sender)
+        closed = group is None and self._was_issued(record.task_group_id)  # its record is a duplicate, from any sender
+        refusal = None
+        if sender is not None and not closed:  # an owner may send before its new join after a restart
+            owns = group is not None and all(sender) and (group.lacks_owner or sender in group.owners)
+            refusal = None if owns else self._refusal_of(group, sender)
         if sender is not None and refusal is not None:
             self.refusals.refused(sender[0], *slot, refusal)
             outcome = RecordOutcome.REFUSED
-        elif group is None or not group.has_slot(record.index):
-            issued = group is None and self._was_issued(record.task_group_id)
-            outcome = RecordOutcome.DUPLICATE if issued else RecordOutcome.UNKNOWN
+        elif group is None or not 0 <= record.index < len(group.order.indices):
+            outcome = RecordOutcome.DUPLICATE if closed else RecordOutcome.UNKNOWN
         elif record.index in group.outcomes or slot in self._pending:
             outcome = RecordOutcome.DUPLICATE
         else:
@@ -208,20 +198,15 @@ class Ingest:
         else:
             answer(Answer(outcome, refusal))
 
-    def _refusal_of(self, task_group_id: str, sender: Incarnation) -> Refusal | None:
-        """Reason to refuse a sender's records of this task group; None for an accepted sender."""
-        group = self._groups.get(task_group_id)
-        if group is None and self._was_issued(task_group_id):
-            return None  # closed: its record is a duplicate, from any sender
-        if group is not None and all(sender) and group.was_given_to(sender):
-            return None  # also before a new join after a restart
+    def _refusal_of(self, group: TaskGroup | None, sender: Incarnation) -> Refusal | None:
+        """Reason to refuse the records of a sender that does not own the task group; None where there is no such group."""
         replica_id, incarnation = sender
         named = f"replica {replica_id[:64]!r}, incarnation {incarnation[:64]!r},"
         if not all(sender) or not self._is_member(sender):
             return Refusal(reason=RefusalReason.NOT_A_MEMBER, detail=f"{named} has not joined the pool: join first")
         if group is None:
             return None
-        return Refusal(reason=RefusalReason.NOT_THE_OWNER, detail=f"{named} was never given task group {task_group_id}")
+        return Refusal(reason=RefusalReason.NOT_THE_OWNER, detail=f"{named} was never given task group {group.id}")
 
     def _take(
         self,
@@ -235,7 +220,8 @@ class Ingest:
         slot, replica_id = (record.task_group_id, record.index), sender[0] if sender else record.replica_id
         if fault is None and isinstance(record, Trajectory):
             try:
-                self._bounds.check(record, group.order, lambda policy: self._ledgers[policy].newest_number)
+                newest = {policy: ledger.newest_number for policy, ledger in self._ledgers.items()}
+                self._bounds.check(record, group.order, newest)
             except RecordRefusedError as error:
                 fault = error.refusal
         if fault is not None:
@@ -249,7 +235,7 @@ class Ingest:
                 replica_id=record.replica_id,
             )
         elif sender is not None:
-            self.refusals.taken(replica_id)
+            self.refusals.streaks.pop(replica_id[:MOST_SHOWN], None)  # a good record ends the streak
             if isinstance(record, RolloutFailure) and record.reason in (TOO_OLD, fates.VERSION_GONE, INVALID_RECORD):
                 record = replace(record, reason=f"{OF_A_REPLICA}{record.reason}")
         if isinstance(record, Trajectory):
@@ -362,12 +348,11 @@ class MaskedSamples:
         self._newest.clear()
 
 
-MOST_NAME = 128  # characters
 MOST_METRICS, MOST_METRIC = 256, 1e15
 MOST_PHASES, MOST_PHASE_DETAIL = 1024, 1024
 MOST_COUNT = 1_000_000  # of sends and retries
 MOST_REASON, MOST_DETAIL = 64, 8192  # characters of a failure, which is cut
-LAST_INSTANT = 253_402_300_800.0  # the year 10000, where protobuf's instants end
+LAST_INSTANT = 253_402_300_799.0  # the end of the year 9999, where protobuf's instants end
 CLOCK_STEP_S = 86_400.0  # a clock may be set back while a rollout is played
 MOST_REWARD = 1e6
 LEAST_LOGPROB = -1e5  # the logits of a model, over the smallest temperature in use
@@ -389,85 +374,66 @@ class RecordRefusedError(Exception):
         self.refusal = Refusal(reason=reason, detail=detail)
 
 
-def refuse(reason: RefusalReason, detail: str) -> NoReturn:
-    """Raises RecordRefusedError."""
-    raise RecordRefusedError(reason, detail)
+def within(reason: RefusalReason, what: str, value: float, least: float, most: float, more: str = "") -> None:
+    """Raises RecordRefusedError for a value beyond its bound, and for NaN."""
+    if not least <= value <= most:
+        raise RecordRefusedError(reason, f"{what} is {value}; it must be {least} to {most}{more}")
 
 
-def shown(text: str) -> str:
-    """A peer's text for a message, cut."""
-    return repr(text if len(text) <= MOST_NAME else f"{text[:MOST_NAME]}...")
-
-
-def check_name(text: str, what: str) -> None:
+def check_name(what: str, text: str) -> None:
     """Raises RecordRefusedError for a name that is empty, too long or not printable."""
     if not text or len(text) > MOST_NAME or not text.isprintable():
-        refuse(RefusalReason.NAME, f"{what} is {shown(text)}: a name has 1 to {MOST_NAME} printable characters")
-
-
-def check_metrics(metrics: Mapping[str, float], what: str) -> None:
-    """Raises RecordRefusedError for too many metrics, or one that is not finite or too large."""
-    if len(metrics) > MOST_METRICS:
-        refuse(RefusalReason.METRIC, f"{what} has {len(metrics)} metrics; at most {MOST_METRICS} are taken")
-    for name, value in metrics.items():
-        check_name(name, "a metric")
-        if not -MOST_METRIC <= value <= MOST_METRIC:  # NaN too
-            refuse(RefusalReason.METRIC, f"the metric {name} of {what} is {value:g}; at most {MOST_METRIC:g} is taken")
-
-
-def check_times(trajectory: Trajectory) -> None:
-    """Raises RecordRefusedError for impossible times. A clock that is set back by less than a day costs no record."""
-    if not _times_fit(trajectory.started_at, trajectory.finished_at):
-        refuse(
-            RefusalReason.TIME,
-            f"the rollout began at {trajectory.started_at:g} and ended at {trajectory.finished_at:g} (seconds since 1970)",
+        shown = repr(text if len(text) <= MOST_NAME else f"{text[:MOST_NAME]}...")
+        raise RecordRefusedError(
+            RefusalReason.NAME, f"{what} is {shown}: a name has 1 to {MOST_NAME} printable characters"
         )
-    if fault := _fault_of_timing(trajectory.timing):
-        refuse(RefusalReason.TIME, fault)
 
 
-def _times_fit(started_at: float, finished_at: float) -> bool:
-    ordered = not started_at or not finished_at or finished_at >= started_at - CLOCK_STEP_S
-    return 0 <= started_at < LAST_INSTANT and 0 <= finished_at < LAST_INSTANT and ordered  # not of NaN
+def check_metrics(metrics: Mapping[str, float]) -> None:
+    """Raises RecordRefusedError for too many metrics, or one that is not finite or too large."""
+    within(RefusalReason.METRIC, "the number of metrics", len(metrics), 0, MOST_METRICS)
+    for name, value in metrics.items():
+        check_name("a metric", name)
+        within(RefusalReason.METRIC, name, value, -MOST_METRIC, MOST_METRIC)
 
 
-def _fault_of_timing(timing: RolloutTiming) -> str:
-    """The error in the actions of a rollout and their times; empty for valid ones."""
-    if not (0 <= timing.accepted_at < LAST_INSTANT and 0 <= timing.sent_at < LAST_INSTANT):
-        return f"the order came at {timing.accepted_at:g}, and the record was sent at {timing.sent_at:g}"
-    if not (0 <= timing.num_sends <= MOST_COUNT and 0 <= timing.num_retries <= MOST_COUNT):
-        return f"the record was sent {timing.num_sends} times and retried {timing.num_retries} times"
-    if len(timing.phases) > MOST_PHASES:
-        return f"the rollout has {len(timing.phases)} phases; at most {MOST_PHASES} are taken"
+def check_times(record: Outcome) -> None:
+    """Raises RecordRefusedError for impossible times of a rollout and its actions. A clock that is set back by less than a
+    day costs no record."""
+    timing, reason = record.timing, RefusalReason.TIME
+    within(reason, "the begin of the rollout", record.started_at, 0, LAST_INSTANT)
+    within(reason, "the end of the rollout", record.finished_at, 0, LAST_INSTANT)
+    if record.started_at and record.finished_at:
+        within(reason, "the end of the rollout", record.finished_at, record.started_at - CLOCK_STEP_S, LAST_INSTANT)
+    within(reason, "the time of the order", timing.accepted_at, 0, LAST_INSTANT)
+    within(reason, "the time of sending", timing.sent_at, 0, LAST_INSTANT)
+    within(reason, "the number of sends", timing.num_sends, 0, MOST_COUNT)
+    within(reason, "the number of retries", timing.num_retries, 0, MOST_COUNT)
+    within(reason, "the number of phases", len(timing.phases), 0, MOST_PHASES)
     for phase in timing.phases:
         if not (
             0 < len(phase.what) <= MOST_NAME
             and len(phase.policy) <= MOST_NAME
             and len(phase.detail) <= MOST_PHASE_DETAIL
-            and 0 <= phase.begin_s < LAST_INSTANT
-            and 0 <= phase.seconds < LAST_INSTANT
+            and 0 <= phase.begin_s <= LAST_INSTANT
+            and 0 <= phase.seconds <= LAST_INSTANT
             and phase.num_tokens >= 0
             and phase.first_version >= -1
             and phase.last_version >= -1
         ):
-            return f"a phase of the rollout ({shown(phase.what)}) has a name, time or number that cannot be"
-    return ""
+            what = phase.what[:MOST_NAME]
+            raise RecordRefusedError(reason, f"a phase ({what!r}) has a name, time or number that cannot be")
 
 
 def bounded_failure(failure: RolloutFailure) -> RolloutFailure:
     """The failure with values beyond a bound cut or dropped. Refuses no failure: a refusal would be a failure, too."""
-    fits = _times_fit(failure.started_at, failure.finished_at)
-    timed = not _fault_of_timing(failure.timing)
-    if fits and timed and len(failure.reason) <= MOST_REASON and len(failure.detail) <= MOST_DETAIL:
+    try:
+        check_times(failure)
+    except RecordRefusedError:
+        failure = replace(failure, started_at=0.0, finished_at=0.0, timing=NO_TIMING)
+    if len(failure.reason) <= MOST_REASON and len(failure.detail) <= MOST_DETAIL:
         return failure
-    return replace(
-        failure,
-        reason=failure.reason[:MOST_REASON],
-        detail=failure.detail[:MOST_DETAIL],
-        started_at=failure.started_at if fits else 0.0,
-        finished_at=failure.finished_at if fits else 0.0,
-        timing=failure.timing if timed else NO_TIMING,
-    )
+    return replace(failure, reason=failure.reason[:MOST_REASON], detail=failure.detail[:MOST_DETAIL])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -517,256 +483,112 @@ class RecordBounds:
         if vocab_size > 0:
             self.policies[policy] = replace(self.policies[policy], vocab_size=vocab_size)
 
-    def check(self, trajectory: Trajectory, order: TaskGroupOrder, newest: Callable[[str], int]) -> None:
-        """``newest``: the newest version of a policy in the ledger.
+    def check(self, trajectory: Trajectory, order: TaskGroupOrder, newest: Mapping[str, int]) -> None:
+        """``newest``: the newest version of each policy in the ledgers.
 
         Raises:
             RecordRefusedError: a value of the record is beyond its bound.
         """
-        _check_reward("the reward", trajectory.reward)
-        if not 1 <= len(trajectory.sequences) <= self._max_sequences:
-            refuse(
-                RefusalReason.COUNT,
-                f"the trajectory has {len(trajectory.sequences)} sequences; it must have 1 to {self._max_sequences} "
-                "(workflow.settings.max_sequences raises the bound)",
-            )
+        sequences = trajectory.sequences
+        within(RefusalReason.REWARD, "the reward", trajectory.reward, -MOST_REWARD, MOST_REWARD)
+        more = " (workflow.settings.max_sequences raises the bound)"
+        within(RefusalReason.COUNT, "the number of sequences", len(sequences), 1, self._max_sequences, more)
         num_tokens = 0
-        for position, sequence in enumerate(trajectory.sequences):
-            if sequence.parent is not None and not 0 <= sequence.parent < position:  # none comes from itself
-                refuse(
-                    RefusalReason.NUMBER,
-                    f"sequence {position} has the parent {sequence.parent}; a parent comes before its children",
-                )
-            bounds = self.policies.get(sequence.policy)
-            if bounds is None:
-                refuse(RefusalReason.POLICY, f"unknown policy {shown(sequence.policy)}")
-            if order.policies and sequence.policy not in order.policies:
-                refuse(
-                    RefusalReason.POLICY,
-                    f"a sequence of {sequence.policy} in a task group of {', '.join(order.policies)}",
-                )
-            num_tokens += _check_sequence(sequence, bounds, order, newest(sequence.policy))
-        if num_tokens > MOST_TOKENS:
-            refuse(RefusalReason.LENGTH, f"the trajectory has {num_tokens} tokens; at most {MOST_TOKENS} are taken")
-        if order.purpose is Purpose.TRAIN:
-            self._check_compared(trajectory)
-        check_metrics(trajectory.metrics, "the trajectory")
+        rewards: dict[tuple[str, str, int], float] = {}  # of sequences that are compared as one
+        for position, sequence in enumerate(sequences):
+            try:
+                if sequence.parent is not None:  # it comes before its children
+                    within(RefusalReason.NUMBER, "its parent", sequence.parent, 0, position - 1)
+                bounds = self._bounds_of(sequence, order)
+                num_tokens += _check_sequence(sequence, bounds, order, newest[sequence.policy])
+                if bounds.same_rewards and order.purpose is Purpose.TRAIN:
+                    first = rewards.setdefault(group_key(sequence, bounds.group_by), sequence.reward)
+                    more = ", as that of the sequence that is compared as one: advantage pass_at_k needs one of 0 or 1"
+                    within(RefusalReason.REWARD, "its reward", sequence.reward, first, first, more)
+            except RecordRefusedError as error:
+                name = sequence.policy[:MOST_NAME]
+                raise RecordRefusedError(error.refusal.reason, f"sequence {position} of {name}: {error}") from None
+        within(RefusalReason.LENGTH, "the number of tokens", num_tokens, 1, MOST_TOKENS)
+        check_metrics(trajectory.metrics)
         check_times(trajectory)
 
-    def _check_compared(self, trajectory: Trajectory) -> None:
-        """Check that sequences which are compared as one have the same reward, where the advantage needs that."""
-        rewards: dict[tuple[str, str, int], float] = {}
-        for sequence in trajectory.sequences:
-            bounds = self.policies[sequence.policy]
-            if not bounds.same_rewards:
-                continue
-            first = rewards.setdefault(group_key(sequence, bounds.group_by), sequence.reward)
-            if sequence.reward != first:
-                refuse(
-                    RefusalReason.REWARD,
-                    f"sequences of {sequence.policy} that are compared as one have the rewards {first:g} and "
-                    f"{sequence.reward:g}: advantage pass_at_k needs one of 0 or 1",
-                )
-
-
-def _check_reward(what: str, reward: float) -> None:
-    if not -MOST_REWARD <= reward <= MOST_REWARD:  # NaN too
-        refuse(RefusalReason.REWARD, f"{what} is {reward:g}; rewards are from {-MOST_REWARD:g} to {MOST_REWARD:g}")
+    def _bounds_of(self, sequence: TokenSequence, order: TaskGroupOrder) -> PolicyBounds:
+        bounds = self.policies.get(sequence.policy)
+        if bounds is None:
+            raise RecordRefusedError(RefusalReason.POLICY, f"unknown policy {sequence.policy[:MOST_NAME]!r}")
+        if order.policies and sequence.policy not in order.policies:
+            raise RecordRefusedError(RefusalReason.POLICY, f"its task group is of {', '.join(order.policies)}")
+        return bounds
 
 
 def _check_sequence(sequence: TokenSequence, bounds: PolicyBounds, order: TaskGroupOrder, newest: int) -> int:
-    """Check a sequence; returns its number of tokens."""
-    trains = order.purpose is Purpose.TRAIN
-    name = sequence.policy
-    check_name(sequence.role, "a role")
-    if not 0 <= sequence.attempt < MOST_ATTEMPTS or not 0 <= sequence.thread < MOST_THREADS:
-        refuse(
-            RefusalReason.NUMBER,
-            f"a sequence of {name} is attempt {sequence.attempt}, thread {sequence.thread}; attempts are from 0 to "
-            f"{MOST_ATTEMPTS - 1}, threads from 0 to {MOST_THREADS - 1}",
-        )
-    _check_reward("the reward of a sequence", sequence.reward)
+    """Check a sequence; returns its number of tokens. In training the first token belongs to the environment."""
+    trains, segments = order.purpose is Purpose.TRAIN, sequence.segments
+    required, most = order.required_versions.get(sequence.policy), order.sampling.max_new_tokens
+    check_name("its role", sequence.role)
+    within(RefusalReason.NUMBER, "its attempt", sequence.attempt, 0, MOST_ATTEMPTS - 1)
+    within(RefusalReason.NUMBER, "its thread", sequence.thread, 0, MOST_THREADS - 1)
+    within(RefusalReason.REWARD, "its reward", sequence.reward, -MOST_REWARD, MOST_REWARD)
     if trains and bounds.takes_reward is not None and not bounds.takes_reward(sequence.reward):
-        refuse(
-            RefusalReason.REWARD,
-            f"the reward of a sequence of {name} is {sequence.reward:g}, from which its advantage cannot be made",
-        )
-    check_metrics(sequence.metrics, "a sequence")
-    num_tokens = _check_lengths(sequence, bounds, order)
-    _check_ids(sequence, bounds.vocab_size)
-    own = [segment.logprobs for segment in sequence.segments if len(segment.logprobs)]
-    _check_logprobs(own, RefusalReason.LOGPROB, f"a log-probability of {name}")
-    teacher = [segment.teacher_logprobs for segment in sequence.segments if len(segment.teacher_logprobs)]
-    _check_logprobs(teacher, RefusalReason.TEACHER, f"a log-probability of the teacher of {name}")
-    required = order.required_versions.get(name)
-    for segment in sequence.segments:
-        version, temperature = segment.weight_version, segment.temperature
-        if not -1 <= version <= newest:
-            fault = f"is from the future: the newest is {newest}" if version > newest else "does not exist"
-            refuse(RefusalReason.VERSION, f"version {version} of {name} {fault}")
-        if temperature is not None and not 0 <= temperature <= MOST_TEMPERATURE:  # NaN too
-            refuse(RefusalReason.TEMPERATURE, f"a segment of {name}: its temperature is {temperature}")
-        if not segment.is_policy:
-            continue
-        if required is not None and segment.num_tokens and version != required:
-            refuse(RefusalReason.VERSION, f"sampled from version {version} of {name}, not {required}")
-        if trains:
-            _check_trained(segment, name, bounds, order)
-    return num_tokens
-
-
-def _check_lengths(sequence: TokenSequence, bounds: PolicyBounds, order: TaskGroupOrder) -> int:
-    """Check turns and segments; returns the total number of tokens. In training the first token belongs to the environment."""
-    name, most = sequence.policy, order.sampling.max_new_tokens
+        detail = f"its reward is {sequence.reward:g}, from which its advantage cannot be made"
+        raise RecordRefusedError(RefusalReason.REWARD, detail)
+    check_metrics(sequence.metrics)
     num_tokens = turn = 0
-    for segment in sequence.segments:
-        size = len(segment.token_ids)
-        if segment.source is TokenSource.POLICY:
-            if not num_tokens and size and order.purpose is Purpose.TRAIN:
-                refuse(
-                    RefusalReason.LENGTH,
-                    f"a sequence of {name} begins with a token of the policy: the prompt is missing",
-                )
+    for segment in segments:
+        size, version = len(segment.token_ids), segment.weight_version
+        within(RefusalReason.VERSION, "the version of a segment", version, -1, newest, ", the newest")
+        if segment.temperature is not None:
+            least = LEAST_TRAINED_TEMPERATURE if trains and segment.is_policy else 0.0
+            within(
+                RefusalReason.TEMPERATURE, "a segment: its temperature", segment.temperature, least, MOST_TEMPERATURE
+            )
+        if segment.is_policy:
+            if trains and size and not num_tokens:
+                raise RecordRefusedError(RefusalReason.LENGTH, "it begins with a token of the policy: no prompt")
             turn += size
-            if turn > most:
-                refuse(
-                    RefusalReason.LENGTH,
-                    f"a turn of {name} has {turn} tokens or more; sampling.max_new_tokens of its order is {most}",
-                )
+            within(RefusalReason.LENGTH, "the length of a turn", turn, 0, most, " (sampling.max_new_tokens)")
+            if required is not None and size:
+                within(RefusalReason.VERSION, "the version of a segment", version, required, required, ", as ordered")
+            if trains:
+                _check_trained(segment, bounds, order)
         elif size:
             turn = 0
         num_tokens += size
-    if not 1 <= num_tokens <= bounds.context_length:
-        refuse(
-            RefusalReason.LENGTH,
-            f"a sequence of {name} has {num_tokens} tokens; it must have 1 to {bounds.context_length} "
-            f"(policies.{name}.model.context_length)",
-        )
-    if len(sequence.segments) > min(MOST_SEGMENTS, num_tokens + EMPTY_SEGMENTS):
-        refuse(
-            RefusalReason.COUNT,
-            f"a sequence of {name} has {len(sequence.segments)} segments for {num_tokens} tokens; at most "
-            f"{MOST_SEGMENTS} are taken",
-        )
+    more = f" (policies.{sequence.policy}.model.context_length)"
+    within(RefusalReason.LENGTH, "its number of tokens", num_tokens, 1, bounds.context_length, more)
+    most_segments = min(MOST_SEGMENTS, num_tokens + EMPTY_SEGMENTS)
+    within(RefusalReason.COUNT, "its number of segments", len(segments), 0, most_segments)
+    ids = np.concatenate([segment.token_ids for segment in segments])
+    largest = MOST_ID if bounds.vocab_size is None else bounds.vocab_size - 1
+    if int(ids.view(np.uint32).max()) > largest:  # negative ids are the largest of all as unsigned ones
+        wrong = int(ids[(ids < 0) | (ids > largest)][0])
+        detail = f"it has the token id {wrong}, and the policy has ids 0 to {largest}: its replica has another model"
+        raise RecordRefusedError(RefusalReason.TOKEN_ID, f"{detail} or tokenizer")
+    for reason, what, arrays in (
+        (RefusalReason.LOGPROB, "a log-probability", [s.logprobs for s in segments]),
+        (RefusalReason.TEACHER, "a log-probability of the teacher", [s.teacher_logprobs for s in segments]),
+    ):
+        values = np.concatenate(arrays)
+        if len(values):  # the extremes of an array with NaN are NaN
+            within(reason, what, float(values.min()), LEAST_LOGPROB, MOST_LOGPROB)
+            within(reason, what, float(values.max()), LEAST_LOGPROB, MOST_LOGPROB)
     return num_tokens
 
 
-def _check_ids(sequence: TokenSequence, vocab_size: int | None) -> None:
-    if not sequence.segments:
-        return
-    largest = MOST_ID if vocab_size is None else vocab_size - 1
-    ids = _joined([segment.token_ids for segment in sequence.segments])
-    # Negative ids are the largest of all as unsigned ones.
-    if int(np.maximum.reduce(ids.view(np.uint32), initial=0)) > largest:
-        wrong = int(ids[(ids < 0) | (ids > largest)][0])
-        refuse(
-            RefusalReason.TOKEN_ID,
-            f"a sequence of {sequence.policy} has the token id {wrong}, and the policy has ids 0 to {largest}: its "
-            "replica has another model or tokenizer",
-        )
-
-
-def _joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def _check_logprobs(arrays: list[Logprobs], reason: RefusalReason, what: str) -> None:
-    if not arrays:
-        return
-    values = _joined(arrays)
-    # The extremes of an array with NaN are NaN, and no comparison with NaN is true.
-    if np.minimum.reduce(values) >= LEAST_LOGPROB and np.maximum.reduce(values) <= MOST_LOGPROB:
-        return
-    wrong = float(values[~((values >= LEAST_LOGPROB) & (values <= MOST_LOGPROB))][0])
-    refuse(reason, f"{what} is {wrong:g}; they are from {LEAST_LOGPROB:g} to {MOST_LOGPROB:g}")
-
-
-def _check_trained(segment: Segment, name: str, bounds: PolicyBounds, order: TaskGroupOrder) -> None:
+def _check_trained(segment: Segment, bounds: PolicyBounds, order: TaskGroupOrder) -> None:
     """Check that these tokens can be trained: their sampling distribution, with or without a teacher."""
-    temperature = segment.temperature
-    if temperature is not None and temperature < LEAST_TRAINED_TEMPERATURE:
-        refuse(
-            RefusalReason.TEMPERATURE,
-            f"a segment of {name}: its temperature is {temperature}; training needs samples at temperature "
-            f"{LEAST_TRAINED_TEMPERATURE:g} or more",
-        )
+    num_tokens, num_scored = len(segment.token_ids), len(segment.teacher_logprobs)
     if segment.kept:
         try:
             kept_tokens.check(segment.kept, segment.token_ids, bounds.vocab_size)
         except ValueError as error:
-            refuse(RefusalReason.KEPT_TOKENS, f"a segment of {name}: {error}")
-    elif segment.num_tokens and order.sampling.is_truncated:
-        refuse(
+            raise RecordRefusedError(RefusalReason.KEPT_TOKENS, f"a segment: {error}") from None
+    elif num_tokens and order.sampling.is_truncated:
+        raise RecordRefusedError(
             RefusalReason.KEPT_TOKENS,
-            f"a segment of {name}: the tokens that top_k, top_p and min_p kept are missing: the engine of its "
-            "replica does not report them",
+            "a segment: the tokens that top_k, top_p and min_p kept are missing: the engine of its replica does not report "
+            "them",
         )
-    num_scored = len(segment.teacher_logprobs)
-    if bounds.taught and num_scored != segment.num_tokens:
-        refuse(RefusalReason.TEACHER, f"a segment of {name} lacks the log-probabilities of its teacher")
-    if num_scored and not bounds.taught:
-        refuse(
-            RefusalReason.TEACHER,
-            f"a segment of {name} has log-probabilities of a teacher, and this policy has no teacher",
-        )
-
-
-# --- Reports of peers: identities, versions and counts affect decisions, so that an impossible value is refused with a
-# reason. The size of a message bounds what is for display.
-
-
-MOST_TEXT = 1024  # characters of an address
-MOST_SOURCES = 256  # of a version
-MOST_SLOTS = 1 << 20
-MOST_NUMBER = 1 << 53  # of a version or a step
-MOST_SAMPLED = 10**15  # tokens of a process
-MOST_ROWS = (1 << 31) - 1
-MOST_RANKS = 1 << 16
-FUTURE_S = 3600.0  # by which a peer's clock may be ahead
-
-
-def check_id(what: str, text: str) -> str:
-    """Raises InvalidRequestError for an id that is empty, too long or not printable."""
-    if not text or len(text) > MOST_NAME or not text.isprintable():
-        raise InvalidRequestError(f"{what} is {text[:MOST_NAME]!r}: it must have 1 to {MOST_NAME} printable characters")
-    return text
-
-
-def check_number(what: str, value: int, least: int, most: int = MOST_NUMBER) -> int:
-    """Raises InvalidRequestError for a number outside its range."""
-    if not least <= value <= most:
-        raise InvalidRequestError(f"{what} is {value}; it must be {least} to {most}")
-    return value
-
-
-def check_held(held: Mapping[str, Held], policies: Collection[str]) -> dict[str, Held]:
-    """Raises InvalidRequestError for an unknown policy, or an impossible version."""
-    for policy, version in held.items():
-        if policy not in policies:
-            raise InvalidRequestError(
-                f"held_versions names the policy {policy[:MOST_NAME]!r}; this run has {', '.join(sorted(policies))}"
-            )
-        check_number(f"the held version of {policy}", version.number, -1)
-        if len(version.digest) > MOST_NAME:
-            raise InvalidRequestError(f"the digest of {policy} has {len(version.digest)} characters")
-    return dict(held)
-
-
-def check_version(version: WeightVersion) -> WeightVersion:
-    """Raises InvalidRequestError for an impossible number, digest or address."""
-    check_number(f"the version of {version.policy[:MOST_NAME]}", version.number, 0)
-    check_id("its digest", version.digest)
-    if len(version.sources) > MOST_SOURCES or any(len(source) > MOST_TEXT for source in version.sources):
-        raise InvalidRequestError(f"a version has {len(version.sources)} sources, or one with a very long address")
-    return version
-
-
-def finite_gauges(values: Mapping[str, float]) -> dict[str, float]:
-    """Gauges without NaN and infinity."""
-    return {name: value for name, value in values.items() if math.isfinite(value)}
-
-
-def possible_intervals(found: Iterable[Interval], now: float | None = None) -> list[Interval]:
-    """Those that are ordered, not before 1970 and not in the future of any clock."""
-    latest = (time.time() if now is None else now) + FUTURE_S
-    return [(begin, end) for begin, end in found if 0.0 <= begin <= end <= latest]
+    scored = num_tokens if bounds.taught else 0
+    what = "the number of log-probabilities of the teacher of a segment"
+    within(RefusalReason.TEACHER, what, num_scored, scored, scored)

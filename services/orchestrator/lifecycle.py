@@ -70,7 +70,7 @@ async def _phases(core: OrchestratorCore) -> None:
         await core.begin_evaluation(END)
         await core.until(lambda: core.evaluations.finished(END))
     # Requested evaluations are part of the run.
-    await core.until(lambda: not core.evaluations.running)
+    await core.until(lambda: not core.evaluations.passes)
 
 
 async def _train(core: OrchestratorCore) -> None:
@@ -103,7 +103,7 @@ def _due_evaluation(core: OrchestratorCore) -> str | None:
     multiple, the following one is of the step reached by then."""
     every = core.recipe.evaluation.every
     reached = min(ledger.newest_number for ledger in core.trained_ledgers.values())
-    if not every or core.evaluations.running or reached >= core.num_steps:
+    if not every or core.evaluations.passes or reached >= core.num_steps:
         return None
     step = reached // every * every
     return evaluation_of(reached) if step > core.evaluations.newest_step() else None

@@ -1,23 +1,32 @@
-"""Replicas: the state of each, and the pool with its leases and the slots that each replica runs.
+"""The members of a run: replicas, in a pool with the slots that each of them runs, and trainers, with their leases; the
+commands to them, and the checks of what they report.
 
 A replica is its own report and the ledger of the slots that the orchestrator gave to the replica. The ledger keeps
-counters, so a choice among replicas does not sum over task groups. Independent of task groups.
+counters, so a choice among replicas does not sum over task groups.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from services.common.errors import CapacityError, LeaseLostError, RollmillError, SupersededError
-from services.common.records import DeviceTurn, FetchPlan, TaskGroupOrder, WeightVersion
+from services.common.errors import (
+    CapacityError,
+    InvalidRequestError,
+    LeaseLostError,
+    RollmillError,
+    SupersededError,
+    UnknownPolicyError,
+)
+from services.common.records import DeviceTurn, FetchPlan, Interval, TaskGroupOrder, WeightVersion
 from services.common.telemetry.accounts import AccountState, Component, PeerState
 from services.common.telemetry.accounts import replica as replica_component
-from services.orchestrator.groups import Incarnation
+from services.orchestrator.groups import Incarnation, TaskGroup
 
 # --- Commands of the orchestrator to replicas and trainers, as plain records, and the queue in which they wait for one
 # peer.
@@ -181,27 +190,17 @@ class Replica:
     accounts: tuple[AccountState, ...] = ()
     peers: tuple[PeerState, ...] = ()  # state of its dependencies, as the replica reports them
     component: Component = field(init=False)  # its name in accounts and stalls
+    key: Incarnation = field(init=False)
 
     def __post_init__(self) -> None:
         self.component = replica_component(self.replica_id)
-
-    @property
-    def key(self) -> Incarnation:
-        return self.replica_id, self.incarnation
+        self.key = self.replica_id, self.incarnation
 
     @property
     def num_free(self) -> int:
         """Free slots by the ledger; negative for a replica that came back with fewer slots than its running task groups
         need."""
         return self.num_slots - self.num_running
-
-    @property
-    def takes_work(self) -> bool:
-        return self.mailbox is not None and not self.draining
-
-    def fits(self, num_slots: int) -> bool:
-        """Whether the replica has room for a whole task group, or is idle and the group is larger than the replica."""
-        return self.num_free >= num_slots or not self.assignments
 
     # --- versions ----------------------------------------------------------------------------------------------------
 
@@ -222,18 +221,15 @@ class Replica:
         assignment = self.assignments[name]
         if slot in assignment.open_slots:
             assignment.open_slots.remove(slot)
-            self.count(assignment, -1)
+            self.num_running -= 1
+            self.num_evaluating -= assignment.evaluates
         return not assignment.open_slots
 
     def drop(self, name: str) -> None:
         """Remove a task group from this replica."""
         assignment = self.assignments.pop(name)
-        self.count(assignment, -len(assignment.open_slots))
-
-    def count(self, assignment: Assignment, num_slots: int) -> None:
-        self.num_running += num_slots
-        if assignment.evaluates:
-            self.num_evaluating += num_slots
+        self.num_running -= len(assignment.open_slots)
+        self.num_evaluating -= assignment.evaluates * len(assignment.open_slots)
 
     # --- reported task groups ----------------------------------------------------------------------------------------
 
@@ -272,44 +268,45 @@ class ReplicaPool:
         """Receives task groups with open slots that no replica runs."""
         self.resumed = False  # an earlier process may have counted the samples before the first report here
         self._sampled: dict[tuple[str, str], int] = {}  # tokens, by replica and incarnation; outlives leases
-        self._replicas: dict[str, Replica] = {}
+        self.replicas: dict[str, Replica] = {}
         self._owners: dict[str, str] = {}  # task group -> replica id
         self._met: dict[Incarnation, None] = {}  # incarnations that ever joined, newest last; outlives leases
         self.takers = 0  # changes when other replicas take work, or they hold other versions or serve elsewhere
 
     def __iter__(self) -> Iterator[Replica]:
-        return iter(list(self._replicas.values()))
+        return iter(list(self.replicas.values()))
 
     def __len__(self) -> int:
-        return len(self._replicas)
+        return len(self.replicas)
 
     @property
     def report_every_s(self) -> float:
         """Interval of a replica's reports: as short as the total rate allows, and several times in a lease."""
-        seldom = min(len(self._replicas) / MOST_REPORTS_PER_S, MOST_REPORT_S, self.lease_s / 6)
+        seldom = min(len(self.replicas) / MOST_REPORTS_PER_S, MOST_REPORT_S, self.lease_s / 6)
         return max(REPORT_S, seldom)
 
     def get(self, replica_id: str) -> Replica | None:
-        return self._replicas.get(replica_id)
+        return self.replicas.get(replica_id)
 
     def workers(self) -> Iterator[Replica]:
         """The replicas that take work."""
-        return (replica for replica in self._replicas.values() if replica.takes_work)
+        return (r for r in self.replicas.values() if r.mailbox is not None and not r.draining)
 
     def freest(self, num_slots: int, serves: Callable[[Replica], bool]) -> Replica | None:
         """The replica that ``serves`` with the most free slots, of several the one with the greatest id, of those that take
-        work and have room for a task group of this many slots."""
-        best: Replica | None = None
+        work and have room for a task group of this many slots, or are idle and smaller than the group."""
+        best: tuple[int, str] | None = None
         for replica in self.workers():
-            if best is not None and (replica.num_free, replica.replica_id) <= (best.num_free, best.replica_id):
+            found = replica.num_slots - replica.num_running, replica.replica_id
+            if best is not None and found <= best:
                 continue
-            if replica.fits(num_slots) and serves(replica):
-                best = replica
-        return best
+            if (found[0] >= num_slots or not replica.assignments) and serves(replica):
+                best = found
+        return None if best is None else self.replicas[best[1]]
 
     def owner(self, task_group_id: str) -> Replica | None:
         name = self._owners.get(task_group_id)
-        return None if name is None else self._replicas.get(name)
+        return None if name is None else self.replicas.get(name)
 
     def has_met(self, member: Incarnation) -> bool:
         """Whether this incarnation of a replica has ever joined, as far as this process knows."""
@@ -319,7 +316,7 @@ class ReplicaPool:
 
     def join(self, hello: Hello) -> Replica:
         """Begin a stream of a replica with a new mailbox. The caller sends the wanted orders again."""
-        replica = self._replicas.get(hello.replica_id)
+        replica = self.replicas.get(hello.replica_id)
         if replica is not None and replica.incarnation != hello.incarnation:
             again = f"replica {hello.replica_id} was started again elsewhere"
             self._end(replica, LeaseLostError(again, holder=hello.incarnation))
@@ -340,7 +337,7 @@ class ReplicaPool:
 
     def expect(self, replica_id: str, incarnation: str) -> Replica:
         """Register a replica that had work from an earlier orchestrator; the replica has one lease to come back."""
-        replica = self._replicas.get(replica_id)
+        replica = self.replicas.get(replica_id)
         if replica is None or replica.incarnation != incarnation:
             if replica is not None:
                 self._end(replica, None)
@@ -364,7 +361,7 @@ class ReplicaPool:
         Raises:
             LeaseLostError: the lease ended, or a newer incarnation holds the lease; the replica must join again.
         """
-        replica = self._replicas.get(replica_id)
+        replica = self.replicas.get(replica_id)
         if replica is None or replica.incarnation != incarnation:
             raise LeaseLostError(
                 f"replica {replica_id} ({incarnation}) holds no lease: join again", replica_id=replica_id
@@ -389,14 +386,14 @@ class ReplicaPool:
 
     def prolong(self, seconds: float) -> None:
         """Extend all leases by the seconds during which this process did not run and received no reports."""
-        for replica in self._replicas.values():
+        for replica in self.replicas.values():
             replica.lease_until += seconds
             if replica.silent_since is not None:
                 replica.silent_since += seconds
 
     def prolong_work(self, seconds: float) -> None:
         """Extend the time of all task groups by seconds in which no replica could compute."""
-        for replica in self._replicas.values():
+        for replica in self.replicas.values():
             for assignment in replica.assignments.values():
                 assignment.since += seconds
 
@@ -413,7 +410,7 @@ class ReplicaPool:
         """Take the task groups from replicas with a broken stream and no report for two intervals; their leases
         continue. Returns these replicas."""
         before = self._clock() - max(REJOIN_S, 2 * self.report_every_s)
-        silent = (r for r in self._replicas.values() if r.silent_since is not None and r.silent_since <= before)
+        silent = (r for r in self.replicas.values() if r.silent_since is not None and r.silent_since <= before)
         found = [replica for replica in silent if replica.assignments]
         for replica in found:
             self._orphan(replica)
@@ -422,7 +419,7 @@ class ReplicaPool:
     def expire(self) -> list[Replica]:
         """End the leases that have run out; returns their replicas."""
         now = self._clock()
-        lost = [replica for replica in self._replicas.values() if replica.lease_until <= now]
+        lost = [replica for replica in self.replicas.values() if replica.lease_until <= now]
         for replica in lost:
             self._end(replica, LeaseLostError(f"replica {replica.replica_id} did not report for {self.lease_s} s"))
         return lost
@@ -436,13 +433,13 @@ class ReplicaPool:
 
     def close(self) -> None:
         """End all streams, so that the server can stop."""
-        for replica in self._replicas.values():
+        for replica in self.replicas.values():
             if replica.mailbox is not None:
                 replica.mailbox.close()
 
     def _admit(self, replica_id: str, incarnation: str) -> Replica:
         replica = Replica(replica_id=replica_id, incarnation=incarnation, lease_until=self._clock() + self.lease_s)
-        self._replicas[replica_id] = replica
+        self.replicas[replica_id] = replica
         self._met[replica_id, incarnation] = None
         if len(self._met) > MOST_MET:
             del self._met[next(iter(self._met))]
@@ -452,7 +449,7 @@ class ReplicaPool:
         replica.lease_until = self._clock() + self.lease_s
 
     def _end(self, replica: Replica, error: LeaseLostError | None) -> None:
-        del self._replicas[replica.replica_id]
+        del self.replicas[replica.replica_id]
         if replica.mailbox is not None:
             replica.mailbox.close(error)
             replica.mailbox = None
@@ -470,20 +467,17 @@ class ReplicaPool:
 
     # --- work --------------------------------------------------------------------------------------------------------
 
-    def assign(
-        self,
-        replica: Replica,
-        task_group_id: str,
-        slots: Iterable[int],
-        pinned: Mapping[str, int],
-        *,
-        evaluates: bool = False,
-    ) -> None:
-        assert task_group_id not in self._owners
-        assignment = Assignment(open_slots=set(slots), since=self._clock(), pinned=pinned, evaluates=evaluates)
-        replica.assignments[task_group_id] = assignment
-        replica.count(assignment, len(assignment.open_slots))
-        self._owners[task_group_id] = replica.replica_id
+    def assign(self, replica: Replica, group: TaskGroup) -> None:
+        """Give the open slots of a task group to a replica."""
+        assert group.id not in self._owners
+        slots, evaluates = set(group.unresolved), not group.is_training
+        replica.assignments[group.id] = Assignment(
+            open_slots=slots, since=self._clock(), pinned=group.order.required_versions, evaluates=evaluates
+        )
+        replica.num_running += len(slots)
+        replica.num_evaluating += evaluates * len(slots)
+        self._owners[group.id] = replica.replica_id
+        group.owners.add(replica.key)
 
     def resolved(self, task_group_id: str, index: int) -> Replica | None:
         """Record the outcome of a slot from any replica; returns the replica that had the slot."""
@@ -506,7 +500,7 @@ class ReplicaPool:
     def _end_if_drained(self, replica: Replica) -> None:
         """Remove a draining replica after its stream has ended and its slots are resolved."""
         gone = replica.draining and replica.mailbox is None and not replica.assignments
-        if gone and self._replicas.get(replica.replica_id) is replica:
+        if gone and self.replicas.get(replica.replica_id) is replica:
             self._end(replica, None)
 
     def send(self, replica: Replica, command: ReplicaCommand) -> bool:
@@ -520,16 +514,168 @@ class ReplicaPool:
         self.takers += 1
         return False
 
-    def tell(self, replica: Replica, version: AnnounceVersion) -> None:
-        """Queue the announcement of a version."""
-        replica.announced[version.version.policy] = version.version.number, self._clock()
-        self.send(replica, version)
-
     @property
     def tokens_per_s(self) -> float:
-        return sum(replica.tokens_per_s for replica in self._replicas.values())
+        return sum(replica.tokens_per_s for replica in self.replicas.values())
 
     @property
     def num_running(self) -> int:
         """Slots of all replicas."""
-        return sum(replica.num_running for replica in self._replicas.values())
+        return sum(replica.num_running for replica in self.replicas.values())
+
+
+# --- The trainers: one lease per policy, and commands to the holder of each lease.
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """What the holder of a policy's lease has reported."""
+
+    policy: str
+    incarnation: str
+    num_ranks: int
+    lease_until: float
+    mailbox: Mailbox[TrainerCommand] | None = None
+    state: str = "joined"
+    training_step: int = 0
+    checkpoint_step: int = 0
+    kept_checkpoint_steps: tuple[int, ...] = ()  # durable checkpoints that the trainer can start from, ascending
+    gauges: Mapping[str, float] = field(default_factory=dict)
+    num_reports: int = 0
+    device_turn: int = 0  # the newest that the trainer has carried out
+    refusal: str = ""  # why the trainer does not train the batch of its step
+    rank_reports: dict[int, int] = field(default_factory=dict)  # of ranks other than the first: reports by rank
+    accounts: dict[int, tuple[AccountState, ...]] = field(default_factory=dict)  # by rank
+    peers: tuple[PeerState, ...] = ()  # state of its dependencies, as the trainer reports them
+
+    @property
+    def oldest_checkpoint_step(self) -> int:
+        """Batches after this step may be trained again; 0 while there is no checkpoint, so all of them."""
+        return min(self.kept_checkpoint_steps, default=0)
+
+    def note_checkpoints(self, newest: int, step: int, kept: Iterable[int]) -> None:
+        """Note the newest and the kept durable checkpoints, up to the ledger's ``newest`` version.
+
+        Retention may delete records up to a checkpoint: one ahead of the ledger belongs to another history, or to a version
+        with a lost record.
+        """
+        self.checkpoint_step = max(self.checkpoint_step, min(step, newest))
+        self.kept_checkpoint_steps = tuple(sorted(kept for kept in kept if 0 <= kept <= newest))
+
+
+class TrainerLeases:
+    def __init__(self, policies: Iterable[str], lease_s: float, clock: Callable[[], float]) -> None:
+        self.lease_s = lease_s
+        self._clock = clock
+        self._trainers: dict[str, Trainer | None] = dict.fromkeys(policies)
+
+    def __iter__(self) -> Iterator[Trainer]:
+        return iter([trainer for trainer in self._trainers.values() if trainer is not None])
+
+    def get(self, policy: str) -> Trainer | None:
+        """The policy's trainer; None without one. Raises UnknownPolicyError."""
+        if policy not in self._trainers:
+            raise UnknownPolicyError(f"no policy {policy!r} in this run; it has {', '.join(self._trainers)}")
+        return self._trainers[policy]
+
+    def join(self, policy: str, incarnation: str, num_ranks: int) -> Trainer:
+        """A stream of a trainer begins; a new incarnation ends the lease of the older one."""
+        trainer = self.get(policy)
+        if trainer is not None and trainer.mailbox is not None:
+            if trainer.incarnation == incarnation:
+                trainer.mailbox.close(SupersededError("the same trainer opened a newer stream"))
+            else:
+                trainer.mailbox.close(LeaseLostError(f"another trainer of {policy} has joined", holder=incarnation))
+        if trainer is None or trainer.incarnation != incarnation:
+            trainer = Trainer(policy=policy, incarnation=incarnation, num_ranks=num_ranks, lease_until=0.0)
+            self._trainers[policy] = trainer
+        trainer.mailbox = Mailbox()
+        trainer.lease_until = self._clock() + self.lease_s
+        return trainer
+
+    def check(self, policy: str, incarnation: str) -> Trainer | None:
+        """The lease holder, None without one (after a restart of the orchestrator).
+
+        Raises:
+            LeaseLostError: another incarnation holds the lease.
+        """
+        trainer = self.get(policy)
+        if trainer is not None and trainer.incarnation != incarnation:
+            raise LeaseLostError(f"another trainer of {policy} has joined", policy=policy, holder=trainer.incarnation)
+        return trainer
+
+    def renew(self, policy: str, incarnation: str) -> Trainer:
+        """The holder, whose lease is renewed by a report; raises LeaseLostError for an ended lease or another holder."""
+        trainer = self.check(policy, incarnation)
+        if trainer is None:
+            raise LeaseLostError(f"the trainer of {policy} holds no lease: join again", policy=policy)
+        trainer.num_reports += 1
+        trainer.lease_until = self._clock() + self.lease_s
+        return trainer
+
+    def report_rank(self, policy: str, rank: int, accounts: tuple[AccountState, ...]) -> None:
+        """A rank other than the first says where its time goes. The lease is the first one's business."""
+        trainer = self.get(policy)
+        if trainer is not None and rank < trainer.num_ranks:
+            trainer.rank_reports[rank] = trainer.rank_reports.get(rank, 0) + 1
+            trainer.accounts[rank] = accounts
+
+    def prolong(self, seconds: float) -> None:
+        """Extend all leases by the seconds during which this process did not run and received no reports."""
+        for trainer in self:
+            trainer.lease_until += seconds
+
+    def stream_ended(self, trainer: Trainer, mailbox: Mailbox[TrainerCommand]) -> None:
+        if trainer.mailbox is mailbox:
+            trainer.mailbox = None
+
+    def expire(self) -> list[Trainer]:
+        now = self._clock()
+        lost = [trainer for trainer in self if trainer.lease_until <= now]
+        for trainer in lost:
+            if trainer.mailbox is not None:
+                late = f"the trainer of {trainer.policy} did not report for {self.lease_s} s"
+                trainer.mailbox.close(LeaseLostError(late))
+                trainer.mailbox = None
+            self._trainers[trainer.policy] = None
+        return lost
+
+    def send_all(self, command: TrainerCommand) -> None:
+        for trainer in self:
+            if trainer.mailbox is not None:
+                trainer.mailbox.put(command)
+
+    def close(self) -> None:
+        """End all streams, so that the server can stop."""
+        for trainer in self:
+            if trainer.mailbox is not None:
+                trainer.mailbox.close()
+
+
+# --- Checks of what members report. Identities, versions and counts affect decisions, so that an impossible value is refused
+# with a reason; the size of a message bounds what is for display.
+
+
+MOST_NAME = 128  # characters
+MOST_NUMBER = 1 << 53  # of a version or a step
+FUTURE_S = 3600.0  # by which a peer's clock may be ahead
+
+
+def check_id(what: str, text: str) -> str:
+    """Raises InvalidRequestError for an id that is empty, too long or not printable."""
+    if not text or len(text) > MOST_NAME or not text.isprintable():
+        raise InvalidRequestError(f"{what} is {text[:MOST_NAME]!r}: it must have 1 to {MOST_NAME} printable characters")
+    return text
+
+
+def check_number(what: str, value: int, least: int, most: int = MOST_NUMBER) -> int:
+    """Raises InvalidRequestError for a number outside its range."""
+    if not least <= value <= most:
+        raise InvalidRequestError(f"{what} is {value}; it must be {least} to {most}")
+    return value
+
+
+def possible_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+    """Those that are ordered, not before 1970 and not in the future of any clock."""
+    latest = time.time() + FUTURE_S
+    return [(begin, end) for begin, end in intervals if 0.0 <= begin <= end <= latest]

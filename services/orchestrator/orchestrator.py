@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -38,12 +38,12 @@ from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import EvaluationResult, GroupVerdict, Verdicts
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import Quarantine
-from services.orchestrator.members import ReplicaPool, StopTraining, TrainerRequest
+from services.orchestrator.members import ReplicaPool, StopTraining, TrainerLeases, TrainerRequest
 from services.orchestrator.metrics import DiskForecast, RunMetrics, Timeline
 from services.orchestrator.stalls import PAUSED_ITSELF, AccountBook, Hold, Stall
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, TrainingOrders
-from services.orchestrator.trainers import DeviceTurns, TrainerLeases
+from services.orchestrator.turns import DeviceTurns
 from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
@@ -252,7 +252,7 @@ class OrchestratorCore:
     def abandon_evaluations(self, gone: Callable[[Mapping[str, int]], bool]) -> None:
         """End evaluations on versions that no replica holds any more. Those of training steps are forgotten, so that the
         step reached is evaluated; requested ones get their result, in which open slots are failures."""
-        lost = {p.evaluation_id for p in self.evaluations if p.pinned and gone(p.versions)}
+        lost = {p.evaluation_id for p in self.evaluations.passes.values() if p.pinned and gone(p.versions)}
         self._forget_evaluations(lambda p: p.evaluation_id in lost, fates.ClosedReason.VERSION_GONE)
         self.dispatcher.abandon_evaluations(gone)
 
@@ -289,7 +289,7 @@ class OrchestratorCore:
             return
         self.experience.advanced(policy, number)
         self.batches[policy].published(number)
-        if policy == next(iter(self.batches)):  # a step of the run, regardless of other policies
+        if policy == next(iter(self.batches)) and self.training_orders.observes:  # a step of the run
             self.training_orders.advanced()
 
     def adopt_version(self, version: WeightVersion) -> None:
@@ -307,15 +307,18 @@ class OrchestratorCore:
         self.dispatcher.schedule()
         self._changed.set()
 
-    def write_step(self, version: WeightVersion, metrics: Mapping[str, float], compute_s: float) -> None:
+    def write_step(
+        self, version: WeightVersion, metrics: Mapping[str, float], compute: Iterable[tuple[float, float]]
+    ) -> None:
         """Write the row of the training step that brought this version: statistics of its batch, metrics of its trainer,
-        gauges of the curation."""
-        policy, step = version.policy, version.number
+        gauges of the curation. ``compute``: when the trainer computed."""
+        policy, step, intervals = version.policy, version.number, list(compute)
+        self.timeline.computed(policy, intervals)
         values = {
             **self.batches[policy].statistics.pop(step, {}),
             **{trainer_key(name): value for name, value in metrics.items()},
             **self.training_orders.gauges(),
-            StepKey.COMPUTE_S.value: compute_s,
+            StepKey.COMPUTE_S.value: sum(end - begin for begin, end in intervals),
             StepKey.ELAPSED_S.value: time.time() - self.started_at,
         }
         self.last_metrics[policy] = values

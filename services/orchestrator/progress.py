@@ -151,7 +151,7 @@ def waits(core: OrchestratorCore) -> list[str]:
             found.append(
                 f"batches of {policy} do without source {source}: its last {count} task groups gave nothing to train"
             )
-    found += [current.standing() for current in core.evaluations]
+    found += [current.standing() for current in core.evaluations.passes.values()]
     if core.dispatcher.waits_for:
         found.append(f"dispatcher waits: {core.dispatcher.waits_for}")
     return found

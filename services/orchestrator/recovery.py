@@ -292,7 +292,7 @@ class Recovery:
         if (outcome.task_group_id, str(outcome.index)) != (name, index):
             self.core.aside.add(row, SetAsideReason.UNREADABLE, "the record belongs to another slot than its key")
             return None
-        if not self.core.groups[name].has_slot(outcome.index):
+        if not 0 <= outcome.index < len(self.core.groups[name].order.indices):
             self.core.aside.add(row, SetAsideReason.REFUSED, f"its task group has no slot {outcome.index}")
             return None
         return outcome
@@ -308,7 +308,7 @@ class Recovery:
                 if group is not None:
                     group.owners.add(self.owners[row.key])
                 if group is not None and group.is_training:
-                    core.experience.reissued(group, value.born)
+                    group.born = dict(value.born)
             case Trajectory() | RolloutFailure():
                 group = core.groups[value.task_group_id]
                 if group.resolve(value):
@@ -340,7 +340,7 @@ class Recovery:
         group = TaskGroup(
             order=issued.order, position=issued.position, evaluation=issued.evaluation, born=dict(issued.born)
         )
-        if not group.is_training and not core.evaluations.is_running(group.evaluation):
+        if not group.is_training and group.evaluation not in core.evaluations.passes:
             return  # the record of the evaluation's start is lost: no caller asks for this evaluation
         if not issued.evaluation:
             core.training_orders.resume_after(issued.order.source, issued.position)
@@ -372,6 +372,7 @@ class Recovery:
             self.in_batches |= groups & self.groups.keys()
             core.experience.recover_batch(batch)
         batches.recover(batch)
+        core.experience.mixtures[batch.policy].recover(batch.statistics)
 
     # --- lost records ------------------------------------------------------------------------------------------------
 
@@ -458,8 +459,8 @@ class Recovery:
         """Trained groups that are young enough for a replay; recovery did not parse their closed task groups."""
         core = self.core
         for name, batches in core.batches.items():
-            batch, store = core.recipe.policies[name].batch, core.experience.replay[name]
-            if not store.enabled:
+            batch, store = core.recipe.policies[name].batch, core.experience.replay.get(name)
+            if store is None:
                 continue
             # Step s trained samples of version s - 1 or older.
             first = max(1, store.version - batch.replay.max_staleness + 1)
@@ -483,6 +484,5 @@ class Recovery:
                 core.dispatcher.orphaned([name])
                 continue
             replica = core.pool.expect(replica_id, incarnation)
-            required = group.order.required_versions
-            core.pool.assign(replica, name, group.unresolved, required, evaluates=not group.is_training)
+            core.pool.assign(replica, group)
             replica.assignments[name].issued = True

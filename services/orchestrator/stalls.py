@@ -46,8 +46,7 @@ from services.common.telemetry.accounts import replica as replica_component
 from services.common.telemetry.logs import LogEvent
 from services.common.telemetry.metrics import QueueGauge, num_waiting
 from services.orchestrator.ingest import Streak
-from services.orchestrator.members import Replica
-from services.orchestrator.trainers import Trainer
+from services.orchestrator.members import Replica, Trainer
 
 LEAST_S = 10.0  # smallest limit
 TIMES = 4.0  # the longest gap lately

@@ -18,7 +18,7 @@ from itertools import islice
 
 from services.common.errors import InvalidRequestError, VersionConflictError
 from services.common.records import FetchPlan, RunCount, WeightVersion
-from services.orchestrator.evaluation import Evaluators
+from services.orchestrator.evaluation import Evaluations, Evaluators
 from services.orchestrator.members import AnnounceVersion, Held, Replica, ReplicaPool
 
 # --- Version ledger of one policy: its weight versions, their digests, and the addresses that serve them.
@@ -27,7 +27,7 @@ from services.orchestrator.members import AnnounceVersion, Held, Replica, Replic
 class VersionLedger:
     def __init__(self, policy: str) -> None:
         self.policy = policy
-        self._versions: dict[int, WeightVersion] = {}
+        self.versions: dict[int, WeightVersion] = {}  # by number
         self.newest_number = -1  # before the first version
         self._offered_otherwise = -1  # the newest number that its trainer offered with another digest
 
@@ -40,19 +40,12 @@ class VersionLedger:
     @property
     def newest(self) -> WeightVersion | None:
         """None before the first version, and while the record of the newest version is lost."""
-        return self._versions.get(self.newest_number)
+        return self.versions.get(self.newest_number)
 
     @property
     def lacks_newest(self) -> bool:
         """The newest version exists, but its record is lost: its trainer has to offer the version again."""
-        return self.newest_number >= 0 and self.newest_number not in self._versions
-
-    def get(self, number: int) -> WeightVersion | None:
-        return self._versions.get(number)
-
-    def knows(self, number: int, digest: str) -> bool:
-        version = self._versions.get(number)
-        return version is not None and version.digest == digest
+        return self.newest_number >= 0 and self.newest_number not in self.versions
 
     def check(self, version: WeightVersion) -> bool:
         """Whether this version may be recorded: True for a new version, False for a known one.
@@ -61,7 +54,7 @@ class VersionLedger:
             VersionConflictError: the number has another digest.
             InvalidRequestError: the number leaves a gap.
         """
-        known = self._versions.get(version.number)
+        known = self.versions.get(version.number)
         if known is not None:
             if known.digest != version.digest:
                 self._offered_otherwise = max(self._offered_otherwise, version.number)
@@ -86,7 +79,7 @@ class VersionLedger:
         """Record a version, or refresh the addresses of a known one; True for a new version."""
         new = self.check(version)
         if new or version.sources:
-            self._versions[version.number] = version
+            self.versions[version.number] = version
             self.newest_number = max(self.newest_number, version.number)
         return new
 
@@ -111,7 +104,8 @@ class FanOut:
     """
 
     def __init__(self) -> None:
-        self._plans: dict[str, dict[str, FetchPlan]] = {}
+        self.plans: defaultdict[str, dict[str, FetchPlan]] = defaultdict(dict)
+        """Of each policy, by replica. A plan is told once: a second announcement means that the first one was lost."""
         self._named: Counter[str] = Counter()
 
     def published(self, policy: str, receivers: Iterable[Replica]) -> None:
@@ -120,23 +114,14 @@ class FanOut:
         groups: defaultdict[Held, list[Replica]] = defaultdict(list)
         for receiver in receivers:
             groups[receiver.held[policy]].append(receiver)
-        self._plans[policy] = {}
+        self.plans[policy] = {}
         for members in groups.values():
             relays = sorted({member.weights_address for member in members} - {""})[:MAX_RELAYS]
             if len(members) > 1 and relays:
                 shard_of = {address: shard for shard, address in enumerate(relays)}
                 for member in members:
                     plan = FetchPlan(relays=tuple(relays), own_shard=shard_of.get(member.weights_address))
-                    self._plans[policy][member.replica_id] = plan
-
-    def is_relay(self, replica_id: str) -> bool:
-        """Whether other replicas fetch from this replica, which should then hear of the version early."""
-        plans = (plans.get(replica_id) for plans in self._plans.values())
-        return any(plan is not None and plan.own_shard is not None for plan in plans)
-
-    def take_plan(self, policy: str, replica_id: str) -> FetchPlan | None:
-        """The plan of a replica, once: a second announcement means that the first plan was lost."""
-        return self._plans.get(policy, {}).pop(replica_id, None)
+                    self.plans[policy][member.replica_id] = plan
 
     def sources(self, version: WeightVersion, own_address: str, holders: Iterable[str]) -> tuple[str, ...]:
         """Sources for a late receiver: holders, those with the fewest uses first, then the publisher."""
@@ -154,12 +139,14 @@ class Announcer:
         self,
         pool: ReplicaPool,
         ledgers: Mapping[str, VersionLedger],
+        evaluations: Evaluations,
         evaluators: Evaluators,
         counters: Counter[str],
         clock: Callable[[], float],
     ) -> None:
         self._pool = pool
         self._ledgers = ledgers
+        self._evaluations = evaluations
         self._evaluators = evaluators
         self._fanout = FanOut()
         self._counters = counters
@@ -173,15 +160,17 @@ class Announcer:
         An announced version makes a replica fetch, swap and report, which costs the event loop half a millisecond: a
         thousand at once would delay orders and records for half a second.
         """
-        for replica in sorted(self._pool, key=lambda replica: not self._fanout.is_relay(replica.replica_id)):
-            self._to_sync[replica.replica_id] = again or self._to_sync.pop(replica.replica_id, False)
+        planned = [plan for plans in self._fanout.plans.values() for plan in plans.items()]
+        relays = dict.fromkeys(name for name, plan in planned if plan.own_shard is not None)
+        for name in {**relays, **self._pool.replicas}:
+            self._to_sync[name] = again or self._to_sync.pop(name, False)
         if not self._syncing:
             self._sync_some(AT_ONCE)
 
     def _sync_some(self, count: int) -> None:
         for name in list(islice(self._to_sync, count)):
             again = self._to_sync.pop(name)
-            if (replica := self._pool.get(name)) is not None:
+            if (replica := self._pool.replicas.get(name)) is not None:
                 self.sync(replica, again=again)
         self._syncing = bool(self._to_sync)
         if self._syncing:
@@ -191,38 +180,36 @@ class Announcer:
         """Announce to a replica the newest missing version of each policy, unless an evaluation pins the current one."""
         now = self._clock()
         for policy, held in replica.held.items():
-            newest = self._ledgers[policy].newest if policy in self._ledgers else None
-            if newest is None or (held.number == newest.number and held.digest == newest.digest):
+            ledger = self._ledgers.get(policy)
+            newest = ledger.versions.get(ledger.newest_number) if ledger is not None else None
+            if ledger is None or newest is None or (held.number == newest.number and held.digest == newest.digest):
                 continue
             told, when = replica.announced.get(policy, (-1, 0.0))
             told_lately = now - when < ANNOUNCE_AGAIN_S
             if told == newest.number and told_lately and not again:
                 continue
-            if self._is_kept(replica, policy, held, told_lately):
-                continue
-            if not self._ledgers[policy].knows(held.number, held.digest) and held.number >= 0:
+            if self._evaluations.passes:
+                if self._evaluators.pinned_version(replica, policy) == held.number:
+                    continue
+                # A pending version would become active in the middle of the evaluation that waits for the replica.
+                awaited = self._evaluators.awaited_version(replica, policy)
+                is_on_its_way = policy in replica.moving and told_lately
+                if awaited is not None and (is_on_its_way or held.number >= awaited):
+                    continue
+            known = ledger.versions.get(held.number)
+            if held.number >= 0 and (known is None or known.digest != held.digest):
                 self._counters[RunCount.WRONG_DIGEST_HELD.value] += 1
-            self._pool.tell(replica, self._announcement(replica, newest))
-
-    def _is_kept(self, replica: Replica, policy: str, held: Held, told_lately: bool) -> bool:
-        """Whether an evaluation pins the replica to its held or announced version."""
-        if self._evaluators.pinned_version(replica, policy) == held.number:
-            return True
-        # A pending version would become active in the middle of the evaluation that waits for the replica.
-        awaited = self._evaluators.awaited_version(replica, policy)
-        is_on_its_way = policy in replica.moving and told_lately
-        return awaited is not None and (is_on_its_way or held.number >= awaited)
+            plan = self._fanout.plans[policy].pop(replica.replica_id, None)
+            if plan is None:
+                current = Held(newest.number, newest.digest)
+                holders = [r.weights_address for r in self._pool.workers() if r.held.get(policy) == current]
+                newest = replace(newest, sources=self._fanout.sources(newest, replica.weights_address, holders))
+            replica.announced[policy] = newest.number, now
+            self._pool.send(replica, AnnounceVersion(newest, plan))
 
     def plan_fetches(self, policy: str) -> None:
         """Plan the transfers of a published version, ahead of its announcements."""
-        receivers = (r for r in self._pool.workers() if policy in r.held)
-        self._fanout.published(policy, [r for r in receivers if self._evaluators.pinned_version(r, policy) is None])
-
-    def _announcement(self, replica: Replica, newest: WeightVersion) -> AnnounceVersion:
-        plan = self._fanout.take_plan(newest.policy, replica.replica_id)
-        if plan is not None:
-            return AnnounceVersion(newest, plan)
-        current = Held(newest.number, newest.digest)
-        holders = [r.weights_address for r in self._pool.workers() if r.held.get(newest.policy) == current]
-        sources = self._fanout.sources(newest, replica.weights_address, holders)
-        return AnnounceVersion(replace(newest, sources=sources))
+        receivers = [r for r in self._pool.workers() if policy in r.held]
+        if self._evaluations.passes:
+            receivers = [r for r in receivers if self._evaluators.pinned_version(r, policy) is None]
+        self._fanout.published(policy, receivers)

@@ -151,7 +151,7 @@ class Watch:
             held = any(core.dispatcher.may_play(replica.held, versions) for replica in core.pool)
             return is_old and len(core.pool) > 0 and not held
 
-        if not any(current.pinned and gone(current.versions) for current in core.evaluations):
+        if not any(current.pinned and gone(current.versions) for current in core.evaluations.passes.values()):
             self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = now
@@ -281,7 +281,7 @@ def own_activity(core: OrchestratorCore) -> Activity:
         return Activity(ActivityName.WAITING_FOR_DISK, DISK)
     if Hold.GATEWAY in holds:
         return Activity(ActivityName.WAITING_FOR_GATEWAY_TO_JOIN, GATEWAY)
-    if not any(replica.takes_work for replica in core.pool):
+    if not any(core.pool.workers()):
         return Activity(ActivityName.WAITING_FOR_REPLICA, INFERENCE)
     if missing := [policy for policy, ledger in core.ledgers.items() if ledger.newest is None]:
         on = trainer_component(missing[0]) if missing[0] in core.batches else INFERENCE

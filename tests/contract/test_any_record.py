@@ -105,7 +105,7 @@ def taken(proto: trajectory_pb2.Trajectory) -> Trajectory | None:
     """The accepted record; None for a refused one, with a permitted error."""
     try:
         record = read(Trajectory, proto, replica_id="a")
-        BOUNDS.check(record, ORDER, lambda policy: 1)
+        BOUNDS.check(record, ORDER, {"model0": 1})
     except (InvalidRequestError, RecordRefusedError):
         return None
     return record

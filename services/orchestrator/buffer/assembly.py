@@ -16,6 +16,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from statistics import fmean
 
 from services.common import records as fates
@@ -131,7 +132,7 @@ def spread(num_tokens: list[int], num_bins: int) -> list[int]:
     # than there are sequences, however many a caller claims to have.
     bins = [(0, 0, index) for index in range(min(num_bins, max(1, len(num_tokens))))]
     result = [0] * len(num_tokens)
-    for position in sorted(range(len(num_tokens)), key=lambda p: (-num_tokens[p], p)):
+    for _, position in sorted((-number, position) for position, number in enumerate(num_tokens)):
         tokens, count, index = bins[0]
         heapq.heapreplace(bins, (tokens + num_tokens[position], count + 1, index))
         result[position] = index
@@ -163,7 +164,7 @@ class Batch:
         """One rank's sequences of every minibatch, ordered by (minibatch, position)."""
         entries = self.record.entries
         chosen = rank_share([e.num_tokens for e in entries], [e.minibatch for e in entries], rank, num_ranks)
-        ordered = sorted((entries[p] for p in chosen), key=lambda e: (e.minibatch, e.position))
+        ordered = sorted((entries[p] for p in chosen), key=attrgetter("minibatch", "position"))
         return RankBatch(
             policy=self.record.policy,
             training_step=self.record.training_step,
@@ -218,43 +219,29 @@ def assemble(
         positions[minibatch] += 1
     sequences = {member.sequence_id: member.sequence for _, member, _ in flat}
     minibatches = _totals(entries, sequences, num_minibatches)
-    of_sources = of_batch(fresh, {entry.sequence_id: entry for entry in entries if not entry.replayed})
+    young = [entry.staleness for entry in entries if not entry.replayed]
+    again = [entry.staleness for entry in entries if entry.replayed]
+    masked = [e.num_masked_tokens for e in entries if e.num_masked_tokens and not e.replayed]
+    trained = sum(totals.num_trained_tokens for totals in minibatches)
+    found: dict[StepKey | StepFact, float] = {
+        StepKey.BATCH_REWARD_MEAN: fmean(sequence.reward for sequence in sequences.values()),
+        StepKey.STALENESS_MEAN: sum(young) / len(young),
+        StepKey.STALENESS_MAX: max(young),
+        StepKey.RESPONSE_TOKENS_MEAN: trained / len(sequences),
+        StepKey.NUM_SEQUENCES: len(sequences),
+        StepKey.NUM_TRAINED_TOKENS: trained,
+        StepFact.SEQUENCES_MASKED: len(masked),
+        StepFact.TOKENS_MASKED: sum(masked),
+    }
+    if again:
+        found |= {StepKey.NUM_REPLAYED: len(again), StepKey.REPLAYED_STALENESS_MAX: max(again)}
+    values = {**statistics, **{key.value: float(value) for key, value in found.items()}}
+    if fresh[0].source:
+        values |= of_batch(fresh, {entry.sequence_id: entry for entry in entries if not entry.replayed})
     record = BatchRecord(
-        policy=policy,
-        training_step=training_step,
-        entries=tuple(entries),
-        minibatches=minibatches,
-        statistics={
-            **statistics,
-            **of_sources,
-            **_statistics(entries, list(sequences.values()), sum(totals.num_trained_tokens for totals in minibatches)),
-        },
+        policy=policy, training_step=training_step, entries=tuple(entries), minibatches=minibatches, statistics=values
     )
     return record, sequences
-
-
-def _statistics(entries: list[BatchEntry], sequences: list[TokenSequence], trained: int) -> dict[str, float]:
-    """``trained``: tokens of the policy in all of them."""
-    count = len(sequences)
-    fresh = [e.staleness for e in entries if not e.replayed]
-    again = [e.staleness for e in entries if e.replayed]
-    masked = [e.num_masked_tokens for e in entries if e.num_masked_tokens and not e.replayed]
-    replay = (
-        {StepKey.NUM_REPLAYED.value: float(len(again)), StepKey.REPLAYED_STALENESS_MAX.value: float(max(again))}
-        if again
-        else {}
-    )
-    return {
-        StepKey.BATCH_REWARD_MEAN.value: fmean(s.reward for s in sequences),
-        StepKey.STALENESS_MEAN.value: sum(fresh) / len(fresh),
-        StepKey.STALENESS_MAX.value: float(max(fresh)),
-        StepKey.RESPONSE_TOKENS_MEAN.value: trained / count,
-        StepKey.NUM_SEQUENCES.value: float(count),
-        StepKey.NUM_TRAINED_TOKENS.value: float(trained),
-        StepFact.SEQUENCES_MASKED.value: float(len(masked)),
-        StepFact.TOKENS_MASKED.value: float(sum(masked)),
-        **replay,
-    }
 
 
 def read_batch(reader: JournalReader, policy: str, training_step: int) -> Batch:

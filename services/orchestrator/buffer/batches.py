@@ -52,7 +52,6 @@ from services.orchestrator.buffer.buffer import (
     RewardRules,
     resample_group,
     shape_group,
-    sizes_by_source,
     without_masked,
 )
 from services.orchestrator.groups import Outcome, TaskGroup, split_sequence_id
@@ -89,7 +88,7 @@ class ExperiencePipeline:
         self._rules = rules or RewardRules(group_by={name: batch.group_by for name, batch in policies.items()})
         self._policies = policies
         self._seed = seed
-        self._counters = counters
+        self.counters = counters
         self._on_closed = on_closed
         self._on_judged = on_judged
         self._sources = sources
@@ -117,7 +116,9 @@ class ExperiencePipeline:
             },
             admit,
         )
-        self.replay = {name: ReplayStore(name, batch.replay, seed) for name, batch in policies.items()}
+        self.replay = {
+            name: ReplayStore(name, batch.replay, seed) for name, batch in policies.items() if batch.replay.ratio > 0
+        }  # of policies with a replay
         self._fresh: dict[tuple[str, int], list[AdvantageGroup]] = {}  # of batches in training, where they are replayed
         self._since_batch = {name: StepStatistics() for name in policies}
         self._of_sources = {(name, source): StepStatistics() for name in policies for source in sources}
@@ -137,6 +138,8 @@ class ExperiencePipeline:
 
     def next_source(self, policies: Iterable[str]) -> str:
         """The source of the next task group for these policies: the one that is furthest behind its share."""
+        if not self._sources:
+            return ""
         trained = [policy for policy in policies if self.admission.accounts[policy].steps_left > 0]
 
         def level(source: str) -> float:
@@ -147,7 +150,7 @@ class ExperiencePipeline:
                 for policy in trained
             )
 
-        return min(self._sources or ("",), key=level)
+        return min(self._sources, key=level)
 
     def _may_come(self, policy: str, source: str) -> bool:
         """Whether a group of the source may come before a batch of the policy is taken."""
@@ -162,13 +165,9 @@ class ExperiencePipeline:
             account.group_slots += len(group.order.indices)
             self.mixtures[policy].issued(group.order.source, len(group.order.indices))
 
-    def reissued(self, group: TaskGroup, born: Mapping[str, int]) -> None:
-        """Note that open slots of a training group begin again, on these versions."""
-        group.born = dict(born)
-
     def due(self, policy: str) -> list[TaskGroup]:
         """Unfinished groups whose open slots began on a version that only the policy's next step can train."""
-        oldest = self._oldest_allowed(policy)
+        oldest = self.buffers[policy].version - self._policies[policy].max_staleness
         due = [group for group in self.unfinished.values() if group.born.get(policy, oldest + 1) <= oldest]
         return sorted(due, key=lambda group: group.born[policy])
 
@@ -176,14 +175,10 @@ class ExperiencePipeline:
         """The same for every policy of the group with remaining steps and a trainer, if all of these drop late tokens:
         with another ``batch.late`` a policy can still train the results of its open slots."""
         return all(
-            self._policies[policy].late_rule == "drop"
-            and group.born.get(policy, self._oldest_allowed(policy) + 1) <= self._oldest_allowed(policy)
+            self._policies[policy].late_rule == "drop" and group in self.due(policy)
             for policy in self.policies_of(group)
             if self.admission.accounts[policy].steps_left > 0 and policy not in self.admission.absent
         )
-
-    def _oldest_allowed(self, policy: str) -> int:
-        return self.buffers[policy].version - self._policies[policy].max_staleness
 
     def cancelled(self, group: TaskGroup) -> None:
         """Cancel a running training group."""
@@ -285,12 +280,12 @@ class ExperiencePipeline:
                 statistics.counts[StepKey.GROUPS_EQUAL_DROPPED] += 1
             self.num_filtered[policy] += group.size
             self.num_filtered_in_a_row[policy] += group.size
-            self._counters[fates.RunCount.SEQUENCES_EQUAL_REWARDS.value] += group.size
+            self.counters[fates.RunCount.SEQUENCES_EQUAL_REWARDS.value] += group.size
             return verdict(fates.GroupFate.EQUAL_REWARDS)
         if config.resample is not None:
             kept = resample_group(group, config.resample, seed)
             left_out = leave_out(kept.members if kept else (), fates.GroupFate.RESAMPLED_AWAY)
-            self._counters[fates.RunCount.SEQUENCES_RESAMPLED_AWAY.value] += left_out
+            self.counters[fates.RunCount.SEQUENCES_RESAMPLED_AWAY.value] += left_out
             if kept is None:
                 since.counts[StepKey.GROUPS_EQUAL_DROPPED] += 1
                 return verdict(fates.GroupFate.RESAMPLED_AWAY)
@@ -313,7 +308,7 @@ class ExperiencePipeline:
             self.admission.is_surplus(policy) if before is None else (policy, whole.role, whole.attempt) in before
         )
         if is_surplus:
-            self._counters[fates.RunCount.SEQUENCES_SURPLUS.value] += group.size
+            self.counters[fates.RunCount.SEQUENCES_SURPLUS.value] += group.size
             return verdict(fates.GroupFate.SURPLUS)
         kept, old = self.buffers[policy].add(group)
         self._recount(policy)
@@ -323,7 +318,7 @@ class ExperiencePipeline:
         leave_out(kept.members, fates.GroupFate.EXPIRED)
         self._buffered[group.task_group_id] += 1
         self.num_kept[policy] += kept.size
-        self._counters[fates.RunCount.SEQUENCES_KEPT.value] += kept.size
+        self.counters[fates.RunCount.SEQUENCES_KEPT.value] += kept.size
         self.num_filtered_in_a_row[policy] = 0
         return verdict(fates.GroupFate.KEPT, kept, len(old))
 
@@ -335,7 +330,7 @@ class ExperiencePipeline:
     def _count(self, policy: str, fact: StepFact, number: int) -> None:
         """Add to the statistics of the policy's step and to the counters of the run."""
         self._since_batch[policy].counts[fact] += number
-        self._counters[fact.value] += number
+        self.counters[fact.value] += number
 
     def buffered_groups(self) -> set[str]:
         """Task groups with sequences that wait for a batch, or may be in another one."""
@@ -344,15 +339,15 @@ class ExperiencePipeline:
 
     def take_batch(self, policy: str, training_step: int) -> tuple[list[AdvantageGroup], dict[str, float]]:
         """Groups for the next batch, and the statistics since the previous batch."""
-        groups = self.buffers[policy].take()
-        statistics = self._since_batch[policy].summary() | self.mixtures[policy].facts(sizes_by_source(groups))
+        groups, shares = self.buffers[policy].take()
+        statistics = self._since_batch[policy].summary() | shares
         for source in self._sources:  # the rollouts of each, under the names of those of all rollouts
             summary = self._of_sources[policy, source].summary()
             statistics |= {source_key(source, key): summary[key] for key in _OF_ROLLOUTS if key in summary}
         self._begin_statistics(policy)
         self._in_training[policy, training_step] = sum(group.size for group in groups)
         self._recount(policy)
-        if self.replay[policy].enabled:
+        if policy in self.replay:
             self._fresh[policy, training_step] = groups
         return groups, statistics
 
@@ -364,15 +359,13 @@ class ExperiencePipeline:
     def _recount(self, policy: str) -> None:
         """Note the sequences that wait for a batch, and those that the trainer holds, after a change."""
         account = self.admission.accounts[policy]
-        account.buffered = self.buffers[policy].num_sequences
+        account.buffered = self.buffers[policy].num_of_source.total()
         account.in_training = sum(number for (name, _), number in self._in_training.items() if name == policy)
 
     def draw_replayed(self, policy: str, training_step: int, num_fresh: int) -> list[AdvantageGroup]:
         """Trained groups that fill up a batch with this many fresh sequences, as far as young enough groups exist."""
-        if not self.replay[policy].enabled:
-            return []
         drawn = self.replay[policy].draw(training_step, self._policies[policy].size - num_fresh)
-        self._counters[fates.RunCount.SEQUENCES_REPLAYED.value] += sum(group.size for group in drawn)
+        self.counters[fates.RunCount.SEQUENCES_REPLAYED.value] += sum(group.size for group in drawn)
         return drawn
 
     def refill_replay(self, policy: str, first_step: int, fresh: Iterable[list[AdvantageGroup]]) -> None:
@@ -401,10 +394,6 @@ class ExperiencePipeline:
         self._recount(policy)
         self.batch_recorded(groups)
 
-    def note_lost(self, num_sequences: int) -> None:
-        """Count sequences of a recorded batch that the journal cannot read; the batch is served without them."""
-        self._counters[fates.RunCount.SEQUENCES_LOST.value] += num_sequences
-
     def lose_batch(self, policy: str, named: Collection[str]) -> None:
         """Handle the lost record of a batch: drop the waiting groups that no later batch names, as they may have been
         in the lost batch and must not be trained twice."""
@@ -412,7 +401,7 @@ class ExperiencePipeline:
         groups = self.buffers[policy].take_named(named, named=False)
         self._recount(policy)
         for group in groups:
-            self._counters[fates.RunCount.SEQUENCES_SET_ASIDE.value] += group.size
+            self.counters[fates.RunCount.SEQUENCES_SET_ASIDE.value] += group.size
             self._left_buffer(group, fates.ClosedReason.SET_ASIDE)
 
     def advanced(self, policy: str, version: int) -> None:
@@ -420,7 +409,8 @@ class ExperiencePipeline:
         self.admission.accounts[policy].version = version
         for key in [k for k in self._in_training if k[0] == policy and k[1] <= version]:
             del self._in_training[key]
-        self.replay[policy].trained(self._fresh.pop((policy, version), []), version)
+        if policy in self.replay:
+            self.replay[policy].trained(self._fresh.pop((policy, version), []), version)
         expired = self.buffers[policy].advance(version)
         self._recount(policy)
         for group, old in expired:
@@ -547,9 +537,10 @@ class Batches:
         self.statistics: dict[int, Mapping[str, float]] = {}  # by step, until the step's version is published
 
     def recover(self, record: BatchRecord) -> None:
-        """Note a batch that an earlier process recorded."""
-        self._note(record)
-        self._experience.mixtures[self.policy].recover(record.statistics)
+        """Note a recorded batch, of this process or an earlier one."""
+        self.newest_step = max(self.newest_step, record.training_step)
+        self.statistics[record.training_step] = record.statistics
+        self.staleness_max = max(self.staleness_max, int(record.statistics.get(StepKey.STALENESS_MAX, 0)))
 
     def published(self, version: int) -> None:
         """Note a durable version of a training step."""
@@ -632,7 +623,8 @@ class Batches:
             groups, statistics = self._experience.take_batch(self.policy, training_step)
             statistics |= {StepFact.LATE_WAIT_S.value: self.late.taken()}
             num_fresh = sum(group.size for group in groups)
-            replayed = self._experience.draw_replayed(self.policy, training_step, num_fresh)
+            has_replay = self.policy in self._experience.replay
+            replayed = self._experience.draw_replayed(self.policy, training_step, num_fresh) if has_replay else []
             record, sequences = await called(
                 assemble,
                 *(self.policy, training_step, groups, self._config.minibatches, statistics, replayed),
@@ -640,7 +632,7 @@ class Batches:
             )
             key = entries.batch_key(self.policy, training_step)
             await self._journal.append(entries.BATCH, key, record, self._experience.batch_recorded, groups)
-            self._note(record)
+            self.recover(record)
             self._taken_at = (training_step, self._clock())
             self._remember(Batch(record=record, sequences=sequences, replayed=True))
             self.notify()
@@ -653,7 +645,7 @@ class Batches:
             return recent
         batch, lost = await asyncio.to_thread(self._read, training_step)
         if lost:
-            self._experience.note_lost(len(lost))
+            self._experience.counters[fates.RunCount.SEQUENCES_LOST.value] += len(lost)
             log.error(
                 "batch.incomplete", policy=self.policy, step=training_step, lost=len(lost), first=lost[0],
                 effect="the batch is trained without them",
@@ -664,11 +656,6 @@ class Batches:
     def _read(self, training_step: int) -> tuple[Batch, list[str]]:
         with self._journal.reading:
             return read_what_is_left(self._journal.reader, self.policy, training_step)
-
-    def _note(self, record: BatchRecord) -> None:
-        self.newest_step = max(self.newest_step, record.training_step)
-        self.statistics[record.training_step] = record.statistics
-        self.staleness_max = max(self.staleness_max, int(record.statistics.get(StepKey.STALENESS_MAX, 0)))
 
     def _remember(self, batch: Batch) -> None:
         self._recent[batch.record.training_step] = batch

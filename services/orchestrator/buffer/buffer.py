@@ -150,9 +150,6 @@ class LateRule:
         if self.drops or self.most is None or version <= self.most:
             return group
         oldest = version - self.most
-        minimum = group.min_version
-        if minimum is None or minimum >= oldest:
-            return group
         return replace(group, members=tuple(_masked(member, oldest) for member in group.members))
 
 
@@ -223,7 +220,7 @@ class ExperienceBuffer:
     @property
     def ready(self) -> bool:
         """Whether a batch can be taken."""
-        enough = self.num_sequences >= self.batch_size
+        enough = self.num_of_source.total() >= self.batch_size
         return enough and (not self._mixture.is_mixed or bool(self._plan()[0]))
 
     @property
@@ -232,16 +229,15 @@ class ExperienceBuffer:
         return self._plan()[1]
 
     def _plan(self) -> tuple[list[int], str]:
-        """The groups of the next batch by arrival, in order, and the source that it waits for."""
-        if self.num_sequences < self.batch_size:
+        """The groups of the next batch by arrival, in order, and the source that it waits for. The list is empty without a
+        batch, and the source too where there are too few sequences of all."""
+        if self.num_of_source.total() < self.batch_size:
             return [], ""
-        ordered: dict[str, list[int]] = {source: [] for source in self._mixture.shares}
-        for arrival in sorted(self._waiting, key=lambda arrival: (self._place(self._waiting[arrival]), arrival)):
-            ordered[self._waiting[arrival].source].append(arrival)
-        sizes = {source: [self._waiting[a].size for a in arrivals] for source, arrivals in ordered.items()}
-        plan, lacks = self._mixture.plan(self.batch_size, sizes, self._may_come)
-        following = {source: iter(arrivals) for source, arrivals in ordered.items()}
-        return [next(following[source]) for source in plan], lacks
+        waiting: dict[str, list[tuple[int, int]]] = {source: [] for source in self._mixture.shares}
+        for _, arrival in sorted((self._place(group), arrival) for arrival, group in self._waiting.items()):
+            group = self._waiting[arrival]
+            waiting[group.source].append((len(group.members), arrival))
+        return self._mixture.plan(self.batch_size, waiting, self._may_come)
 
     def add(self, group: AdvantageGroup) -> tuple[AdvantageGroup | None, list[Member]]:
         """Add a group; returns the part that the buffer took, None without one, and the members that are too old
@@ -277,15 +273,17 @@ class ExperienceBuffer:
                 expired.append((group, old))
         return expired
 
-    def take(self) -> list[AdvantageGroup]:
-        """Whole groups, each source's in order, with at least ``batch_size`` sequences in total; their too old tokens are
-        masked. There must be a batch (``ready``)."""
+    def take(self) -> tuple[list[AdvantageGroup], dict[str, float]]:
+        """Whole groups, each source's in order, with at least ``batch_size`` sequences in total, with their too old tokens
+        masked; and what the batch's record keeps of a mixture. There must be a batch (``ready``)."""
         plan, lacks = self._plan()
         if not plan:
             raise ValueError(f"no batch of {self.batch_size} can be taken of {self.num_sequences} sequences {lacks}")
-        taken = [self._rule.masked(self._remove(arrival), self.version) for arrival in plan]
-        self._mixture.taken(sizes_by_source(taken))
-        return taken
+        taken = [self._remove(arrival) for arrival in plan]
+        sizes: Counter[str] = Counter()
+        for group in taken:
+            sizes[group.source] += group.size
+        return [self._rule.masked(group, self.version) for group in taken], self._mixture.taken(sizes)
 
     def take_named(self, sequence_ids: Collection[str], *, named: bool = True) -> list[AdvantageGroup]:
         """Remove the groups that a recorded batch names, or (not ``named``) all others."""
@@ -296,14 +294,6 @@ class ExperienceBuffer:
         group = self._waiting.pop(arrival)
         self.num_of_source[group.source] -= group.size
         return group
-
-
-def sizes_by_source(groups: Iterable[AdvantageGroup]) -> Counter[str]:
-    """Number of sequences by source."""
-    sizes: Counter[str] = Counter()
-    for group in groups:
-        sizes[group.source] += group.size
-    return sizes
 
 
 class ReplayStore:
@@ -320,10 +310,6 @@ class ReplayStore:
         self._seed = seed  # of the run
         self.groups: list[AdvantageGroup] = []  # oldest first
         self.version = 0
-
-    @property
-    def enabled(self) -> bool:
-        return self._config.ratio > 0
 
     def trained(self, groups: Iterable[AdvantageGroup], version: int) -> None:
         """Store groups whose first training step made ``version``."""

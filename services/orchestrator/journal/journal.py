@@ -218,10 +218,12 @@ class Journal:
         return batch
 
     def _write(self, batch: list[_Entry]) -> None:
-        payloads = [self._packer.pack(_line(entry)) for entry in batch]
+        option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+        lines = [orjson.dumps(entries.to_json(entry.record), option=option) for entry in batch]
+        payloads = [self._packer.pack(line) for line in lines]
         needed = sum(map(len, payloads))
         while True:
-            free = self.free_bytes()
+            free = self._files.free_bytes(self.directory)
             if free < RESERVE_BYTES + needed:
                 self._block(f"{free} bytes free in {self.directory}")
             else:
@@ -263,11 +265,6 @@ class Journal:
     def current_segments(self) -> dict[str, int]:
         """The open segment of each kind; earlier ones never change again."""
         return self._segments.current()
-
-
-def _line(entry: _Entry) -> bytes:
-    record = entries.to_json(entry.record)
-    return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 
 # --- retention -------------------------------------------------------------------------------------------------------

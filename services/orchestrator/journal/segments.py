@@ -295,7 +295,12 @@ class SegmentSet:
         pieces: list[tuple[str, list[bytes]]] = []
         now = time.time()
         # Segments are rolled between transactions only, so that a failed one can be undone.
-        before = {kind: self._with_room(kind).size for kind in dict.fromkeys(kind for kind, _, _ in entries)}
+        before: dict[str, int] = {}
+        for kind in {kind for kind, _, _ in entries}:
+            current = self._open.get(kind)
+            if current is None or current.size >= self._segment_bytes:
+                current = self._begin(kind, current)
+            before[kind] = current.size
         try:
             for number, (kind, key, payload) in enumerate(entries, start=self._next_number):
                 if not pieces or pieces[-1][0] != kind:
@@ -316,17 +321,15 @@ class SegmentSet:
             raise
         self._next_number += len(entries)
 
-    def _with_room(self, kind: str) -> _Open:
-        """The open segment of a kind; the next one where it is full."""
-        current = self._open.get(kind)
-        if current is None or current.size >= self._segment_bytes:
-            segment = self._first_segment if current is None else current.segment + 1
-            fd = self._files.create(segment_path(self._directory, kind, segment))
-            if current is not None:
-                self._files.close(current.fd)
-            self._open[kind] = current = _Open(segment, fd)
-            self._names_changed = True
-        return current
+    def _begin(self, kind: str, full: _Open | None) -> _Open:
+        """Open the first segment of a kind, or the one after a full one."""
+        segment = self._first_segment if full is None else full.segment + 1
+        fd = self._files.create(segment_path(self._directory, kind, segment))
+        if full is not None:
+            self._files.close(full.fd)
+        self._open[kind] = begun = _Open(segment, fd)
+        self._names_changed = True
+        return begun
 
     def current(self) -> dict[str, int]:
         """The open segment of each kind; earlier ones never change again."""

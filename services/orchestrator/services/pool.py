@@ -42,18 +42,9 @@ from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.telemetry.logs import LogEvent
 from services.common.wire import REFUSAL_NUMBERS, duration_to_proto, read, write
 from services.orchestrator.groups import Outcome
-from services.orchestrator.ingest import (
-    INVALID_RECORD,
-    MOST_SAMPLED,
-    MOST_SLOTS,
-    MOST_TEXT,
-    Answer,
-    check_held,
-    check_id,
-    check_number,
-    possible_intervals,
-)
+from services.orchestrator.ingest import INVALID_RECORD, Answer
 from services.orchestrator.members import (
+    MOST_NAME,
     AnnounceVersion,
     CancelGroup,
     Held,
@@ -63,6 +54,9 @@ from services.orchestrator.members import (
     Replica,
     ReplicaCommand,
     UseGateway,
+    check_id,
+    check_number,
+    possible_intervals,
 )
 from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.stalls import Hold
@@ -78,6 +72,9 @@ LINGER_S = 0.05  # after a message that is not full
 MAX_OPEN = 256  # records read and not yet acknowledged: beyond this the stream is not read
 LAST_ACKS_S = 4.0  # below the server's grace
 MOST_DETAIL = 512  # characters of an acknowledgement
+MOST_TEXT = 1024  # characters of an address
+MOST_SLOTS = 1 << 20
+MOST_SAMPLED = 10**15  # tokens of a process
 
 
 class ReplicaApi:
@@ -277,8 +274,18 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
             log.info("replica.stream_ended", replica=request.replica_id)
 
     def _held(self, versions: Iterable[pool_pb2.HeldVersion]) -> dict[str, Held]:
+        """Raises InvalidRequestError for an unknown policy, or an impossible version."""
         held = {version.policy: Held(version.number, version.digest) for version in versions}
-        return check_held(held, self._core.ledgers)
+        for policy, version in held.items():
+            if policy not in self._core.ledgers:
+                known = ", ".join(sorted(self._core.ledgers))
+                raise InvalidRequestError(
+                    f"held_versions names the policy {policy[:MOST_NAME]!r}; this run has {known}"
+                )
+            check_number(f"the held version of {policy}", version.number, -1)
+            if len(version.digest) > MOST_NAME:
+                raise InvalidRequestError(f"the digest of {policy} has {len(version.digest)} characters")
+        return held
 
     def _welcome(self, gateway: str) -> pool_pb2.JoinPoolResponse:
         return pool_pb2.JoinPoolResponse(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import grpc
 import structlog
 
 from services.common.aio import called
-from services.common.errors import InvalidRequestError
+from services.common.errors import InvalidRequestError, UnknownPolicyError
 from services.common.pb import (
     pool_pb2,
     training_pb2,
@@ -24,19 +25,18 @@ from services.common.telemetry.accounts import AccountState, PeerState, TrainerS
 from services.common.telemetry.logs import LogEvent
 from services.common.wire import batch_chunks, duration_to_proto, read, write
 from services.orchestrator.buffer.assembly import MOST_AT_ONCE, Batch
-from services.orchestrator.ingest import (
-    MOST_RANKS,
-    MOST_ROWS,
+from services.orchestrator.journal import entries
+from services.orchestrator.members import (
+    MOST_NAME,
+    StopTraining,
+    Trainer,
+    TrainerCommand,
+    TrainerRequest,
     check_id,
     check_number,
-    check_version,
-    finite_gauges,
     possible_intervals,
 )
-from services.orchestrator.journal import entries
-from services.orchestrator.members import StopTraining, TrainerCommand, TrainerRequest
 from services.orchestrator.orchestrator import OrchestratorCore
-from services.orchestrator.trainers import Trainer
 
 log = structlog.get_logger()
 
@@ -44,6 +44,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 PULL_WAIT_S = 55.0  # below the 60 s that callers allow, so that they hear the reason
 PULL_MARGIN_S = 0.5
+MOST_RANKS = 1 << 16
+MOST_ROWS = (1 << 31) - 1  # of an embedding
+MOST_SOURCES, MOST_ADDRESS = 256, 1024  # of a version, and the characters of each
 CHUNK_BYTES = 256 * 1024  # of sequences in one message: a message for each sequence costs more than its contents
 
 
@@ -52,7 +55,7 @@ class TrainerApi:
 
     def __init__(self, core: OrchestratorCore) -> None:
         self._core = core
-        self._publishing = {policy: asyncio.Lock() for policy in core.ledgers}
+        self._publishing = {policy: asyncio.Lock() for policy in core.batches}
 
     def join(
         self,
@@ -65,11 +68,9 @@ class TrainerApi:
     ) -> Trainer:
         """Give the policy's lease to a trainer; raises UnknownPolicyError. ``vocab_size``: rows of its embedding; 0 for
         unknown."""
-        newest = self._core.ledgers[self._core.trainers.known(policy)].newest_number
-        # Retention may delete records up to a checkpoint: one ahead of the ledger belongs to another history.
-        recovered = min(recovered_version, newest)
         before = self._core.trainers.get(policy)
-        trainer = self._core.trainers.join(policy, incarnation, num_ranks, recovered, kept_checkpoint_steps)
+        trainer = self._core.trainers.join(policy, incarnation, num_ranks)
+        trainer.note_checkpoints(self._core.ledgers[policy].newest_number, recovered_version, kept_checkpoint_steps)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
         self._core.bounds.learn_vocabulary(policy, vocab_size)
         self._core.trainer_found(policy)
@@ -90,10 +91,12 @@ class TrainerApi:
             UnknownPolicyError, InvalidRequestError: the policy or step does not exist.
             DeadlineError: the batch is not ready.
         """
-        num_steps = self._core.num_steps
+        num_steps, batches = self._core.num_steps, self._core.batches.get(policy)
+        if batches is None:
+            raise self._unknown(policy)
         if training_step > num_steps:
             raise InvalidRequestError(f"training step {training_step} of {policy}: the run has {num_steps} steps")
-        batch = await self._core.batches[self._core.trainers.known(policy)].get(training_step, timeout_s)
+        batch = await batches.get(training_step, timeout_s)
         if training_step == num_steps:
             self._core.last_batch_taken()
         return batch
@@ -113,26 +116,28 @@ class TrainerApi:
         Raises:
             VersionConflictError, LeaseLostError, UnknownPolicyError, InvalidRequestError
         """
-        policy = self._core.trainers.known(version.policy)
+        policy, intervals = version.policy, tuple(compute)
+        if policy not in self._publishing:
+            raise self._unknown(policy)
         ledger = self._core.ledgers[policy]
         async with self._publishing[policy]:
             trainer = self._core.trainers.check(policy, incarnation)
             if trainer is not None:
-                trainer.checkpoint_step = max(trainer.checkpoint_step, checkpoint_step)
-                trainer.kept_checkpoint_steps = tuple(sorted(kept_checkpoint_steps))
-            intervals = list(compute)
-            self._core.timeline.computed(policy, intervals)
+                trainer.note_checkpoints(ledger.newest_number, checkpoint_step, kept_checkpoint_steps)
             is_new = ledger.check(version)
             if version.number > self._core.num_steps:
                 raise InvalidRequestError(
                     f"version {version.number} of {policy}: the run has {self._core.num_steps} steps"
                 )
-            if is_new or ledger.get(version.number) != version:
+            if is_new or ledger.versions.get(version.number) != version:
                 await self._core.journal.append(
                     entries.VERSION,
                     f"{policy}/{version.number}",
                     entries.VersionRecord(
-                        version=version, checkpoint_step=checkpoint_step, metrics=metrics, compute=tuple(intervals)
+                        version=version,
+                        checkpoint_step=min(checkpoint_step, max(ledger.newest_number, 0)),
+                        metrics=metrics,
+                        compute=intervals,
                     ),
                     self._core.apply_version,
                     version,
@@ -142,10 +147,12 @@ class TrainerApi:
             if is_new:
                 log.info("version.published", policy=policy, version=version.number, digest=version.digest)
                 if version.number > 0:
-                    compute_s = sum(end - begin for begin, end in intervals)
                     # the row takes about a millisecond; the announcements leave first
-                    asyncio.get_running_loop().call_soon(self._core.write_step, version, metrics, compute_s)
+                    asyncio.get_running_loop().call_soon(self._core.write_step, version, metrics, intervals)
         return ledger.newest_number
+
+    def _unknown(self, policy: str) -> UnknownPolicyError:
+        return UnknownPolicyError(f"no policy {policy!r} in this run; it has {', '.join(self._core.batches)}")
 
 
 class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
@@ -162,7 +169,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             request.incarnation,
             max(check_number("num_ranks", request.num_ranks, 0, MOST_RANKS), 1),
             check_number("recovered_version", request.recovered_version, -1),
-            self._kept_steps(request.policy, request.kept_checkpoint_steps),
+            request.kept_checkpoint_steps,
             check_number("vocab_size", request.vocab_size, 0, MOST_ROWS),
         )
         mailbox = trainer.mailbox
@@ -192,38 +199,19 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         if request.rank > 0:
             self._core.trainers.report_rank(request.policy, request.rank, accounts)
             return training_pb2.ReportTrainerResponse(lease=duration_to_proto(self._core.trainers.lease_s))
-        self._core.trainers.report(
-            request.policy,
-            request.incarnation,
-            training_step=check_number("training_step", request.training_step, 0),
-            state=request.state,
-            checkpoint_step=self._checkpoint_step(request.policy, request.checkpoint_step),
-            gauges=finite_gauges(request.gauges),
-            kept_checkpoint_steps=self._kept_steps(request.policy, request.kept_checkpoint_steps),
-            accounts=accounts,
-            peers=tuple([read(PeerState, peer) for peer in request.peers]),
-            device_turn=request.device_turn,
-            refusal=request.refusal,
-        )
+        step = check_number("training_step", request.training_step, 0)
+        checkpoint_step = check_number("checkpoint_step", request.checkpoint_step, 0)
+        peers = tuple([read(PeerState, peer) for peer in request.peers])
+        trainer = self._core.trainers.renew(request.policy, request.incarnation)
+        trainer.training_step, trainer.state, trainer.refusal = step, request.state, request.refusal
+        newest = self._core.ledgers[request.policy].newest_number
+        trainer.note_checkpoints(newest, checkpoint_step, request.kept_checkpoint_steps)
+        trainer.gauges = {name: value for name, value in request.gauges.items() if math.isfinite(value)}
+        trainer.accounts[0], trainer.peers, trainer.device_turn = accounts, peers, request.device_turn
         if request.state == TrainerState.FINISHED:
             self._core.turns.trainer_finished(request.policy)
         self._core.turns.settle()
         return training_pb2.ReportTrainerResponse(lease=duration_to_proto(self._core.trainers.lease_s))
-
-    def _checkpoint_step(self, policy: str, step: int) -> int:
-        """The newest checkpoint, at most the newest version: retention may delete records up to a checkpoint.
-
-        A checkpoint is ahead of the ledger when the record of its version is lost.
-        """
-        return min(check_number(f"checkpoint_step of {policy}", step, 0), max(self._newest(policy), 0))
-
-    def _newest(self, policy: str) -> int:
-        return self._core.ledgers[self._core.trainers.known(policy)].newest_number
-
-    def _kept_steps(self, policy: str, steps: Iterable[int]) -> tuple[int, ...]:
-        """The possible ones of the kept checkpoints."""
-        newest = self._newest(policy)
-        return tuple(step for step in steps if 0 <= step <= newest)
 
     # A coroutine that writes, not a generator: each message then passes one frame instead of three.
     async def PullBatch(  # type: ignore[override]
@@ -263,13 +251,18 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     ) -> training_pb2.PublishVersionResponse:
         if request.version.run_id and request.version.run_id != self._core.run_id:
             raise InvalidRequestError(f"version of run {request.version.run_id!r}; this is run {self._core.run_id!r}")
+        version = read(WeightVersion, request.version)
+        check_number(f"the version of {version.policy[:MOST_NAME]}", version.number, 0)
+        check_id("its digest", version.digest)
+        if len(version.sources) > MOST_SOURCES or any(len(source) > MOST_ADDRESS for source in version.sources):
+            raise InvalidRequestError(f"a version has {len(version.sources)} sources, or one with a very long address")
         newest = await self._api.publish(
-            check_version(read(WeightVersion, request.version)),
+            version,
             request.incarnation,
             metrics=dict(request.metrics),
             compute=possible_intervals((each.start_s, each.end_s) for each in request.compute_intervals),
-            checkpoint_step=self._checkpoint_step(request.version.policy, request.checkpoint_step),
-            kept_checkpoint_steps=self._kept_steps(request.version.policy, request.kept_checkpoint_steps),
+            checkpoint_step=check_number("checkpoint_step", request.checkpoint_step, 0),
+            kept_checkpoint_steps=request.kept_checkpoint_steps,
         )
         return training_pb2.PublishVersionResponse(newest_version=newest)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -24,16 +25,16 @@ from services.orchestrator.tasks.datasets import TaskSource
 Kind = Literal["easy", "hard"]
 
 
-class Curation:
-    """Accepts every prompt. One call of ``accepts`` per position of the curriculum, one of ``observe`` per group."""
+class Curation(abc.ABC):
+    """One call of ``accepts`` per position of the curriculum, one of ``observe`` per group of a prompt."""
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
         self._num_skipped = 0
 
+    @abc.abstractmethod
     def chance(self, row: int) -> float:
         """With which a prompt is played."""
-        return 1.0
 
     def accepts(self, row: int, position: int) -> bool:
         """Whether a prompt is played: a draw by position, independent of the number of draws before a restart."""
@@ -42,23 +43,24 @@ class Curation:
         self._num_skipped += not accepted
         return accepted
 
+    @abc.abstractmethod
     def observe(self, row: int, rewards: Sequence[float]) -> None:
         """Take the rewards of a group of a prompt; none where all of its rollouts failed."""
 
-    def advanced(self) -> None:
+    def advanced(self) -> None:  # noqa: B027 - most take no notice
         """Note a published version."""
 
-    def gauges(self) -> dict[str, float]:
-        return {}
+    @abc.abstractmethod
+    def gauges(self) -> dict[str, float]: ...
 
 
-def build_curation(config: DataConfig, seed: int) -> Curation:
-    """The curation that ``data.curation`` names."""
+def build_curation(config: DataConfig, seed: int) -> Curation | None:
+    """The curation that ``data.curation`` names; None for one that accepts every prompt."""
     if config.curation == "filter_solved":
         return FilterSolved(seed, config.solved_reward, config.revisit_solved)
     if config.curation == "pass_rate":
         return PassRate(seed, config.pass_rate, config.solved_reward, config.revisit_solved)
-    return Greso(seed) if config.curation == "greso" else Curation()
+    return Greso(seed) if config.curation == "greso" else None
 
 
 class FilterSolved(Curation):
@@ -199,7 +201,6 @@ class Curriculum:
         self._shuffle = shuffle
         self._pass_number = -1
         self._order: npt.NDArray[np.int64] = np.arange(num_tasks)
-        self.position = 0
 
     def row(self, position: int) -> int:
         """The row at a position; the same for ever, given number of tasks and seed."""
@@ -210,16 +211,6 @@ class Curriculum:
             self._order = np.random.default_rng([self._seed, pass_number]).permutation(self.num_tasks)
             self._pass_number = pass_number
         return int(self._order[offset])
-
-    def draw(self) -> tuple[int, int]:
-        """The next (position, row)."""
-        position = self.position
-        self.position += 1
-        return position, self.row(position)
-
-    def resume_after(self, position: int) -> None:
-        """Continue after a position that was drawn earlier."""
-        self.position = max(self.position, position + 1)
 
 
 MOST_DIGITS = 18
@@ -266,20 +257,19 @@ class Stream:
 
     tasks: TaskSource
     curriculum: Curriculum
-    curation: Curation = field(default_factory=Curation)
+    curation: Curation | None = None
+    next_position: int = 0
     nothing_to_play: bool = False  # the curation refused a whole pass, so refused tasks are played
 
     def draw(self) -> tuple[int, int]:
         """The next accepted (position, row); after a whole refused pass, the last one."""
-        position, row = self.curriculum.draw()
-        for _ in range(self.curriculum.num_tasks - 1):
-            if self.curation.accepts(row, position):
+        for _ in range(self.curriculum.num_tasks):
+            position = self.next_position
+            self.next_position += 1
+            row = self.curriculum.row(position)
+            self.nothing_to_play = self.curation is not None and not self.curation.accepts(row, position)
+            if not self.nothing_to_play:
                 break
-            position, row = self.curriculum.draw()
-        else:
-            self.nothing_to_play = not self.curation.accepts(row, position)
-            return position, row
-        self.nothing_to_play = False
         return position, row
 
 
@@ -301,6 +291,8 @@ class TrainingOrders:
             curriculum = Curriculum(len(tasks[source]), recipe.data.seed_of(section, seed), config.shuffle)
             own_seed = derived_seed(seed, "curation", source) if source else seed
             self.streams[source] = Stream(tasks[source], curriculum, build_curation(recipe.data, own_seed))
+        self._curations = [stream.curation for stream in self.streams.values() if stream.curation is not None]
+        self.observes = bool(self._curations)  # whether tasks are chosen by rewards
         self.compositions = recipe.compositions()  # the policies of one task group, for each kind of group; () is all
         self.group_size = recipe.rollout.group_size
         self._sampling = sampling_of(recipe.sampling)
@@ -328,7 +320,8 @@ class TrainingOrders:
 
     def resume_after(self, source: str, position: int) -> None:
         """Continue a source after a position that an earlier process drew."""
-        self.streams[source].curriculum.resume_after(position)
+        stream = self.streams[source]
+        stream.next_position = max(stream.next_position, position + 1)
 
     def row_of(self, group: TaskGroup) -> int:
         """The row of a training group's task in its source."""
@@ -337,27 +330,24 @@ class TrainingOrders:
     # --- curation ----------------------------------------------------------------------------------------------------
 
     @property
-    def observes(self) -> bool:
-        """Whether the curations choose tasks by rewards."""
-        return any(type(stream.curation) is not Curation for stream in self.streams.values())
-
-    @property
     def nothing_to_play(self) -> bool:
         """Whether the curation of a source refuses all of its tasks, so that refused ones are played."""
         return any(stream.nothing_to_play for stream in self.streams.values())
 
     def observe(self, source: str, row: int, rewards: Sequence[float]) -> None:
         """Pass the rewards of a task to the curation of its source."""
-        self.streams[source].curation.observe(row, rewards)
+        curation = self.streams[source].curation
+        if curation is not None:
+            curation.observe(row, rewards)
 
     def advanced(self) -> None:
         """Note a published version."""
-        for stream in self.streams.values():
-            stream.curation.advanced()
+        for curation in self._curations:
+            curation.advanced()
 
     def gauges(self) -> dict[str, float]:
         """The gauges of all curations: counts are added up, others are means."""
-        found = [stream.curation.gauges() for stream in self.streams.values()]
+        found = [curation.gauges() for curation in self._curations]
         names = dict.fromkeys(name for values in found for name in values)
         summed = {name: [values[name] for values in found if name in values] for name in names}
         counts = (StepKey.CURATION_SKIPPED, StepKey.CURATION_SOLVED, StepKey.CURATION_UNSOLVED)

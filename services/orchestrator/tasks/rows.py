@@ -206,14 +206,11 @@ class Rows:
     def __init__(self, name: str, numbers: Sequence[int], read: Callable[[int], Mapping[str, Any]]) -> None:
         """``name``: in error messages. ``numbers``: those of the rows for users, from 1, as lines of a file are counted."""
         self.name = name
-        self._numbers = numbers
+        self.numbers = numbers
         self._read = read
 
     def __len__(self) -> int:
-        return len(self._numbers)
-
-    def number(self, place: int) -> int:
-        return self._numbers[place]
+        return len(self.numbers)
 
     def __getitem__(self, place: int) -> Mapping[str, Any]:
         return self._read(place)
@@ -258,7 +255,7 @@ class JsonlRows(Rows):
 
     def _line(self, place: int) -> Mapping[str, Any]:
         offset, length = self._places[2 * place : 2 * place + 2]
-        where = f"row {self.number(place)}"
+        where = f"row {self.numbers[place]}"
         try:
             data = exact_json(os.pread(self._fd, length, offset).removeprefix(codecs.BOM_UTF8))
         except (orjson.JSONDecodeError, RecursionError) as error:
@@ -276,7 +273,7 @@ def split_rows(rows: Rows, every: int, *, held_out: bool) -> Rows:
     [3, 6]
     """
     places = array("q", (place for place in range(len(rows)) if ((place + 1) % every == 0) is held_out))
-    return Rows(rows.name, array("q", map(rows.number, places)), lambda place: rows[places[place]])
+    return Rows(rows.name, array("q", (rows.numbers[place] for place in places)), lambda place: rows[places[place]])
 
 
 def renamed_rows(rows: Rows, columns: Mapping[str, str]) -> Rows:
@@ -286,7 +283,7 @@ def renamed_rows(rows: Rows, columns: Mapping[str, str]) -> Rows:
     """
 
     def read(place: int) -> Mapping[str, Any]:
-        row, where = rows[place], f"row {rows.number(place)}"
+        row, where = rows[place], f"row {rows.numbers[place]}"
         found = {name: _column(row, column, f"{where}: columns.{name}") for name, column in columns.items()}
         for fields in (PROMPT_FIELDS, TRUTH_FIELDS):
             mapped = next((name for name in fields if name in found), None)
@@ -298,7 +295,7 @@ def renamed_rows(rows: Rows, columns: Mapping[str, str]) -> Rows:
                 )
         return {**row, **found}
 
-    return Rows(rows.name, [rows.number(place) for place in range(len(rows))], read)
+    return Rows(rows.name, rows.numbers, read)
 
 
 def _column(row: Mapping[str, Any], column: str, where: str) -> Any:
@@ -359,16 +356,16 @@ class UsableRows:
             try:
                 task = self._task(place)
                 if required is not None:
-                    required(task.data, self._where(place))
+                    required(task.data, f"row {rows.numbers[place]}")
                 if id_field is not None and task.task_id in seen:
                     before = f"was used in row {seen[task.task_id]}; task ids must be unique"
-                    raise DatasetError(f"{self._where(place)}: {id_field} {task.task_id!r} {before}")
+                    raise DatasetError(f"row {rows.numbers[place]}: {id_field} {task.task_id!r} {before}")
             except DatasetError as error:
                 self.left_out.add(error.message)
                 continue
             places.append(place)
             if id_field is not None:
-                seen[task.task_id] = rows.number(place)
+                seen[task.task_id] = rows.numbers[place]
         if not len(rows):
             raise DatasetError(f"{rows.name} holds no rows")
         if not places:
@@ -381,11 +378,8 @@ class UsableRows:
     def __getitem__(self, row: int) -> Task:
         return self._task(self._places[row])
 
-    def _where(self, place: int) -> str:
-        return f"row {self._rows.number(place)}"
-
     def _task(self, place: int) -> Task:
-        raw, where = self._rows[place], self._where(place)
+        raw, where = self._rows[place], f"row {self._rows.numbers[place]}"
         data = raw if self._normalise is None else self._normalise(raw, where)
         try:  # as the journal and the wire will: integers of 64 bits, no sets, no bytes
             orjson.dumps(data)
@@ -393,7 +387,7 @@ class UsableRows:
             remedy = "; write long numbers as text, in quotes" if re.search("64-bit|Decimal", str(error)) else ""
             raise DatasetError(f"{where}: cannot be written as JSON: {error}{remedy}") from None
         if self._id_field is None:
-            return Task(task_id=str(self._rows.number(place)), data=data)
+            return Task(task_id=str(self._rows.numbers[place]), data=data)
         if self._id_field not in raw:
             raise DatasetError(f"{where}: no field {self._id_field!r} (data.id_field); it has {', '.join(raw)}")
         return Task(task_id=str(raw[self._id_field]), data=data)

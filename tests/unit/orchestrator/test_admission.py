@@ -6,7 +6,6 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -292,10 +291,10 @@ def test_batches_go_on_without_a_source_that_gives_nothing() -> None:
 
 def test_a_source_that_may_come_is_waited_for_and_another_is_not() -> None:
     mixture = Mixture({"a": 1.0, "b": 1.0})
-    assert mixture.plan(4, {"a": [2, 2, 2]}, lambda source: True) == ([], "b")
-    assert mixture.plan(4, {"a": [2, 2, 2]}, lambda source: False) == (["a", "a"], "")
-    assert mixture.plan(4, {"a": [2], "b": []}, lambda source: False) == ([], "")
-    assert mixture.plan(4, {"a": [2], "b": [2]}, lambda source: True) == (["a", "b"], "")
+    assert mixture.plan(4, {"a": [(2, "a")] * 3}, lambda source: True) == ([], "b")
+    assert mixture.plan(4, {"a": [(2, "a")] * 3}, lambda source: False) == (["a", "a"], "")
+    assert mixture.plan(4, {"a": [(2, "a")], "b": []}, lambda source: False) == ([], "")
+    assert mixture.plan(4, {"a": [(2, "a")], "b": [(2, "b")]}, lambda source: True) == (["a", "b"], "")
 
 
 @given(
@@ -306,15 +305,13 @@ def test_a_source_that_may_come_is_waited_for_and_another_is_not() -> None:
 def test_the_error_of_shares_is_at_most_that_of_one_group_per_source(weights: list[float], sizes: list[int]) -> None:
     names = [str(number) for number in range(len(weights))]
     mixture = Mixture(dict(zip(names, weights, strict=True)))
-    endless: Callable[[str], list[int]] = lambda source: sizes  # noqa: E731
     for _ in range(12):
-        plan, lacks = mixture.plan(12, {name: endless(name) for name in names}, lambda source: True)
+        endless = {name: [(size, (name, size)) for size in sizes] for name in names}
+        plan, lacks = mixture.plan(12, endless, lambda source: True)
         assert not lacks
-        number = Counter[str]()
         taken = Counter[str]()
-        for name in plan:
-            taken[name] += sizes[number[name]]
-            number[name] += 1
+        for name, size in plan:
+            taken[name] += size
         mixture.taken(taken)
         total = mixture.trained.total()
         for name in names:

@@ -53,7 +53,7 @@ def reason_of(made: Trajectory, bounds: PolicyBounds | None = None, **ordered: A
     known = RecordBounds({"model0": bounds or PolicyBounds(context_length=64, vocab_size=100)})
     issued = replace(order(), **ordered)
     try:
-        known.check(made, issued, lambda policy: 3)
+        known.check(made, issued, {"model0": 3})
     except RecordRefusedError as error:
         return error.refusal.reason
     return None
@@ -103,15 +103,15 @@ def test_a_turn_is_what_the_policy_wrote_between_two_tokens_of_the_environment(n
 def test_a_policy_whose_vocabulary_is_not_known_is_bounded_from_below_alone_until_its_trainer_says() -> None:
     bounds = RecordBounds({"model0": PolicyBounds(context_length=64)})
     large = of(PROMPT, replace(said(1), token_ids=np.array([2**31 - 1], np.int32)))
-    bounds.check(large, order(), lambda policy: 0)
+    bounds.check(large, order(), {"model0": 0})
     negative = of(replace(PROMPT, token_ids=np.array([-1, 5], np.int32)), said(1))
     with pytest.raises(RecordRefusedError):
-        bounds.check(negative, order(), lambda policy: 0)
+        bounds.check(negative, order(), {"model0": 0})
     bounds.learn_vocabulary("model0", 0)  # a trainer that does not say
-    bounds.check(large, order(), lambda policy: 0)
+    bounds.check(large, order(), {"model0": 0})
     bounds.learn_vocabulary("model0", 1000)
     with pytest.raises(RecordRefusedError, match="ids 0 to 999"):
-        bounds.check(large, order(), lambda policy: 0)
+        bounds.check(large, order(), {"model0": 0})
 
 
 def test_rewards_from_which_an_advantage_cannot_be_made_are_refused_in_training_alone() -> None:
@@ -139,7 +139,7 @@ def test_a_workflow_may_leave_as_many_sequences_as_its_settings_say(worlds: Worl
     many = trajectory("g", 0, *[sequence()] * (MOST_SEQUENCES + 1))
     assert reason_of(many) is Reason.COUNT
     bounds = RecordBounds({"model0": PolicyBounds(context_length=64)}, max_sequences=2000)
-    bounds.check(many, order(), lambda policy: 0)
+    bounds.check(many, order(), {"model0": 0})
 
 
 def test_a_clock_that_is_set_back_during_a_rollout_costs_no_record() -> None:
@@ -307,7 +307,7 @@ CUT: dict[str, Any] = {"top_p": 0.9, "min_p": 0.05}
 
 def fault_of(record: Trajectory, issued: TaskGroupOrder) -> str:
     try:
-        BOUNDS.check(record, issued, lambda policy: 0)
+        BOUNDS.check(record, issued, {"model0": 0})
     except RecordRefusedError as error:
         return error.refusal.detail
     return ""

@@ -53,7 +53,7 @@ def test_the_oldest_version_is_trained_first_and_ties_by_arrival() -> None:
     buffer = held(batch_size=6, max_staleness=9)
     for name, version in [("new", 3), ("old", 1), ("older", 0), ("old2", 1)]:
         buffer.add(made(name, version))
-    assert names(buffer.take()) == ["older", "old", "old2"]
+    assert names(buffer.take()[0]) == ["older", "old", "old2"]
 
 
 def test_what_is_too_old_leaves_eagerly_wherever_it_stands() -> None:
@@ -65,7 +65,7 @@ def test_what_is_too_old_leaves_eagerly_wherever_it_stands() -> None:
     assert buffer.num_sequences == 4
     taken, old = buffer.add(made("late", 0))
     assert (taken, len(old)) == (None, 2)
-    assert names(buffer.take()) == ["c"]
+    assert names(buffer.take()[0]) == ["c"]
 
 
 def test_drop_takes_the_members_that_are_too_old_and_leaves_their_siblings_and_the_statistics_of_all() -> None:
@@ -76,7 +76,7 @@ def test_drop_takes_the_members_that_are_too_old_and_leaves_their_siblings_and_t
     assert left_names(buffer.advance(3)) == ["g/1/0"]
     assert buffer.num_sequences == 1
     buffer.add(made("young", 3))
-    [kept, young] = buffer.take()
+    [kept, young], _ = buffer.take()
     assert [m.sequence_id for m in kept.members] == ["g/2/0"]
     assert (kept.mean, kept.std, kept.num_compared) == (1.0, 1.0, 3)
     assert young.num_compared == young.size == 2
@@ -96,7 +96,7 @@ def test_of_every_token_it_is_certain_whether_it_is_trained(
     buffer = held(1, max_staleness, late)
     buffer.add(whole)
     expired = {member.sequence_id for _, members in buffer.advance(version) for member in members}
-    taken = buffer.take()[0].members if buffer.ready else ()
+    taken = buffer.take()[0][0].members if buffer.ready else ()
     assert expired | {m.sequence_id for m in taken} == {m.sequence_id for m in whole.members}
     by_name = {m.sequence_id: m for m in taken}
     for member, found in zip(whole.members, versions, strict=True):

@@ -308,7 +308,7 @@ async def test_an_evaluation_of_a_step_that_would_repeat_the_one_of_the_end_is_s
         _, orders = split(await world.orders(replica))
         assert [dict(order.required_versions) for order in orders] == [{"model0": 2}] * 3
         assert list(world.core.evaluations.results) == []
-        assert [current.name for current in world.core.evaluations] == ["end/greedy"]
+        assert [current.name for current in world.core.evaluations.passes.values()] == ["end/greedy"]
 
     async with living(world):
         await world.publish(0)
@@ -358,7 +358,7 @@ async def test_an_evaluation_of_a_step_whose_version_is_lost_is_begun_again_on_t
             await watch.tick()
             world.clock.now += 5.0
         await world.settle()
-        assert {current.evaluation_id for current in world.core.evaluations} == {"step-2"}
+        assert {current.evaluation_id for current in world.core.evaluations.passes.values()} == {"step-2"}
         assert world.core.ingest.failures_in_a_row == 0 and not world.core.control.paused
     if restarts:
         await world.crash()

@@ -170,7 +170,7 @@ class Events(RuleBasedStateMachine):
         group = self.open_group(data)
         born = {policy: self.version(policy) for policy in group.born}
         self.log.append(("reissue", (group.id, born)))
-        self.experience.reissued(group, born)
+        group.born = dict(born)
 
     @rule(policy=st.sampled_from(POLICIES))
     def take(self, policy: str) -> None:
@@ -243,7 +243,7 @@ class Events(RuleBasedStateMachine):
             elif kind == "outcome" and value.task_group_id in groups:
                 self.apply(experience, groups, value)
             elif kind == "reissue" and value[0] in groups:
-                experience.reissued(groups[value[0]], value[1])
+                groups[value[0]].born = dict(value[1])
             elif kind == "batch":
                 experience.recover_batch(value)
                 experience.mixtures[value.policy].recover(value.statistics)

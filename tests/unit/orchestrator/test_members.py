@@ -21,6 +21,7 @@ from services.orchestrator.members import (
 )
 from services.orchestrator.services.pool import MAX_ACKS, MAX_OPEN, AckQueue
 from tests.clock import Clock
+from tests.unit.orchestrator.builders import group
 
 # --- pool
 
@@ -44,7 +45,7 @@ def report(pool: ReplicaPool, name: str = "a", incarnation: str = "1") -> None:
 def test_what_a_replica_played_whose_stream_broke_is_given_away_once_it_has_been_silent() -> None:
     pool, clock, orphans = pool_with_orphans()
     replica = pool.join(hello())
-    pool.assign(replica, "g", [0, 1], {})
+    pool.assign(replica, group(size=2))
     assert replica.mailbox is not None
     clock.now = 10.0
     pool.stream_ended(replica, replica.mailbox)
@@ -55,7 +56,7 @@ def test_what_a_replica_played_whose_stream_broke_is_given_away_once_it_has_been
     assert pool.owner("g") is None and not replica.assignments
     assert pool.give_away() == [], "once"
     other = pool.join(hello("b"))
-    pool.assign(other, "g", [0, 1], {})
+    pool.assign(other, group(size=2))
     assert pool.join(hello()) is replica, "its lease goes on"
     assert orphans == ["g"]
 
@@ -64,7 +65,7 @@ def test_a_replica_that_reports_or_rejoins_after_its_stream_broke_keeps_its_work
     for heard in (report, lambda pool: pool.join(hello())):
         pool, clock, orphans = pool_with_orphans()
         replica = pool.join(hello())
-        pool.assign(replica, "g", [0, 1], {})
+        pool.assign(replica, group(size=2))
         assert replica.mailbox is not None
         pool.stream_ended(replica, replica.mailbox)
         clock.now = 2.0
@@ -77,7 +78,7 @@ def test_a_replica_that_reports_or_rejoins_after_its_stream_broke_keeps_its_work
 async def test_a_new_incarnation_ends_the_older_lease_at_once() -> None:
     pool, _, orphans = pool_with_orphans()
     old = pool.join(hello())
-    pool.assign(old, "g", [0], {})
+    pool.assign(old, group(size=1))
     stream = old.mailbox
     new = pool.join(hello(incarnation="2"))
     assert orphans == ["g"]
@@ -108,7 +109,7 @@ async def test_a_replica_that_does_not_read_loses_its_stream_and_not_its_lease()
 def test_a_drained_replica_that_left_early_is_gone_once_its_last_slot_is_resolved() -> None:
     pool, _, orphans = pool_with_orphans()
     replica = pool.join(hello())
-    pool.assign(replica, "g", [0], {})
+    pool.assign(replica, group(size=1))
     pool.drain_all("test")
     assert replica.mailbox is not None
     pool.stream_ended(replica, replica.mailbox)
@@ -135,7 +136,7 @@ def test_the_freest_replica_that_serves_and_fits_is_chosen() -> None:
         held = {"p": Held(number % 2, "d")}
         pool.join(Hello(replica_id=name, incarnation="1", num_slots=8 + number, held=held))
     assert pool.freest(1, lambda replica: True) is pool.get("e")
-    pool.assign(pool.get("e"), "g", range(9), {})  # type: ignore[arg-type]
+    pool.assign(pool.replicas["e"], group(size=9))
     assert pool.freest(1, lambda replica: replica.held["p"].number == 0) is pool.get("c")
     assert pool.freest(11, lambda replica: replica.replica_id != "d") is pool.get("c"), "idle: a larger group fits"
     pool.drain_all("test")

@@ -14,7 +14,7 @@ import pytest
 from services.common.records import Refusal, RefusalReason
 from services.common.telemetry.accounts import AccountState, ActivityName, ActivityTime, PeerState
 from services.orchestrator.ingest import Streak
-from services.orchestrator.members import Assignment, Held, Mailbox, Replica
+from services.orchestrator.members import Assignment, Held, Mailbox, Replica, Trainer
 from services.orchestrator.stalls import (
     PRIOR_GROUPS,
     RARE_TIMES,
@@ -28,7 +28,6 @@ from services.orchestrator.stalls import (
     Usual,
     nothing_is_learnt,
 )
-from services.orchestrator.trainers import Trainer
 
 HEALTHY_S = 120
 
@@ -95,7 +94,6 @@ class MadeUpRun:
                         policy="model0",
                         incarnation="1",
                         num_ranks=2,
-                        recovered_version=0,
                         lease_until=0.0,
                         num_reports=self.count("trainer reports"),
                     ),

@@ -11,43 +11,27 @@ import pytest
 from services.common.checkpoints import CheckpointGauge
 from services.common.errors import DeadlineError
 from services.common.records import DeviceTurn, TaskGroupOrder
+from services.orchestrator.members import TrainerLeases
 from services.orchestrator.progress import progress
-from services.orchestrator.trainers import REPLICAS, TrainerLeases
+from services.orchestrator.turns import REPLICAS
 from tests.unit.orchestrator.world import World
 
 # --- kept checkpoints
 
 
-def leases() -> TrainerLeases:
-    return TrainerLeases({"p": None}, lease_s=30.0, clock=lambda: 0.0)
-
-
-def report(trainers: TrainerLeases, **said: Any) -> None:
-    trainers.report("p", "a", **{"training_step": 9, "state": "training", "checkpoint_step": 0, "gauges": {}, **said})
-
-
 def test_batches_after_the_oldest_kept_checkpoint_are_kept() -> None:
-    trainers = leases()
-    trainer = trainers.join("p", "a", 1, 6, kept_checkpoint_steps=(6, 4))
-    assert (trainer.checkpoint_step, trainer.oldest_checkpoint_step) == (6, 4)
-    report(trainers, checkpoint_step=8, kept_checkpoint_steps=(6, 8))
-    assert (trainer.checkpoint_step, trainer.oldest_checkpoint_step) == (8, 6)
-
-
-def test_a_trainer_that_went_back_to_the_initial_model_keeps_everything() -> None:
-    trainers = leases()
-    trainers.join("p", "a", 1, 6, kept_checkpoint_steps=(4, 6))
-    assert trainers.join("p", "b", 1, 0).oldest_checkpoint_step == 0
+    trainers = TrainerLeases(["p"], lease_s=30.0, clock=lambda: 0.0)
+    trainer = trainers.join("p", "a", 1)
+    for newest, step, kept, noted in ((6, 6, (6, 4), (6, 4)), (8, 8, (6, 8), (8, 6)), (8, 9, (9, -1, 8), (8, 8))):
+        trainer.note_checkpoints(newest, step, kept)
+        assert (trainer.checkpoint_step, trainer.oldest_checkpoint_step) == noted
+    assert trainers.join("p", "b", 1).oldest_checkpoint_step == 0, "it went back to the initial model"
 
 
 async def test_damaged_and_failed_checkpoints_are_among_the_counters_of_the_run(worlds: Callable[..., World]) -> None:
     world = worlds()
     assert not {gauge.value for gauge in CheckpointGauge} & progress(world.core).counters.keys()
-    world.core.trainers.join("model0", "t", 1, 0)
-    world.core.trainers.report(
-        "model0", "t", training_step=1, state="training", checkpoint_step=0,
-        gauges={CheckpointGauge.DAMAGED: 2.0, CheckpointGauge.FAILED: 0.0},
-    )  # fmt: skip
+    world.core.trainers.join("model0", "t", 1).gauges = {CheckpointGauge.DAMAGED: 2.0, CheckpointGauge.FAILED: 0.0}
     assert progress(world.core).counters[CheckpointGauge.DAMAGED] == 2
     assert CheckpointGauge.FAILED not in progress(world.core).counters
 

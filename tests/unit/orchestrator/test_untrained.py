@@ -28,7 +28,7 @@ async def test_version_0_is_what_the_first_replica_loaded_and_others_must_hold_t
     world.train()
     assert "run waits for a replica that serves b" in waits(world.core)
     first = world.join("first")
-    assert world.core.ledgers["b"].newest is not None and world.core.ledgers["b"].knows(0, "d0")
+    assert world.core.ledgers["b"].versions[0].digest == "d0"
     other = world.join("other", digests={"b": "d-of-another-model"})
     assert await world.orders(first) and await world.orders(other) == []
 

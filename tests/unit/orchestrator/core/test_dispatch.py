@@ -68,7 +68,7 @@ async def test_an_order_leaves_only_after_its_issue_is_durable(
     await world.publish(0)
     await world.commands(replica)
     with monkeypatch.context() as full:
-        full.setattr(world.journal, "free_bytes", lambda: 0)
+        full.setattr(world.journal._files, "free_bytes", lambda path: 0)
         world.train()
         while not world.journal.blocked:  # the writer has the issues, and cannot write them
             await asyncio.sleep(0.01)

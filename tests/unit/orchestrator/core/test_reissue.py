@@ -165,6 +165,6 @@ async def test_unknown_and_malformed_records_are_answered_and_counted(worlds: Ca
     outcomes = world.core.groups[name].outcomes
     assert [outcomes[i].reason for i in range(3)] == ["INVALID_RECORD"] * 3  # type: ignore[union-attr]
     assert "unknown policy 'nobody'" in outcomes[0].detail  # type: ignore[union-attr]
-    assert "version 5 of model0 is from the future: the newest is 0" in outcomes[1].detail  # type: ignore[union-attr]
+    assert "the version of a segment is 5; it must be -1 to 0, the newest" in outcomes[1].detail  # type: ignore[union-attr]
     assert world.core.counters["records_unknown"] == 3
     assert world.core.counters["records_invalid"] == 3

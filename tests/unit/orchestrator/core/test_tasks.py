@@ -18,16 +18,17 @@ async def test_curation_passes_over_solved_tasks_also_after_a_restart(worlds: Ca
     played = TaskGroup(order=solved, position=world.core.groups[solved.task_group_id].position)
     for index in solved.indices:
         played.resolve(trajectory(solved.task_group_id, index, reward=1.0))
+    before = world.core.training_orders.streams[""].curation
+    assert before is not None
     for _ in range(28):  # and once more below: 1 - 0.9 ** 29 is the first that reaches 0.95
-        assert all(world.core.training_orders.streams[""].curation.accepts(row, 0) for row in range(10))
+        assert all(before.accepts(row, 0) for row in range(10))
         world.core.observe(played)
     await world.send(*(trajectory(solved.task_group_id, i, reward=1.0) for i in solved.indices))
-    orders = world.core.training_orders
-    [row] = [row for row in range(10) if not orders.streams[""].curation.accepts(row, 0)]
-    assert row == orders.row_of(played)
+    [row] = [row for row in range(10) if not before.accepts(row, 0)]
+    assert row == world.core.training_orders.row_of(played)
     await world.crash()
     curation = world.core.training_orders.streams[""].curation
-    assert [r for r in range(10) if not curation.accepts(r, 0)] == [row]
+    assert curation is not None and [r for r in range(10) if not curation.accepts(r, 0)] == [row]
     drawn = [world.core.training_orders.next_group().order.task.task_id for _ in range(40)]
     assert solved.task.task_id not in drawn and len(set(drawn)) == 9
 

@@ -111,9 +111,9 @@ async def test_a_damaged_start_of_an_evaluation_lets_go_of_its_task_groups(world
     await world.orders(world.join())
     assert len(world.core.groups) == 3
     await spoiled(world, entries.EVALUATION_START, "mine")
-    assert not world.core.groups and not world.core.evaluations.running
+    assert not world.core.groups and not world.core.evaluations.passes
     await world.core.begin_evaluation("mine")
-    assert world.core.evaluations.running
+    assert world.core.evaluations.passes
 
 
 async def test_a_damaged_result_of_an_evaluation_is_computed_again(worlds: Make) -> None:
