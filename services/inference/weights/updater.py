@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -50,7 +50,7 @@ from services.inference.weights.fetch import (
     fetch_shards,
     receive_buffer,
 )
-from services.inference.weights.mirror import Mirror, Verified
+from services.inference.weights.mirror import Mirror
 
 log = structlog.get_logger()
 
@@ -60,21 +60,6 @@ UP_TO_DATE = Activity(ActivityName.UP_TO_DATE)
 ASK_AGAIN_S = 0.1  # between questions for a delta in the making; the source itself waits for it up to MANIFEST_WAIT_S
 CHECKPOINT_DIGEST = "scripted"  # of version 0 of an engine without weights, which is not announced
 _KEPT_TRANSFERS = 256  # not yet reported; a replica that cannot report loses the oldest
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """Facts about a running transfer."""
-
-    record: WeightTransfer
-    began: float
-
-    def stage(self, name: str, **facts: Any) -> None:
-        """Note the end of a stage."""
-        now = time.monotonic()
-        known: dict[str, Any] = {name: now - self.began, **facts}
-        self.record = replace(self.record, **known)
-        self.began = now
 
 
 class WeightUpdater:
@@ -89,8 +74,6 @@ class WeightUpdater:
         account: TimeAccount | None = None,
     ) -> None:
         self.account = account or TimeAccount(weights(mirror.policy), rest=UP_TO_DATE)
-        self._publisher = publisher(mirror.policy)
-        self._engine_component = engine_component(mirror.policy)
         self._mirror = mirror
         self._engine = engine
         self._fetcher = fetcher
@@ -138,7 +121,9 @@ class WeightUpdater:
                 raise InfrastructureError(
                     f"the mirror of {self._mirror.policy} holds no whole version to fill the engine with"
                 )
-            await sharing(self._engine).restore(self._whole(base.number))
+            await sharing(self._engine).restore(
+                WeightUpdate(version=base.number, whole=self._host_tensors(self._mirror))
+            )
             self._in_engine = base
 
     def take_transfers(self) -> tuple[WeightTransfer, ...]:
@@ -170,16 +155,14 @@ class WeightUpdater:
             if wanted is None or self._in_engine == BaseVersion(number=wanted.number, digest=wanted.digest):
                 self.account.enter(*UP_TO_DATE)
                 continue
-            held = self._in_engine
-            record = WeightTransfer(
-                policy=wanted.policy,
-                version=wanted.number,
-                base_version=held.number if held else None,
-                started_at=time.time(),
-            )
-            attempt = _Attempt(record, time.monotonic())
+            facts: dict[str, Any] = {  # of the transfer, as far as it gets
+                "policy": wanted.policy,
+                "version": wanted.number,
+                "base_version": self._in_engine.number if self._in_engine else None,
+                "started_at": time.time(),
+            }
             try:
-                await self._take(wanted, plan, attempt)
+                await self._take(wanted, plan, facts)
                 self.account.enter(*UP_TO_DATE)
                 self.account.beat()
                 self._last_error = ""
@@ -190,8 +173,20 @@ class WeightUpdater:
             except (RollmillError, MemoryError, OSError) as caught:  # no memory, no descriptors: generation continues
                 error = caught if isinstance(caught, RollmillError) else InfrastructureError(repr(caught))
                 num_in_a_row += 1
+                self.num_failures += 1
+                # The snapshot does not depend on the delta's fault. A source that is away or busy (computing this delta), or
+                # has dropped the version, is no argument against the delta, at first.
+                transient = isinstance(error, _TRANSIENT) and num_in_a_row < _MAX_DELTA_FAILURES
+                self._force_full = self._force_full or not transient
+                if (
+                    transient and self._wanted is wanted
+                ):  # else a relay's data may be corrupt: fetch from the sources alone
+                    self._plan = plan
+                self._last_error = f"{error.reason}: {error.message}"
+                self._transfers.append(WeightTransfer(**facts, error=self._last_error))
+                # One wait over all attempts: its age is the delay of the version.
+                self.account.enter(ActivityName.FETCHING, on=publisher(wanted.policy), detail=self._last_error)
                 delay = next(delays)
-                self._failed(wanted, plan, attempt, error, num_in_a_row)
                 log.warning(
                     LogEvent.WEIGHTS_KEPT_OLD,
                     policy=wanted.policy,
@@ -204,92 +199,66 @@ class WeightUpdater:
                 await asyncio.sleep(delay)
                 self._changed.set()
 
-    def _failed(
-        self, wanted: WeightVersion, plan: FetchPlan | None, attempt: _Attempt, error: RollmillError, num_in_a_row: int
-    ) -> None:
-        """Note a failed attempt, and choose the payload and the sources of the next one."""
-        self.num_failures += 1
-        # The snapshot does not depend on the delta's fault. A source that is away or busy (computing this delta), or has
-        # dropped the version, is no argument against the delta, at first.
-        transient = isinstance(error, _TRANSIENT) and num_in_a_row < _MAX_DELTA_FAILURES
-        self._force_full = self._force_full or not transient
-        if transient and self._wanted is wanted:  # else a relay's data may be corrupt: fetch from the sources alone
-            self._plan = plan
-        self._last_error = f"{error.reason}: {error.message}"
-        self._transfers.append(replace(attempt.record, error=self._last_error))
-        # One wait over all attempts: its age is the delay of the version.
-        self.account.enter(ActivityName.FETCHING, on=self._publisher, detail=self._last_error)
-
-    async def _take(self, wanted: WeightVersion, plan: FetchPlan | None, attempt: _Attempt) -> None:
+    async def _take(self, wanted: WeightVersion, plan: FetchPlan | None, facts: dict[str, Any]) -> None:
+        """Bring a version into the mirror, then into the engine; ``facts`` gets each stage's seconds."""
         wanted_base = BaseVersion(number=wanted.number, digest=wanted.digest)
-        if self._mirror.base == wanted_base:  # the last update of the engine failed
-            update = self._whole(wanted.number)
-        else:
-            verified, from_base = await self._into_mirror(wanted, plan, attempt)
+        update = None
+        if self._mirror.base != wanted_base:  # else the last update of the engine failed
+            base = None if self._force_full else self._mirror.base
+            self.account.enter(ActivityName.FETCHING, on=publisher(wanted.policy), detail=self._last_error)
+            began = time.monotonic()
+            fetched = await self._fetcher.fetch(
+                wanted, base, plan, lambda: self._wanted is not None and self._wanted.number > wanted.number
+            )
+            payload = fetched.payload
+            facts |= {
+                "fetch_s": time.monotonic() - began,
+                "encoding": payload.encoding.value,
+                "transport": fetched.transport,
+                "sources": fetched.sources,
+                "payload_size_bytes": payload.size_bytes,
+                "full_size_bytes": sum(entry.size_bytes for entry in payload.target.tensors),
+                "encode_s": payload.encode_s,
+            }
+            self.account.enter(ActivityName.VERIFYING)
+            good = False
+            try:
+                began, borrowed = time.monotonic(), fetched.transport == "mapped"
+                verified = await asyncio.to_thread(self._mirror.verify, payload, fetched.data, borrowed=borrowed)
+                facts |= {"verify_s": time.monotonic() - began, "num_changes": verified.num_changes}
+                began = time.monotonic()
+                # The engine computes with its own copy until its update.
+                async with self._engine_lock:
+                    await asyncio.to_thread(self._mirror.write, verified)
+                facts["write_s"] = time.monotonic() - began
+                good = True
+            finally:
+                self._fetcher.settled(fetched, good=good)
             dtypes = {entry.dtype for entry in verified.manifest.tensors}
-            if from_base is not None and from_base == self._in_engine and len(dtypes) <= 1:
-                update = WeightUpdate(
-                    version=wanted.number, changes=verified.changes, dtype="".join(dtypes), complete=False
-                )
-            else:
-                update = self._whole(wanted.number)
-        with self.account.during(ActivityName.CHANGING_WEIGHTS, on=self._engine_component):
+            if payload.base is not None and payload.base == self._in_engine and len(dtypes) <= 1:
+                changes, dtype = verified.changes, "".join(dtypes)
+                update = WeightUpdate(version=wanted.number, changes=changes, dtype=dtype, complete=False)
+        if update is None:
+            update = WeightUpdate(version=wanted.number, whole=self._host_tensors(self._mirror))
+        with self.account.during(ActivityName.CHANGING_WEIGHTS, on=engine_component(wanted.policy)):
             async with self._engine_lock:
                 # An engine that has got its memory back meanwhile has read the mirror.
                 pause_s = 0.0 if self._in_engine == wanted_base else await self._engine.update(update)
                 self._in_engine = wanted_base
-        attempt.record = replace(attempt.record, pause_s=pause_s)
         self.on_held()
         self._force_full = False
-        self.last = attempt.record
-        self._transfers.append(attempt.record)
+        self.last = done = WeightTransfer(**facts, pause_s=pause_s)
+        self._transfers.append(done)
         log.info(
             LogEvent.WEIGHTS_UPDATED,
             policy=wanted.policy,
             version=wanted.number,
-            mode=attempt.record.encoding,
-            transport=attempt.record.transport,
-            size_bytes=attempt.record.payload_size_bytes,
-            fetch_s=round(attempt.record.fetch_s, 4),
+            mode=done.encoding,
+            transport=done.transport,
+            size_bytes=done.payload_size_bytes,
+            fetch_s=round(done.fetch_s, 4),
             pause_s=round(pause_s, 5),
         )
-
-    async def _into_mirror(
-        self, wanted: WeightVersion, plan: FetchPlan | None, attempt: _Attempt
-    ) -> tuple[Verified, BaseVersion | None]:
-        """Write a payload into the mirror; returns the changes and their base version."""
-        base = None if self._force_full else self._mirror.base
-        self.account.enter(ActivityName.FETCHING, on=self._publisher, detail=self._last_error)
-        fetched = await self._fetcher.fetch(
-            wanted, base, plan, lambda: self._wanted is not None and self._wanted.number > wanted.number
-        )
-        payload = fetched.payload
-        attempt.stage(
-            "fetch_s",
-            encoding=payload.encoding.value,
-            transport=fetched.transport,
-            sources=fetched.sources,
-            payload_size_bytes=payload.size_bytes,
-            full_size_bytes=sum(entry.size_bytes for entry in payload.target.tensors),
-            encode_s=payload.encode_s,
-        )
-        good = False
-        try:
-            borrowed = fetched.transport == "mapped"
-            self.account.enter(ActivityName.VERIFYING)
-            verified = await asyncio.to_thread(self._mirror.verify, payload, fetched.data, borrowed=borrowed)
-            attempt.stage("verify_s", num_changes=verified.num_changes)
-            # The engine computes with its own copy until its update.
-            async with self._engine_lock:
-                await asyncio.to_thread(self._mirror.write, verified)
-            attempt.stage("write_s")
-            good = True
-        finally:
-            self._fetcher.settled(fetched, good=good)
-        return verified, payload.base
-
-    def _whole(self, version: int) -> WeightUpdate:
-        return WeightUpdate.full(self._host_tensors(self._mirror), version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,8 +318,19 @@ class SourceFetcher:
                     by: tuple[str, ...] = (address,)
                     data = source.mapped(payload)
                     if data is None:
-                        data = receive_buffer(payload.size_bytes)
-                        by = await self._receive(source, payload, data, plan)
+                        incoming = Incoming(payload, receive_buffer(payload.size_bytes), self._on_bytes)
+                        if self._relay is not None:
+                            self._relay.receive(incoming)
+                        try:
+                            if plan is not None and payload.size_bytes >= 2 * MIN_SHARD_BYTES:
+                                by = await fetch_shards(payload, incoming, plan, source, self._run_id)
+                            else:
+                                await source.fetch(payload, incoming.shard(0, payload.size_bytes))
+                        except BaseException:  # cancellations too: readers of the relay must not wait for ever
+                            if self._relay is not None:
+                                self._relay.lost(payload.payload_id)
+                            raise
+                        data = incoming.data
                     return Fetched(payload=payload, data=data, transport=source.transport, sources=by)
             except RollmillError as error:
                 if address == sources[-1] or isinstance(error, SupersededError):
@@ -394,23 +374,6 @@ class SourceFetcher:
             else:
                 self._waiting_since = None
                 return payload
-
-    async def _receive(
-        self, source: WeightSource, payload: Payload, data: memoryview, plan: FetchPlan | None
-    ) -> tuple[str, ...]:
-        """Fill the buffer; returns the sources of the bytes, the largest share first."""
-        incoming = Incoming(payload, data, self._on_bytes)
-        if self._relay is not None:
-            self._relay.receive(incoming)
-        try:
-            if plan is not None and payload.size_bytes >= 2 * MIN_SHARD_BYTES:
-                return await fetch_shards(payload, incoming, plan, source, self._run_id)
-            await source.fetch(payload, incoming.shard(0, payload.size_bytes))
-            return (source.address,)
-        except BaseException:  # cancellations too: concurrent readers must not wait for bytes that will not come
-            if self._relay is not None:
-                self._relay.lost(payload.payload_id)
-            raise
 
 
 class AnnouncedVersions:
