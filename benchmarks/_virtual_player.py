@@ -23,7 +23,7 @@ from recipes.quickstart.reward import boxed_answer
 from services.common.records import Sampling, Task, Trajectory
 from services.common.text.chat import Chat, load_model, named_weights
 from services.inference.engine.base import Generation, GenerationRequest, KvPolicy, WeightUpdate
-from services.inference.engine.torch.decoder import Decoder
+from services.inference.engine.torch.decoder import Decoder, prepare
 from services.inference.engine.torch.engine import Core, Entry
 from services.inference.engine.torch.slots import SlotTable
 from services.inference.workflows.base import Execution, Outcome, ProgramStatus, Reward, Workflow, WorkflowContext
@@ -168,7 +168,7 @@ class VirtualPlayer:
     def update(self, model: Any, version: int) -> None:
         """Take the weights of a trainer's causal language model, in place; live rollouts go on under them."""
         update = WeightUpdate.full(named_weights(model), version)
-        self._core.update(self._core.decoder.prepare(update))
+        self._core.update(prepare(update, self._core.decoder.weights))
 
     def start(self, slot: Slot) -> None:
         context = WorkflowContext(

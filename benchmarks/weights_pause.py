@@ -222,7 +222,7 @@ class Replica:
         def prefill() -> float:
             core = self.engine._core
             live = np.flatnonzero(core.table.live)
-            core.kv.invalidate(live)
+            core.kv.forget(live=True)
             began = time.perf_counter()
             core.kv.compute(live.tolist())
             return time.perf_counter() - began

@@ -88,7 +88,15 @@ class TrajectorySender:
             write(record, numbered.trajectory)
             if (size := numbered.ByteSize()) > self._most_bytes:
                 # The orchestrator would refuse the record, and a refused record would be sent again for ever.
-                record = _too_large(record, size)
+                about = {"task_group": record.task_group_id, "index": record.index}
+                log.error("trajectories.too_large", **about, size_bytes=size)
+                record = RolloutFailure(
+                    task_group_id=record.task_group_id,
+                    index=record.index,
+                    reason=TOO_LARGE,
+                    detail=f"the trajectory has {size} bytes; at most {MOST_RECORD_BYTES} can be sent: shorten the rollouts",
+                    replica_id=record.replica_id,
+                )
         if isinstance(record, RolloutFailure):
             write(record, numbered.failure)  # replaces the trajectory: the two are a oneof
         self._waiting.append(numbered)
@@ -172,22 +180,17 @@ class TrajectorySender:
             return
         self.account.beat()
         self.outcomes[_OUTCOMES.get(ack.outcome, "?")] += 1
-        if ack.outcome in _NOT_TAKEN:
-            self._note_refusal(ack)
+        if ack.outcome in _NOT_TAKEN:  # for good: the record is dropped
+            reason = REFUSAL_REASONS.get(ack.reason)
+            name = "other" if reason is None else reason.value
+            self.refused[name] += 1
+            if (suppressed := self._repeats.tell(name)) is not None:
+                so_far = self.refused[name]
+                log.error(LogEvent.TRAJECTORIES_REFUSED, reason=name, detail=ack.detail, so_far=so_far, **suppressed)
         self._room.release()
         if not self._waiting and not self._unacknowledged:
             self._empty.set()
             self.account.enter(*NOTHING)
-
-    def _note_refusal(self, ack: pool_pb2.RecordAck) -> None:
-        """Count and log a record that the orchestrator refuses for good; the record is dropped."""
-        reason = REFUSAL_REASONS.get(ack.reason)
-        name = "other" if reason is None else reason.value
-        self.refused[name] += 1
-        if (suppressed := self._repeats.tell(name)) is not None:
-            log.error(
-                LogEvent.TRAJECTORIES_REFUSED, reason=name, detail=ack.detail, so_far=self.refused[name], **suppressed
-            )
 
 
 def take_message(waiting: deque[Record], most_bytes: int = MESSAGE_BYTES) -> list[Record]:
@@ -197,14 +200,3 @@ def take_message(waiting: deque[Record], most_bytes: int = MESSAGE_BYTES) -> lis
     while waiting and (size := size + waiting[0].ByteSize()) <= most_bytes:
         taken.append(waiting.popleft())
     return taken
-
-
-def _too_large(trajectory: Trajectory, size: int) -> RolloutFailure:
-    log.error("trajectories.too_large", task_group=trajectory.task_group_id, index=trajectory.index, size_bytes=size)
-    return RolloutFailure(
-        task_group_id=trajectory.task_group_id,
-        index=trajectory.index,
-        reason=TOO_LARGE,
-        detail=f"the trajectory has {size} bytes; at most {MOST_RECORD_BYTES} can be sent: shorten the rollouts",
-        replica_id=trajectory.replica_id,
-    )

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
@@ -87,8 +88,6 @@ MAX_DETAIL = 120  # characters
 class OpenPhase:
     """A phase of a rollout: the body of a ``with``, which may set detail and segments."""
 
-    what: PhaseKind
-    policy: str
     detail: str = ""
     segments: tuple[Segment, ...] = ()  # that were generated
 
@@ -101,14 +100,12 @@ class RolloutClock:
         self.started_at = time.time()
         self.num_retries = 0
         self._open: dict[PhaseKind, int] = {}  # phases by kind
-        self._cut_short: dict[
-            PhaseKind, float
-        ] = {}  # kind of phase -> when a cancellation last ended one, as time.monotonic
+        self._cut_short: dict[PhaseKind, float] = {}  # when a cancellation last ended one, as time.monotonic
         self._accepted_at = accepted_at
         self._zero = time.perf_counter()
         self._phases: list[RolloutPhase] = []
-        self._left_out: RolloutPhase | None = None
         self._num_left_out = 0
+        self._left_out_from = math.inf
 
     def waited_for(self, since: float) -> set[PhaseKind]:
         """Kinds of phases that a cancellation has cut short since then (time.monotonic), or is about to."""
@@ -117,7 +114,7 @@ class RolloutClock:
     @contextmanager
     def phase(self, what: PhaseKind, policy: str = "") -> Iterator[OpenPhase]:
         """Record the body as a phase, also when it raises."""
-        phase = OpenPhase(what, policy)
+        phase = OpenPhase()
         self._open[what] = self._open.get(what, 0) + 1
         begin_s = time.perf_counter() - self._zero
         try:
@@ -129,37 +126,32 @@ class RolloutClock:
             raise
         finally:
             self._open[what] -= 1
-            self._keep(phase, begin_s, time.perf_counter() - self._zero - begin_s)
+            if len(self._phases) < MAX_PHASES:
+                versions = [segment.weight_version for segment in phase.segments if segment.num_tokens]
+                self._phases.append(
+                    RolloutPhase(
+                        what=what,
+                        begin_s=begin_s,
+                        seconds=time.perf_counter() - self._zero - begin_s,
+                        policy=policy,
+                        num_tokens=sum(segment.num_tokens for segment in phase.segments),
+                        first_version=min(versions, default=-1),
+                        last_version=max(versions, default=-1),
+                        detail=phase.detail[:MAX_DETAIL],
+                    )
+                )
+            else:
+                self._num_left_out += 1
+                self._left_out_from = min(self._left_out_from, begin_s)
 
     def timing(self) -> RolloutTiming:
         """The phases recorded so far, in order of beginning."""
-        phases = sorted(self._phases, key=lambda phase: phase.begin_s)
-        left_out = [self._left_out] if self._left_out else []
-        return RolloutTiming(accepted_at=self._accepted_at, num_retries=self.num_retries, phases=(*phases, *left_out))
-
-    def _keep(self, phase: OpenPhase, begin_s: float, seconds: float) -> None:
-        if len(self._phases) >= MAX_PHASES:
-            self._num_left_out += 1
-            begin_s = min(begin_s, self._left_out.begin_s) if self._left_out else begin_s
-            end_s = time.perf_counter() - self._zero
-            detail = f"{self._num_left_out} more phases"
-            self._left_out = RolloutPhase(
-                what=PhaseKind.NOT_RECORDED, begin_s=begin_s, seconds=end_s - begin_s, detail=detail
-            )
-            return
-        versions = [segment.weight_version for segment in phase.segments if segment.num_tokens]
-        self._phases.append(
-            RolloutPhase(
-                what=phase.what,
-                begin_s=begin_s,
-                seconds=seconds,
-                policy=phase.policy,
-                num_tokens=sum(segment.num_tokens for segment in phase.segments),
-                first_version=min(versions, default=-1),
-                last_version=max(versions, default=-1),
-                detail=phase.detail[:MAX_DETAIL],
-            )
-        )
+        phases = sorted(self._phases, key=attrgetter("begin_s"))
+        if self._num_left_out:
+            begin_s, detail = self._left_out_from, f"{self._num_left_out} more phases"
+            seconds = time.perf_counter() - self._zero - begin_s
+            phases.append(RolloutPhase(what=PhaseKind.NOT_RECORDED, begin_s=begin_s, seconds=seconds, detail=detail))
+        return RolloutTiming(accepted_at=self._accepted_at, num_retries=self.num_retries, phases=tuple(phases))
 
 
 class TimedGateway:
@@ -311,18 +303,6 @@ def score_request(sequence: TokenSequence, temperature: float, request_id: str) 
     )
 
 
-def _with_scores(sequence: TokenSequence, logprobs: np.ndarray[tuple[int], np.dtype[np.float32]]) -> TokenSequence:
-    segments: list[Segment] = []
-    start = 0
-    for segment in sequence.segments:
-        if segment.is_policy:
-            end = start + segment.num_tokens
-            segment = replace(segment, teacher_logprobs=logprobs[start:end])
-            start = end
-        segments.append(segment)
-    return replace(sequence, segments=tuple(segments))
-
-
 # --- Plays the slots of orders: limits of time, retries of infrastructure failures, required versions, records.
 
 
@@ -340,24 +320,6 @@ class RecordSink(Protocol):
     """Takes a finished record; waits while too many are not yet durable."""
 
     async def send(self, record: Record) -> None: ...
-
-
-def _check_outcome(outcome: Outcome, required: Mapping[str, int]) -> None:
-    """Validate an outcome: sequences, finite rewards, and in an evaluation no swap of weights."""
-    if not outcome.sequences:
-        raise ValueError("the workflow returned no sequence")
-    for value in (outcome.reward, *(sequence.reward for sequence in outcome.sequences)):
-        if not math.isfinite(value):
-            raise ValueError(f"the workflow returned the reward {value}; must be a finite number")
-    if not required:
-        return
-    for sequence in outcome.sequences:
-        number = required.get(sequence.policy)
-        for segment in sequence.segments:
-            if number is not None and segment.is_policy and segment.weight_version != number:
-                raise WeightsStaleError(
-                    f"policy {sequence.policy} moved to version {segment.weight_version} during an evaluation of {number}"
-                )
 
 
 @dataclass(slots=True)
@@ -587,7 +549,18 @@ class RolloutPlayer:
                         # No retry for a failure in the cleanup after the time limit: the limit would not end the retry.
                         if clock.num_retries == self._infra_retries or limit.expired():
                             raise
-                        await self._pause(order, index, clock, error)
+                        attempt = clock.num_retries
+                        self.counters.retries += 1
+                        clock.num_retries += 1
+                        about = {"task_group": order.task_group_id, "index": index, "attempt": attempt}
+                        log.warning(LogEvent.ROLLOUT_RETRY, **about, error=str(error))
+                        with (
+                            self._account.during(ActivityName.PAUSING_BEFORE_RETRY) as wait,
+                            clock.phase(PhaseKind.RETRY) as phase,
+                        ):
+                            wait.note(error.message)
+                            phase.detail = error.reason
+                            await asyncio.sleep(_RETRY_BASE_S * 2**attempt * (0.5 + random.random()))
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -607,19 +580,6 @@ class RolloutPlayer:
 
     def _is_healthy(self) -> bool:
         return all(policy.engine.health().ok for policy in self._policies.values())
-
-    async def _pause(self, order: TaskGroupOrder, index: int, clock: RolloutClock, error: RollmillError) -> None:
-        """Count a retry after an error, and wait before it."""
-        attempt = clock.num_retries
-        self.counters.retries += 1
-        clock.num_retries += 1
-        log.warning(
-            LogEvent.ROLLOUT_RETRY, task_group=order.task_group_id, index=index, attempt=attempt, error=str(error)
-        )
-        with self._account.during(ActivityName.PAUSING_BEFORE_RETRY) as wait, clock.phase(PhaseKind.RETRY) as phase:
-            wait.note(error.message)
-            phase.detail = error.reason
-            await asyncio.sleep(_RETRY_BASE_S * 2**attempt * (0.5 + random.random()))
 
     async def _attempt(self, order: TaskGroupOrder, index: int, clock: RolloutClock) -> Outcome:
         for name, number in order.required_versions.items():
@@ -660,7 +620,17 @@ class RolloutPlayer:
         if not isinstance(outcome, Outcome):
             said = f"{type(workflow).__name__}.run returned {type(outcome).__name__}, and no Outcome"
             raise TypeError(f"{place_of(workflow.run)}{said}: write `return chat.outcome(reward)`")
-        _check_outcome(outcome, order.required_versions)
+        if not outcome.sequences:
+            raise ValueError("the workflow returned no sequence")
+        for value in (outcome.reward, *(sequence.reward for sequence in outcome.sequences)):
+            if not math.isfinite(value):
+                raise ValueError(f"the workflow returned the reward {value}; must be a finite number")
+        for sequence in outcome.sequences if order.required_versions else ():
+            number = order.required_versions.get(sequence.policy)
+            for segment in sequence.segments:
+                if number is not None and segment.is_policy and segment.weight_version != number:
+                    moved = f"moved to version {segment.weight_version} during an evaluation of {number}"
+                    raise WeightsStaleError(f"policy {sequence.policy} {moved}")
         if not self._teachers or order.purpose is not Purpose.TRAIN:
             return outcome
         scored = [
@@ -688,7 +658,15 @@ class RolloutPlayer:
         ):
             logprobs = await teacher.engine.score(request)
             phase.detail = f"{len(logprobs)} tokens of {sequence.policy}"
-        return _with_scores(sequence, logprobs)
+        segments: list[Segment] = []
+        start = 0
+        for segment in sequence.segments:
+            if segment.is_policy:
+                end = start + segment.num_tokens
+                segment = replace(segment, teacher_logprobs=logprobs[start:end])
+                start = end
+            segments.append(segment)
+        return replace(sequence, segments=tuple(segments))
 
     def _leave(self, task_group_id: str, index: int, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

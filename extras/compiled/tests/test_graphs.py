@@ -16,7 +16,7 @@ from extras.compiled import graphs, step
 from extras.compiled.graphs import CudaCapture, Replay
 from services.common.text.chat import named_weights
 from services.inference.engine.base import WeightUpdate
-from services.inference.engine.torch.decoder import Decoder
+from services.inference.engine.torch.decoder import Decoder, prepare
 from tests.random_models import TOLERANCE, build_model, make_prompt, max_gap
 from tests.unit.inference.test_engine_paged import CONTEXT, MODELS, Played, pool_bytes
 
@@ -171,6 +171,6 @@ def test_captured_steps_are_dropped_with_the_memory_that_they_name(capture: Eage
     decoder = played.core.decoder
     decoder.release()
     decoder.restore()
-    played.core.update(decoder.prepare(WeightUpdate.full(named_weights(MODELS[1]), 1)), recompute=True)
+    played.core.update(prepare(WeightUpdate.full(named_weights(MODELS[1]), 1), decoder.weights), recompute=True)
     played.step(3)
     assert len(capture.steps) > before

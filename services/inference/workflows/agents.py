@@ -566,8 +566,7 @@ class CapturedSession:
             # Concurrent threads are numbered in the order of their first answers.
             thread.number = sum(other.policy == thread.policy for other in self._threads)
             self._threads.append(thread)
-        thread.conversation.take(generation)
-        text = chat.decode(generation.token_ids)
+        text = chat.decode(thread.conversation.take(generation))
         stop = watch.stop_in(text)
         thread.text = text if stop is None else text.partition(stop)[0]
         thread.ended = generation.finish_reason is FinishReason.STOP

@@ -17,6 +17,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from pydantic import Field
@@ -294,8 +295,7 @@ class Conversation:
     async def generate(self) -> Turn:
         """Let the policy take a turn."""
         generation = await self.sample(self._sampling)
-        self.take(generation)
-        sampled = generation.token_ids
+        sampled = self.take(generation)
         ended = generation.finish_reason is FinishReason.STOP
         text = self._chat.decode(sampled)
         if self._chat.thinks and not text.lstrip().startswith(THOUGHT):
@@ -306,15 +306,14 @@ class Conversation:
         """Generate the policy's next turn within the remaining budgets; ``take`` adds the turn to the conversation."""
         return await self._policy.generate(self._ids, self._within_room(sampling), watch=watch, seed=seed)
 
-    def take(self, generation: Generation) -> None:
-        """Make a sampled turn, or the beginning of one, part of the conversation."""
-        num_tokens = 0
-        for segment in generation.segments:
-            self._ids += segment.token_ids.tolist()
-            num_tokens += segment.num_tokens
+    def take(self, generation: Generation) -> list[int]:
+        """Make a sampled turn, or the beginning of one, part of the conversation; returns its tokens."""
+        sampled = [token for segment in generation.segments for token in segment.token_ids.tolist()]
+        self._ids += sampled
         self._segments += generation.segments
         self.num_turns += 1
-        self.num_sampled += num_tokens
+        self.num_sampled += len(sampled)
+        return sampled
 
     def add(self, *messages: Message) -> bool:
         """Append the environment's answer. False, without appending, if no token could follow."""
@@ -559,7 +558,7 @@ async def call_reward(function: Callable[..., Any], reward: str, task: Task, jud
         async with limit:
             # In a thread: a function that never returns must not stop the replica's other rollouts.
             return await REWARD_THREADS.call(
-                function, task.data, judged, on_begin=lambda: limit.begin_again(REWARD_TIMEOUT_S, what)
+                function, task.data, judged, on_begin=partial(limit.begin_again, REWARD_TIMEOUT_S, what)
             )
 
 

@@ -124,7 +124,8 @@ async def opened(
         finally:
             await session.close()
     finally:
-        await at_servers.close()
+        if remote:
+            await at_servers.close()
 
 
 class PythonWithStandardIo(PythonDescription):

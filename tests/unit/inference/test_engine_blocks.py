@@ -10,7 +10,7 @@ import torch
 
 from services.common.text.chat import named_weights
 from services.inference.engine.base import WeightUpdate
-from services.inference.engine.torch.decoder import Decoder
+from services.inference.engine.torch.decoder import Decoder, prepare
 from tests.random_models import TOLERANCE, build_model, make_prompt, perturbed
 
 KINDS = ("qwen3", "qwen2", "llama", "llama with biases")
@@ -65,6 +65,6 @@ def test_a_decoder_gives_the_models_log_probabilities_before_and_after_an_update
     decoder = Decoder(model, num_slots=2, context_length=64)
     assert bool(decoder.extends_up_to) == (each_decoder == "compiled")
     assert (last_logprobs(decoder, prompt) - before).abs().max() <= TOLERANCE
-    decoder.load(decoder.prepare(WeightUpdate.full(named_weights(new), 1)))
+    decoder.load(prepare(WeightUpdate.full(named_weights(new), 1), decoder.weights))
     assert (last_logprobs(decoder, prompt) - after).abs().max() <= TOLERANCE
     assert (before - after).abs().max() > 0.1

@@ -16,7 +16,7 @@ from services.common.config.processes import BLOCK_TOKENS, blocks_of, least_bloc
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.text.chat import named_weights
 from services.inference.engine.base import FinishReason, Generation, KvPolicy, WeightUpdate
-from services.inference.engine.torch.decoder import Decoder
+from services.inference.engine.torch.decoder import Decoder, prepare
 from services.inference.engine.torch.engine import Core, Entry
 from services.inference.engine.torch.slots import SlotTable
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
@@ -72,7 +72,7 @@ class Played:
     def update(self, version: int) -> None:
         with torch.inference_mode():
             update = WeightUpdate.full(named_weights(MODELS[version]), version)
-            self.core.update(self.core.decoder.prepare(update))
+            self.core.update(prepare(update, self.core.decoder.weights))
         self.check()
 
     def check(self) -> None:

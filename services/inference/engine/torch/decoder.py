@@ -53,7 +53,8 @@ class PreparedUpdate:
 
 
 def prepare(update: WeightUpdate, weights: Mapping[str, torch.Tensor]) -> PreparedUpdate:
-    """``weights`` are the model's own. ``ModelMismatchError`` for a missing or unknown name or another shape."""
+    """Called in any thread. ``weights`` are the decoder's. ``ModelMismatchError`` for a missing or unknown name or another
+    shape."""
     check_update(update, weights)
     writes: list[Callable[[], object]] = []
     for name, values in update.whole.items():
@@ -190,10 +191,6 @@ class Decoder:
             self._released = None
         if self.device.type != "cpu":  # fresh pages of the host are zeros, and untouched ones take no memory
             self.cache.kv.zero_()  # what is masked must be finite
-
-    def prepare(self, update: WeightUpdate) -> PreparedUpdate:
-        """Prepare an update, in any thread. ``ModelMismatchError`` if the update is for another model."""
-        return prepare(update, self.weights)
 
     def load(self, prepared: PreparedUpdate) -> None:
         """Write an update into the existing tensors; ``prepare`` has validated the update."""
@@ -379,5 +376,5 @@ def check_supported(model: Any) -> None:
         raise ModelMismatchError(
             f"the torch engine cannot run this model: {problem}. It supports model types "
             f"{', '.join(SUPPORTED_MODEL_TYPES)} with SiLU, full attention and rope types {', '.join(_STATIC_ROPE_TYPES)}; "
-            "use the sglang engine for others"
+            "use another engine, such as sglang"
         )

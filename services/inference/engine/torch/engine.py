@@ -46,7 +46,7 @@ from services.inference.engine.base import (
     segments_by,
 )
 from services.inference.engine.torch.blocks import Adapter
-from services.inference.engine.torch.decoder import Decoder, PreparedUpdate, Stepping
+from services.inference.engine.torch.decoder import Decoder, PreparedUpdate, Stepping, prepare
 from services.inference.engine.torch.keeper import MAX_PASS_TOKENS, Counters, KvKeeper
 from services.inference.engine.torch.slots import Gathering, SlotTable, sample, worth_sharing
 
@@ -143,10 +143,10 @@ class Core:
         self.decoder.load(prepared)
         version = self.version = prepared.version
         table = self.table
-        self.kv.forget()
+        recompute = recompute or self._kv_policy is KvPolicy.RECOMPUTE
+        self.kv.forget(live=recompute)
         live = np.flatnonzero(table.live)
-        if recompute or self._kv_policy is KvPolicy.RECOMPUTE:
-            self.kv.invalidate(live)
+        if recompute:
             table.mixed[live] = False
             self.kv.compute(live.tolist())
         else:
@@ -397,7 +397,7 @@ class TorchEngine:
             await self._call("update", lambda: self._core.announce(update.version))
             return 0.0
         # In another thread: casting and moving need not stop decoding.
-        prepared = await asyncio.to_thread(self._core.decoder.prepare, update)
+        prepared = await asyncio.to_thread(prepare, update, self._core.decoder.weights)
         return await self._call("update", lambda: self._core.update(prepared))
 
     async def release(self) -> None:
@@ -531,7 +531,7 @@ class TorchEngine:
         try:
             if self._released:
                 decoder.restore()
-            self._core.update(decoder.prepare(update), recompute=True)
+            self._core.update(prepare(update, decoder.weights), recompute=True)
         except RollmillError as error:
             return error
         self._released = False

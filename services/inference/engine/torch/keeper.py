@@ -20,7 +20,6 @@ import torch
 from services.common.config.processes import blocks_of
 from services.inference.engine.base import KvUse
 from services.inference.engine.torch.decoder import Decoder
-from services.inference.engine.torch.kv import Ints
 from services.inference.engine.torch.slots import MIN_SHARED_HALF, SlotTable
 
 MAX_PASS_TOKENS = 4096  # padded tokens in one forward pass: bounds memory, and the time that decoding waits
@@ -102,16 +101,11 @@ class KvKeeper:
         """A request has left the slot: keep the valid positions as a cache."""
         self._cache.cut(slot, int(self._table.cached[slot]))
 
-    def forget(self) -> None:
-        """Drop the caches of all slots without a request."""
-        self._table.cached[~self._table.live] = 0
-        for slot in (~self._table.live).nonzero()[0].tolist():
-            self._cache.cut(slot, 0)
-
-    def invalidate(self, slots: Ints) -> None:
-        """Drop the KV of live rows, which other weights computed."""
-        self._table.cached[slots] = 0
-        for slot in slots.tolist():
+    def forget(self, *, live: bool = False) -> None:
+        """Drop the caches of all slots without a request; with ``live`` also the KV of running rows."""
+        dropped = np.arange(self._table.num_slots) if live else (~self._table.live).nonzero()[0]
+        self._table.cached[dropped] = 0
+        for slot in dropped.tolist():
             self._cache.cut(slot, 0)
 
     def clear(self, slot: int) -> None:
@@ -179,11 +173,21 @@ def plan_sharing(rows: Sequence[npt.NDArray[np.int32]]) -> dict[int, tuple[int, 
     Sorting puts rows with common prefixes side by side. A row follows the current leader when that saves at
     least half of the row, and the next row does not share more with this row (then this row leads the next ones).
     """
+    if not rows:
+        return {}
     order = sorted(range(len(rows)), key=lambda i: rows[i].tobytes())
+    lengths = np.array([len(rows[i]) for i in order])
+    tokens = np.zeros((len(rows), lengths.max() + 1), dtype=np.int32)
+    for place, i in enumerate(order):
+        tokens[place, : len(rows[i])] = rows[i]
+    differs = tokens[:-1] != tokens[1:]
+    differs[:, -1] = True
+    # Leading tokens that each row has in common with the row behind it; 0 for the last one.
+    common = [*np.minimum(differs.argmax(axis=1), np.minimum(lengths[:-1], lengths[1:])).tolist(), 0]
     followers: dict[int, tuple[int, int]] = {}
     leader = -1
     shared = 0  # of the current row with the leader
-    for row, with_next in zip(order, _shared_with_next([rows[i] for i in order]), strict=True):
+    for row, with_next in zip(order, common, strict=True):
         # Under byte order a row's common prefix with the leader is the least of those in between.
         if leader >= 0 and shared >= max(MIN_SHARED_HALF, len(rows[row]) / 2, with_next):
             followers[row] = (leader, shared)
@@ -226,17 +230,3 @@ def plan_passes(spans: Sequence[Span]) -> list[list[Span]]:
         if batch:
             passes.append(batch)
     return passes
-
-
-def _shared_with_next(rows: Sequence[npt.NDArray[np.int32]]) -> list[int]:
-    """For each row, the number of leading tokens that it has in common with the row behind it; 0 for the last one."""
-    if not rows:
-        return []
-    lengths = np.array([len(row) for row in rows])
-    tokens = np.zeros((len(rows), lengths.max() + 1), dtype=np.int32)
-    for place, row in enumerate(rows):
-        tokens[place, : len(row)] = row
-    differs = tokens[:-1] != tokens[1:]
-    differs[:, -1] = True
-    shared = np.minimum(differs.argmax(axis=1), np.minimum(lengths[:-1], lengths[1:]))
-    return [*shared.tolist(), 0]
