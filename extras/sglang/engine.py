@@ -21,10 +21,9 @@ from typing import Any
 import structlog
 
 from extras.sglang import server
-from services.common.config.processes import MASK_TOKENS, InferenceConfig
+from services.common.config.processes import MASK_TOKENS
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
 from services.common.export import ADAPTER_WEIGHTS, PEFT_CONFIG, adapter_files
-from services.common.weights.snapshot import AdapterIdentity
 from services.inference.engine.served.client import (
     CONTROL_TIMEOUT_S,
     UPDATE_TIMEOUT_S,
@@ -42,7 +41,7 @@ from services.inference.engine.served.fleet import DiskTransfer, Transfer
 from services.inference.engine.served.process import (
     Program,
     ServerCommand,
-    bound_cores,
+    cpu_environment,
     hints_of,
     interpreter,
     own_arguments,
@@ -290,32 +289,20 @@ def sglang_program(devices: Sequence[str]) -> Program:
     )
 
 
-def server_commands(
-    config: InferenceConfig,
-    *,
-    name: str,
-    model_path: str,
-    context_length: int,
-    number: int,
-    gpus: Sequence[str],
-    on_cpu: bool,
-    adapter: AdapterIdentity | None = None,
-    environment: Mapping[str, str] = os.environ,
-) -> list[ServerCommand]:
-    """Commands of ``number`` data-parallel servers of one policy; ``gpus`` are theirs alone, empty for all visible GPUs.
+def server_commands(setup: ServedSetup, environment: Mapping[str, str] = os.environ) -> list[ServerCommand]:
+    """Commands of the data-parallel servers of one policy.
 
     Raises:
         ConfigError: an extra argument that is not the recipe's to set, or fewer GPUs than the servers need.
     """
-    settings = config.sglang
-    parallel = settings.tensor_parallel
-    ranks = own_ranks("SGLang", number, parallel, gpus)
+    config, settings, adapter = setup.config, setup.config.sglang, setup.adapter
+    on_cpu, parallel = runs_on_cpu(config), settings.tensor_parallel
     most_running = settings.max_running_requests or config.num_slots
     arguments: dict[str, str | int | float | bool] = {
-        "model_path": model_path,
+        "model_path": setup.model_path,
         "tp_size": parallel,
         "dtype": config.dtype,
-        "context_length": context_length + CONTEXT_MARGIN,
+        "context_length": setup.context_length + CONTEXT_MARGIN,
         "mem_fraction_static": _CPU_MEMORY_SHARE if on_cpu else settings.memory_share,
         "max_running_requests": most_running,
         "sampling_mask_max_tokens": MASK_TOKENS,
@@ -332,51 +319,39 @@ def server_commands(
             "max_lora_rank": adapter.rank,
             "max_loras_per_batch": LOADED_AT_ONCE + 1,  # and calls without an adapter, which check the server
         }
-    if not on_cpu:
-        # Log-probabilities of bf16 logits are off by up to .03, which the ratio of a loss would take for staleness.
-        arguments["enable_fp32_lm_head"] = True
     if on_cpu:
         arguments |= _ON_CPU
         if adapter is not None:
             arguments["lora_backend"] = "torch_native"
-        arguments["max_total_tokens"] = min(CPU_CACHE_TOKENS, most_running * (context_length + CONTEXT_MARGIN))
+        arguments["max_total_tokens"] = min(CPU_CACHE_TOKENS, most_running * (setup.context_length + CONTEXT_MARGIN))
+    else:
+        # Log-probabilities of bf16 logits are off by up to .03, which the ratio of a loss would take for staleness.
+        arguments["enable_fp32_lm_head"] = True
     arguments |= own_arguments("sglang", settings.extra_arguments, OURS)
     launcher = [str(_CPU_LAUNCHER)] if on_cpu else ["-m", "sglang.launch_server"]
     python = interpreter("sglang", settings.python, environment, on_cpu=on_cpu)
     argv = (python, *launcher, *spelled(arguments), "--host", "127.0.0.1")
     if adapter is not None:
         argv = (*argv, "--lora-target-modules", *adapter.targets)
-    cores = sorted(os.sched_getaffinity(0))
     commands = []
+    ranks = own_ranks("SGLang", setup.number, parallel, setup.gpus)
     for index, own in enumerate(ranks):
-        env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", **server_environment(model_path, own)}
+        env = server_environment(setup.model_path, own) | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
         if on_cpu:
-            bound = bound_cores(index, parallel, config.threads, cores)
-            env |= {"OMP_NUM_THREADS": str(config.threads), "SGLANG_CPU_OMP_THREADS_BIND": bound}
+            env |= cpu_environment("SGLANG", index, parallel, config.threads)
         numbers = own or range(index * parallel, (index + 1) * parallel)
         devices = ["cpu"] * parallel if on_cpu else [seen_device(gpu, environment) for gpu in numbers]
-        commands.append(ServerCommand(name=f"{name}-{index}", argv=argv, program=sglang_program(devices), env=env))
+        name = f"sglang-{setup.name}-{index}"
+        commands.append(ServerCommand(name=name, argv=argv, program=sglang_program(devices), env=env))
     return commands
 
 
 def build_engine(setup: ServedSetup) -> ServedEngine:
     """Starts no process. Raises ``ConfigError`` for settings that cannot work."""
-    config = setup.config
-    on_cpu = runs_on_cpu(config)
-    commands = server_commands(
-        config,
-        name=f"sglang-{setup.name}",
-        model_path=setup.model_path,
-        context_length=setup.context_length,
-        number=setup.number,
-        gpus=setup.gpus,
-        on_cpu=on_cpu,
-        adapter=setup.adapter,
-    )
-    return engine_of(setup, commands, lambda stage: _transfer(stage, setup))
+    return engine_of(setup, server_commands(setup), partial(_transfer, setup))
 
 
-def _transfer(stage: Stage, setup: ServedSetup) -> Transfer:
+def _transfer(setup: ServedSetup, stage: Stage) -> Transfer:
     config = setup.config
     if setup.adapter is not None:
         return AdapterTransfer(stage, adapter_files(setup.adapter, setup.model_path, config.dtype, {}))

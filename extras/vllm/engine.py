@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from extras.vllm import server
-from services.common.config.processes import MASK_TOKENS, InferenceConfig
+from services.common.config.processes import MASK_TOKENS
 from services.common.errors import InfrastructureError, InvalidRequestError
 from services.inference.engine.served.client import (
     CONTROL_TIMEOUT_S,
@@ -41,7 +41,7 @@ from services.inference.engine.served.process import (
     Argument,
     Program,
     ServerCommand,
-    bound_cores,
+    cpu_environment,
     hints_of,
     interpreter,
     own_arguments,
@@ -235,33 +235,22 @@ def vllm_program(most_kept: int) -> Program:
 
 
 def server_commands(
-    config: InferenceConfig,
-    *,
-    name: str,
-    model_path: str,
-    model_config: Mapping[str, Any],
-    context_length: int,
-    number: int,
-    gpus: Sequence[str],
-    on_cpu: bool,
-    environment: Mapping[str, str] = os.environ,
+    setup: ServedSetup, model_config: Mapping[str, Any], environment: Mapping[str, str] = os.environ
 ) -> list[ServerCommand]:
-    """Commands of ``number`` data-parallel servers of one policy; ``gpus`` are theirs alone, empty for all visible GPUs.
-    ``model_config``: the model's ``config.json``, empty if unknown.
+    """Commands of the data-parallel servers of one policy. ``model_config``: the model's ``config.json``, empty if unknown.
 
     Raises:
         ConfigError: an extra argument that is not the recipe's to set, or fewer GPUs than the servers need.
     """
-    settings = config.vllm
-    parallel = settings.tensor_parallel
-    ranks = own_ranks("vLLM", number, parallel, gpus)
+    config, settings = setup.config, setup.config.vllm
+    on_cpu, parallel = runs_on_cpu(config), settings.tensor_parallel
     most_running = settings.max_running_requests or config.num_slots
     most_kept = min(MASK_TOKENS, int(model_config.get("vocab_size", MASK_TOKENS)))
     arguments: dict[str, Argument] = {
-        "model": model_path,
+        "model": setup.model_path,
         "tensor_parallel_size": parallel,
         "dtype": config.dtype,
-        "max_model_len": context_length,
+        "max_model_len": setup.context_length,
         "max_num_seqs": most_running + 1,  # and a request that checks the server
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": most_kept,
@@ -275,7 +264,7 @@ def server_commands(
     }
     if on_cpu:
         arguments["enforce_eager"] = True
-        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config, model_config, most_running, context_length)
+        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(setup, model_config, most_running)
     else:
         arguments["gpu_memory_utilization"] = settings.memory_share
         # Log-probabilities of bf16 logits are off by up to .03, which the ratio of a loss would take for staleness.
@@ -286,20 +275,18 @@ def server_commands(
         str(LAUNCHER),
         *spelled(arguments, negated=True),
     )
-    cores = sorted(os.sched_getaffinity(0))
     commands = []
-    for index, own in enumerate(ranks):
-        env = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_NO_USAGE_STATS": "1", **server_environment(model_path, own)}
+    for index, own in enumerate(own_ranks("vLLM", setup.number, parallel, setup.gpus)):
+        env = server_environment(setup.model_path, own)
+        env |= {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_NO_USAGE_STATS": "1"}
         if on_cpu:
-            bound = bound_cores(index, parallel, config.threads, cores)
-            env |= {"OMP_NUM_THREADS": str(config.threads), "VLLM_CPU_OMP_THREADS_BIND": bound}
-        commands.append(ServerCommand(name=f"{name}-{index}", argv=argv, program=vllm_program(most_kept), env=env))
+            env |= cpu_environment("VLLM", index, parallel, config.threads)
+        name = f"vllm-{setup.name}-{index}"
+        commands.append(ServerCommand(name=name, argv=argv, program=vllm_program(most_kept), env=env))
     return commands
 
 
-def _cpu_cache_bytes(
-    config: InferenceConfig, model_config: Mapping[str, Any], most_running: int, context_length: int
-) -> int:
+def _cpu_cache_bytes(setup: ServedSetup, model_config: Mapping[str, Any], most_running: int) -> int:
     """Keys and values of all requests at full context, in whole blocks."""
     try:
         num_heads = int(model_config["num_attention_heads"])
@@ -309,22 +296,12 @@ def _cpu_cache_bytes(
         num_layers = int(model_config["num_hidden_layers"])
     except KeyError:
         return CPU_CACHE_BYTES
-    num_blocks = (most_running + 1) * (-(-context_length // CPU_BLOCK_TOKENS) + 1)
-    token_bytes = 2 * num_layers * width * _ELEMENT_BYTES[config.dtype]
+    num_blocks = (most_running + 1) * (-(-setup.context_length // CPU_BLOCK_TOKENS) + 1)
+    token_bytes = 2 * num_layers * width * _ELEMENT_BYTES[setup.config.dtype]
     return min(CPU_CACHE_BYTES, num_blocks * CPU_BLOCK_TOKENS * token_bytes)
 
 
 def build_engine(setup: ServedSetup) -> ServedEngine:
     """Starts no process. Raises ``ConfigError`` for settings that cannot work. The recipe refuses adapters."""
     assert setup.adapter is None
-    commands = server_commands(
-        setup.config,
-        name=f"vllm-{setup.name}",
-        model_path=setup.model_path,
-        model_config=read_model_config(setup.model_path),
-        context_length=setup.context_length,
-        number=setup.number,
-        gpus=setup.gpus,
-        on_cpu=runs_on_cpu(setup.config),
-    )
-    return engine_of(setup, commands, DiskTransfer)
+    return engine_of(setup, server_commands(setup, read_model_config(setup.model_path)), DiskTransfer)

@@ -15,6 +15,7 @@ from services.common.errors import ConfigError
 from services.common.installing import COMPLETE
 from services.common.weights.snapshot import AdapterIdentity
 from services.inference.engine.served.process import ServerCommand, interpreter, own_gpus
+from tests.served_setup import setup_of
 
 PYTHON = {"ROLLMILL_SGLANG_PYTHON": sys.executable}
 
@@ -26,18 +27,7 @@ def commands(
     adapter: AdapterIdentity | None = None,
     **settings: Any,
 ) -> list[ServerCommand]:
-    config = InferenceConfig.model_validate({"engine": "sglang", "dtype": "bfloat16", **settings})
-    return server_commands(
-        config,
-        name="sglang-a-model0",
-        model_path="Qwen/Qwen3-8B",
-        context_length=16384,
-        number=number,
-        gpus=gpus,
-        on_cpu=on_cpu,
-        adapter=adapter,
-        environment=PYTHON,
-    )
+    return server_commands(setup_of("sglang", number, gpus, on_cpu, adapter, **settings), PYTHON)
 
 
 def option(command: ServerCommand, name: str) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from extras.vllm.engine import CPU_CACHE_BYTES, server_commands
-from services.common.config.processes import InferenceConfig
 from services.common.errors import ConfigError
 from services.inference.engine.served.process import ServerCommand
+from tests.served_setup import setup_of
 
 PYTHON = {"ROLLMILL_VLLM_PYTHON": sys.executable}
 QWEN3_8B = {
@@ -32,17 +32,7 @@ def commands(
     model_config: dict[str, Any] = QWEN3_8B,
     **settings: Any,
 ) -> list[ServerCommand]:
-    return server_commands(
-        InferenceConfig.model_validate({"engine": "vllm", "dtype": "bfloat16", **settings}),
-        name="vllm-a-model0",
-        model_path="Qwen/Qwen3-8B",
-        model_config=model_config,
-        context_length=16384,
-        number=number,
-        gpus=gpus,
-        on_cpu=on_cpu,
-        environment=PYTHON,
-    )
+    return server_commands(setup_of("vllm", number, gpus, on_cpu, **settings), model_config, PYTHON)
 
 
 def option(command: ServerCommand, name: str) -> str:

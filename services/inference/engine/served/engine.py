@@ -1,6 +1,6 @@
 """The production engine: servers as child processes, several for one policy, called over HTTP.
 
-    generate -> calls of servers, the least loaded or the one with the prefix -> segments by the servers' own version spans
+    generate -> calls of servers, the least loaded or that of the rollout -> segments by the servers' own version spans
     update   -> stage -> every server: pause, read, flush, go on
     a server dies -> its requests go on elsewhere with their tokens; the server is restarted
 
@@ -322,7 +322,7 @@ class ServedEngine:
     async def _play(self, state: RequestState) -> Generation:
         interruptions, delays = 0, backoff(0.2)
         while (reason := state.ended()) is None:
-            server = await self._fleet.server_for(state.sequence)
+            server = await self._fleet.server_for(state.request.request_id)
             server.in_flight += 1
             try:
                 ended_here = await self._run_call(state, server)

@@ -16,9 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import structlog
-import xxhash
 
 from services.common.aio import TaskOwner, backoff, deadline
 from services.common.errors import DeadlineError, InfrastructureError, RollmillError
@@ -26,54 +24,6 @@ from services.inference.engine.base import KvPolicy, WeightUpdate
 from services.inference.engine.served.client import ServerClient
 from services.inference.engine.served.process import Program, ServerProcess
 from services.inference.engine.served.stage import Stage
-
-# --- Which server has cached which sequences.
-
-
-_BLOCK = 64  # tokens; a prompt's cached beginning is known in such steps
-_KNOWN_BLOCKS = 1 << 17
-
-
-class PrefixMap:
-    """Maps prefixes of token sequences to servers, by hashes of their blocks; the oldest entries are dropped."""
-
-    def __init__(self) -> None:
-        self._seen: OrderedDict[int, Server] = OrderedDict()
-
-    def find(self, token_ids: Sequence[int]) -> Server | None:
-        """The server that has seen the longest prefix; a prompt shorter than a block has an entry of its own."""
-        found = None
-        for block in _blocks(token_ids):
-            if (server := self._seen.get(block)) is None:
-                break
-            found = server
-        return found
-
-    def note(self, token_ids: Sequence[int], server: Server) -> None:
-        """Note that a server computes this sequence."""
-        for block in _blocks(token_ids):
-            self._seen[block] = server
-            self._seen.move_to_end(block)
-        while len(self._seen) > _KNOWN_BLOCKS:
-            self._seen.popitem(last=False)
-
-    def forget(self, server: Server) -> None:
-        """Note that a server has lost its cache."""
-        for block in [block for block, owner in self._seen.items() if owner is server]:
-            del self._seen[block]
-
-
-def _blocks(token_ids: Sequence[int]) -> list[int]:
-    tokens = np.asarray(token_ids, dtype=np.int32)
-    if len(tokens) < _BLOCK:
-        return [xxhash.xxh3_64_intdigest(tokens.tobytes())]
-    digest = xxhash.xxh3_64()
-    found = []
-    for start in range(0, len(tokens) - _BLOCK + 1, _BLOCK):
-        digest.update(tokens[start : start + _BLOCK].tobytes())
-        found.append(digest.intdigest())
-    return found
-
 
 # --- Loads a version into a server from the stage on disk. ``server`` pauses decoding around the load.
 
@@ -255,6 +205,7 @@ class Server:
         await self.process.stop()
 
 
+_REMEMBERED = 1 << 14  # rollouts and task groups
 LIVED_S = 60.0  # a server that served this long did not die of its start
 WHOLE_STAGE_S = 600.0  # limit for a full fetch that repairs an incomplete stage
 
@@ -266,7 +217,7 @@ class Fleet:
         self._stage = stage
         self._transfer = transfer
         self._restarts = restarts
-        self._prefixes = PrefixMap()
+        self._newest: OrderedDict[str, Server] = OrderedDict()  # of rollouts and task groups, which share prefixes
         self._changed = asyncio.Event()  # a server serves again, or the engine has failed
         self._stopped = False
         self._lock = asyncio.Lock()  # of the stage and of switches
@@ -278,10 +229,10 @@ class Fleet:
         if self.failure:
             raise InfrastructureError(f"engine: {self.failure}")
 
-    async def server_for(self, sequence: Sequence[int]) -> Server:
-        """The server that continues a sequence: the one that has cached the most of it, unless another has far less to do.
+    async def server_for(self, request_id: str) -> Server:
+        """The server that had the rollout's last request, or its task group's, in its cache, unless another has far less to do.
 
-        Waits for a server while none serves, without a deadline: restarts come to an end.
+        Request ids are ``GROUP/.../NUMBER``. Waits for a server while none serves, without a deadline: restarts come to an end.
 
         Raises:
             InfrastructureError: no server will serve any more.
@@ -291,10 +242,15 @@ class Fleet:
             self._changed.clear()
             await self._changed.wait()
         least = min(serving, key=lambda server: server.in_flight)
-        chosen = self._prefixes.find(sequence)
+        rollout, group = request_id.rpartition("/")[0], request_id.partition("/")[0]
+        chosen = self._newest.get(rollout) or self._newest.get(group)
         if chosen is None or not chosen.serving or chosen.in_flight - least.in_flight > max(4, least.in_flight // 4):
             chosen = least
-        self._prefixes.note(sequence, chosen)
+        for key in (rollout, group):
+            self._newest[key] = chosen
+            self._newest.move_to_end(key)
+        while len(self._newest) > _REMEMBERED:
+            self._newest.popitem(last=False)
         return chosen
 
     async def start(self) -> None:
@@ -375,7 +331,6 @@ class Fleet:
             served_since = time.monotonic()
             exit_message = await server.process.ended()
             await server.lost()
-            self._prefixes.forget(server)
             await server.process.stop()  # its workers, which hold memory of the GPU
             if time.monotonic() - served_since >= LIVED_S:
                 delays, deaths = backoff(1.0, 30.0), 0

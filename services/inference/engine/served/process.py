@@ -116,12 +116,15 @@ def spelled(arguments: Mapping[str, Argument], *, negated: bool = False) -> list
     return words
 
 
-def bound_cores(index: int, num_ranks: int, threads: int, cores: Sequence[int]) -> str:
-    """Cores of each rank of a server, from the last one down: SGLang and vLLM want them named, and they must exist."""
+def cpu_environment(program: str, index: int, num_ranks: int, threads: int) -> dict[str, str]:
+    """Threads of the server with this index, and cores of each of its ranks, from the last one down: SGLang and vLLM want
+    them named, and they must exist."""
+    cores = sorted(os.sched_getaffinity(0))
     per_rank = min(threads, len(cores))
     ranks = range(index * num_ranks, (index + 1) * num_ranks)
     groups = [[cores[-1 - (rank * per_rank + i) % len(cores)] for i in range(per_rank)] for rank in ranks]
-    return "|".join(",".join(map(str, sorted(group))) for group in groups)
+    bound = "|".join(",".join(map(str, sorted(group))) for group in groups)
+    return {"OMP_NUM_THREADS": str(threads), f"{program}_CPU_OMP_THREADS_BIND": bound}
 
 
 def _plain(key: str) -> str:
