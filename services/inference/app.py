@@ -206,6 +206,12 @@ class _Process:
     async def _until_done(
         self, replica: Replica, player: RolloutPlayer, sender: TrajectorySender, turns: EngineTurns
     ) -> None:
+        async def drain() -> None:
+            await replica.drain_requested.wait()
+            await player.wait_until_idle()
+            await sender.wait_until_acknowledged(DRAIN_TIMEOUT_S)
+            log.info("replica.drained")
+
         async with TaskOwner() as tasks:
             for policy, loaded in self._policies.items():
                 tasks.start(loaded.weights.run(), f"weights of {policy}")
@@ -216,14 +222,19 @@ class _Process:
             # Python's own collector would walk the objects of the model's libraries repeatedly: a tenth of the CPU.
             tasks.start(GarbageSweeper().run(), "collect garbage")
             membership = tasks.start(replica.run(), "pool membership")
-            drained = tasks.start(_finish_when_drained(replica, player, sender), "drain")
+            drained = tasks.start(drain(), "drain")
             stop = tasks.start(self._server.wait_for_stop(), "stop signal")
             failed = tasks.start(tasks.failed(), "first failure")
             self._server.set_ready()
             try:
                 done, _ = await asyncio.wait({membership, drained, stop, failed}, return_when=asyncio.FIRST_COMPLETED)
                 if stop in done and failed not in done:
-                    await _stop_playing(player, sender)
+                    await player.close()
+                    try:
+                        await sender.wait_until_acknowledged(STOP_TIMEOUT_S)
+                    except DeadlineError as error:
+                        unacknowledged = sender.num_unacknowledged
+                        log.warning("replica.stopped_with_records", unacknowledged=unacknowledged, error=error.message)
                 for task in done:
                     task.result()
                 replica.leave()
@@ -239,20 +250,3 @@ def _endpoint(config: InferenceConfig, name: str) -> EndpointServer | None:
     from services.inference.endpoint.server import EndpointServer  # a run without an endpoint needs no HTTP
 
     return EndpointServer(config.endpoint, config.host, setting=f"inference.{name}.endpoint.port")
-
-
-async def _stop_playing(player: RolloutPlayer, sender: TrajectorySender) -> None:
-    """End the running rollouts; wait a short time for the acknowledgement of finished records."""
-    await player.close()
-    try:
-        await sender.wait_until_acknowledged(STOP_TIMEOUT_S)
-    except DeadlineError as error:
-        log.warning("replica.stopped_with_records", unacknowledged=sender.num_unacknowledged, error=error.message)
-
-
-async def _finish_when_drained(replica: Replica, player: RolloutPlayer, sender: TrajectorySender) -> None:
-    """Once drained: wait until the running rollouts end and their records are acknowledged."""
-    await replica.drain_requested.wait()
-    await player.wait_until_idle()
-    await sender.wait_until_acknowledged(DRAIN_TIMEOUT_S)
-    log.info("replica.drained")

@@ -42,7 +42,6 @@ from services.common.rpc.run_client import AWAY_S
 from services.common.telemetry.accounts import (
     ORCHESTRATOR,
     AccountState,
-    Activity,
     ActivityName,
     PeerState,
     TimeAccount,
@@ -301,7 +300,11 @@ class Replica:
                         raise refused from None
             if self._welcomed.is_set():
                 delays = backoff()
-            self._check_away()
+            away_s = time.monotonic() - self._last_answer_at
+            if away_s > self._away_timeout_s:
+                raise DeadlineError(
+                    f"the orchestrator has been away for {away_s:.0f} s (limit {self._away_timeout_s:.0f} s)"
+                )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(next(delays)):
                     await self._left.wait()
@@ -330,7 +333,12 @@ class Replica:
             self._welcomed.set()
             self._woken.set()
         elif command == "run_task_group":
-            self._order(response.run_task_group)
+            ordered = response.run_task_group
+            try:
+                self._player.play(read(TaskGroupOrder, ordered))
+            except RollmillError as error:  # a faulty order: its slots fail, membership and other orders go on
+                log.error("pool.unreadable_order", task_group=ordered.task_group_id, error=error.message)
+                self._player.refuse(ordered.task_group_id, tuple(ordered.indices), error)
         elif command == "cancel_task_group":
             cancelled = response.cancel_task_group
             ended = self._player.cancel(cancelled.task_group_id)
@@ -354,15 +362,6 @@ class Replica:
         else:
             log.warning("pool.unknown_command")  # a newer orchestrator: unknown commands are ignored
 
-    def _order(self, proto: pool_pb2.RunTaskGroup) -> None:
-        try:
-            order = read(TaskGroupOrder, proto)
-        except RollmillError as error:  # a faulty order: its slots fail, membership and other orders go on
-            log.error("pool.unreadable_order", task_group=proto.task_group_id, error=error.message)
-            self._player.refuse(proto.task_group_id, tuple(proto.indices), error)
-        else:
-            self._player.play(order)
-
     def _lease_lost(self, error: LeaseLostError) -> None:
         """Join again after a lost lease; raises ``LeaseLostError`` if another process took the lease several times."""
         log.warning("pool.lease_lost", error=error.message)
@@ -376,13 +375,6 @@ class Replica:
                 f"{_TAKEOVER_WINDOW_S:.0f} s: another process uses the same --replica-id; stop one of the two"
             ) from error
 
-    def _check_away(self) -> None:
-        away_s = time.monotonic() - self._last_answer_at
-        if away_s > self._away_timeout_s:
-            raise DeadlineError(
-                f"the orchestrator has been away for {away_s:.0f} s (limit {self._away_timeout_s:.0f} s)"
-            )
-
     # -- reports out --------------------------------------------------------------------------------------------
 
     async def _report_loop(self) -> None:
@@ -390,26 +382,19 @@ class Replica:
         while not self._left.is_set():
             if self._welcomed.is_set() or self.drain_requested.is_set():
                 answered = await self._report(warn=answered)
-            await self._until_due()
+            # The next one is due after the period, or when it is urgent: after the welcome, at a new version, or at the end. A
+            # replica whose reported version is too old gets no work, so a swap is reported at once.
+            joined = self._welcomed.is_set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.report_period_s):
+                    while not self._left.is_set() and not (
+                        (self._held_versions(), self._turns.done.number) != self._reported
+                        if joined
+                        else self._welcomed.is_set()
+                    ):
+                        self._woken.clear()
+                        await self._woken.wait()
         await self._report(warn=False)
-
-    async def _until_due(self) -> None:
-        """Wait for the report period, or until a report is urgent: after the welcome, a new version, or at the end.
-
-        The orchestrator gives no work to a replica whose reported version is too old, so a swap is reported at once.
-        """
-        joined = self._welcomed.is_set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.report_period_s):
-                while not (self._left.is_set() or self._is_urgent(joined)):
-                    self._woken.clear()
-                    await self._woken.wait()
-
-    def _is_urgent(self, joined: bool) -> bool:
-        """``joined``: whether the last report came after the welcome."""
-        if joined:
-            return (self._held_versions(), self._turns.done.number) != self._reported
-        return self._welcomed.is_set()
 
     async def _report(self, *, warn: bool) -> bool:
         report = self._report_now()
@@ -492,22 +477,20 @@ class Replica:
         """Time accounts of the slots, of each policy's weights, and of records in transit."""
         tokens = sum(loaded.served.engine.health().generated_tokens for loaded in self._policies.values())
         self._account.set_progress(tokens)
-        self._account.rest(*self._why_idle())
-        weights = (loaded.weights.account.state() for loaded in self._policies.values())
+        first = [name for name, loaded in self._policies.items() if loaded.weights.held().number < 0]
+        if self.drain_requested.is_set():
+            self._account.rest(ActivityName.DRAINING)
+        elif first:
+            missing = part(self._account.component, weights(first[0]))
+            self._account.rest(ActivityName.WAITING_FOR_FIRST_WEIGHTS, missing)
+        else:
+            self._account.rest(ActivityName.WAITING_FOR_TASK_GROUPS, ORCHESTRATOR)
+        of_weights = (loaded.weights.account.state() for loaded in self._policies.values())
         return (
             self._account.state(),
-            *(dataclasses.replace(w, component=part(self._account.component, w.component)) for w in weights),
+            *(replace(state, component=part(self._account.component, state.component)) for state in of_weights),
             *(account.state() for account in self._more_accounts),
         )
-
-    def _why_idle(self) -> Activity:
-        """The activity of a slot without a rollout."""
-        if self.drain_requested.is_set():
-            return Activity(ActivityName.DRAINING)
-        for name, loaded in self._policies.items():
-            if loaded.weights.held().number < 0:
-                return Activity(ActivityName.WAITING_FOR_FIRST_WEIGHTS, part(self._account.component, weights(name)))
-        return Activity(ActivityName.WAITING_FOR_TASK_GROUPS, ORCHESTRATOR)
 
     async def watch_engines(self) -> None:
         """Raise ``InfrastructureError`` when an engine has died: the process must restart."""
@@ -565,7 +548,10 @@ def gauges(player: RolloutPlayer, sender: TrajectorySender, policies: Mapping[st
         "retries": counters.retries,
         "cancelled": counters.cancelled,
         "record_streams": sender.num_streams,
-        **{f"acknowledged/{_short(outcome)}": number for outcome, number in sender.outcomes.items()},
+        **{
+            f"acknowledged/{outcome.removeprefix('RECORD_OUTCOME_').lower()}": number
+            for outcome, number in sender.outcomes.items()
+        },
         **{f"refused/{reason}": number for reason, number in sender.refused.items()},
         **{f"tokens_generated/{policy}": found.generated_tokens for policy, found in health.items()},
         **{f"requests_running/{policy}": found.running for policy, found in health.items()},
@@ -583,7 +569,3 @@ def gauges(player: RolloutPlayer, sender: TrajectorySender, policies: Mapping[st
             for k, v in loaded.weights.gauges().items()
         },
     }
-
-
-def _short(outcome: str) -> str:
-    return outcome.removeprefix("RECORD_OUTCOME_").lower()

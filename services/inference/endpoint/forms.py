@@ -101,10 +101,6 @@ class Form(TurnRequest):
             raise ValueError("at most 16 texts of 1 to 256 characters")
         return stops
 
-    def preface(self) -> list[Message]:
-        """Messages before the items."""
-        return [] if self.system is None else [{"role": "system", "content": self.system}]
-
 
 TOOL_RESULT_CHARS = 262_144  # of a tool's result; the policy reads the rest and a mark
 

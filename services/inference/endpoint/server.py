@@ -201,11 +201,15 @@ class ServedSession:
         given, items = read_body(body, dialect.items)
         form = dialect.form_of(given)
         form.policy = self._policy_of(form.model)
-        preface = tuple(form.preface())
+        preface: tuple[Message, ...] = () if form.system is None else ({"role": "system", "content": form.system},)
         new = dialect.read_items(items)
 
         def locate() -> Located:
-            return self.captured.locate(form, [*preface, *self._messages_before(form.previous), *new])
+            before: Sequence[Message] = ()
+            if form.previous is not None:  # up to and with that answer, without its preface: instructions are told anew
+                found = self._answer(form.previous, "previous_response_id", "previous_response_not_found")
+                before = found.thread.messages[len(found.preface) : found.num_messages]
+            return self.captured.locate(form, [*preface, *before, *new])
 
         return Asked(form=form, preface=preface, locate=locate)
 
@@ -236,13 +240,6 @@ class ServedSession:
             self.captured.reward = told.reward
         else:
             self._answer(told.id, "id", "answer_not_found").thread.reward = told.reward
-
-    def _messages_before(self, answer_id: str | None) -> Sequence[Message]:
-        """The conversation up to and with an answer, without its preface: instructions are told anew."""
-        if answer_id is None:
-            return ()
-        found = self._answer(answer_id, "previous_response_id", "previous_response_not_found")
-        return found.thread.messages[len(found.preface) : found.num_messages]
 
     def _answer(self, answer_id: str, param: str, code: str) -> _Continued:
         found = self._answered.get(answer_id)

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import enum
 import math
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -331,19 +328,3 @@ class ByteTokenizer:
             names[i].encode() if i in names else bytes([i]) if i < 256 else b"?" for i in map(int, token_ids)
         ]
         return b"".join(parts).decode(errors="replace")
-
-
-# --- Threads for digests, which release the interpreter lock.
-
-
-MOST_THREADS = 2  # they run beside generation, and two read bytes about as fast as the memory of a small machine does
-
-
-@contextmanager
-def few_threads(name: str) -> Iterator[ThreadPoolExecutor]:
-    """A thread pool for the block; a failure in the block cancels the calls that have not begun."""
-    pool = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), name)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)

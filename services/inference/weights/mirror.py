@@ -11,8 +11,11 @@ gRPC and the engine's version.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +42,8 @@ from services.common.weights.snapshot import (
     lay_out,
     tensor_digest,
 )
-from services.inference.engine.base import few_threads
+
+MOST_THREADS = 2  # they run beside generation, and two read bytes about as fast as the memory of a small machine does
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +209,12 @@ def _verify_full(payload: Payload, data: memoryview, *, borrowed: bool = False) 
         bits = np.frombuffer(data, dtype=kind, count=entry.num_elements, offset=entry.offset)
         if not bits.flags.writeable or not bits.flags.aligned:
             bits = bits.copy()  # the mirror writes deltas into the array later
-        _check(entry, tensor_digest(bits, algorithm_of(entry.digest)))
+        _check(entry, (bits,))
         return bits
 
     tensors = payload.target.tensors
     _check_places(tensors, len(data), apart=True)  # or a delta written into one tensor would change another
-    with few_threads("weights.verify") as pool:  # the largest first, so that no thread begins a large one at the end
+    with _few_threads() as pool:  # the largest first, so that no thread begins a large one at the end
         whole = {
             entry.name: pool.submit(check, entry) for entry in sorted(tensors, key=lambda entry: -entry.size_bytes)
         }
@@ -227,7 +231,7 @@ def _verify_delta(payload: Payload, data: memoryview, held: Manifest, bits: Mapp
     changes: dict[str, Sequence[ChunkChange]] = {}
     known = {entry.name: entry for entry in held.tensors}
     _check_places(payload.target.tensors, len(data), apart=False)
-    with few_threads("weights.verify") as pool:
+    with _few_threads() as pool:
         checks = []
         # Decoding is many short calls, which threads would not speed up; digesting is few long ones.
         for entry in sorted(payload.target.tensors, key=lambda entry: -entry.size_bytes):
@@ -243,7 +247,7 @@ def _verify_delta(payload: Payload, data: memoryview, held: Manifest, bits: Mapp
             old = bits[entry.name]
             decoded = list(decode_tensor(old, data[entry.offset : entry.offset + entry.length], entry.dtype))
             changes[entry.name] = decoded
-            checks.append(pool.submit(_check_changed, entry, old, decoded))
+            checks.append(pool.submit(_check, entry, _parts(old, decoded)))
         for check in checks:
             check.result()
     num_changes = sum(change.num_changes for decoded in changes.values() for change in decoded)
@@ -260,10 +264,6 @@ def _check_places(entries: Sequence[TensorEntry], size_bytes: int, *, apart: boo
             if entry.offset < end:
                 raise CorruptDataError(f"tensor {entry.name} lies on another tensor's bytes")
             end = entry.offset + entry.length
-
-
-def _check_changed(entry: TensorEntry, old: Bits, changes: Sequence[ChunkChange]) -> None:
-    _check(entry, digest_parts(_parts(old, changes), algorithm_of(entry.digest)))
 
 
 def _parts(old: Bits, changes: Sequence[ChunkChange]) -> Iterator[Bits]:
@@ -288,9 +288,20 @@ def _parts(old: Bits, changes: Sequence[ChunkChange]) -> Iterator[Bits]:
         yield old[done:]
 
 
-def _check(entry: TensorEntry, found: str) -> None:
+def _check(entry: TensorEntry, parts: Iterable[Bits]) -> None:
+    found = digest_parts(parts, algorithm_of(entry.digest))
     if found != entry.digest:
         raise CorruptDataError(f"tensor {entry.name} has digest {found}, the manifest says {entry.digest}")
+
+
+@contextmanager
+def _few_threads() -> Iterator[ThreadPoolExecutor]:
+    """For digests, which release the interpreter lock; a failure in the block cancels the calls that have not begun."""
+    pool = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "weights.verify")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _own_bits(tensor: Any, dtype: str) -> Bits:
