@@ -326,7 +326,7 @@ class ToolSession:
         self._threads = threads
         self._max_chars = max_chars
         self._given = given
-        self._states: dict[str, Any] = {}
+        self.states: dict[str, Any] = {}  # that tools keep for the trajectory
         self.schemas = [schema_of(one.tool) for one in self._tools.values()]
         self.statistics = ToolStatistics()
 
@@ -352,7 +352,7 @@ class ToolSession:
         return result
 
     async def close(self) -> None:
-        states, self._states = self._states, {}
+        states, self.states = self.states, {}
         for name, state in states.items():
             try:
                 async with asyncio.timeout(_CLOSE_S):
@@ -382,9 +382,9 @@ class ToolSession:
         """What has the tool's ``call``: the tool, or its state of this trajectory."""
         if hasattr(tool, "call"):
             return tool
-        if tool.name not in self._states:
-            self._states[tool.name] = tool.open(**self._extras(tool.open))
-        return self._states[tool.name]
+        if tool.name not in self.states:
+            self.states[tool.name] = tool.open(**self._extras(tool.open))
+        return self.states[tool.name]
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await self._threads.call(function, *arguments, **self._extras(function))

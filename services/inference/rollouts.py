@@ -74,7 +74,7 @@ from services.inference.workflows.base import (
     Workflow,
     WorkflowContext,
 )
-from services.inference.workflows.scripts import Scene, ScriptBook
+from services.inference.workflows.scripts import EarlierTurn, Scene, ScriptBook
 
 # --- Records the phases of one rollout for its record; costs a few microseconds per phase.
 
@@ -276,7 +276,8 @@ class RolloutPolicy:
             generation = await self._policy.engine.generate(request)
             phase.segments, phase.detail = generation.segments, generation.finish_reason.value
         if forced_ids is not None and self._scene is not None:
-            self._scene.add_turn(self.name, self.chat.decode(generation.token_ids))
+            said = [token for segment in generation.segments for token in segment.token_ids.tolist()]
+            self._scene.said.append(EarlierTurn(policy=self.name, text=self.chat.decode(said)))
         return generation
 
 

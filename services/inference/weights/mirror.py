@@ -15,8 +15,8 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,9 @@ from services.common.weights.snapshot import (
     tensor_digest,
 )
 
-MOST_THREADS = 2  # they run beside generation, and two read bytes about as fast as the memory of a small machine does
+# For digests, which release the interpreter lock. They run beside generation, and two read about as fast as the memory of a
+# small machine.
+_THREADS = min(2, len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +216,12 @@ def _verify_full(payload: Payload, data: memoryview, *, borrowed: bool = False) 
 
     tensors = payload.target.tensors
     _check_places(tensors, len(data), apart=True)  # or a delta written into one tensor would change another
-    with _few_threads() as pool:  # the largest first, so that no thread begins a large one at the end
+    with ThreadPoolExecutor(
+        _THREADS, "weights.verify"
+    ) as pool:  # the largest first, so that no thread begins a large one at the end
         whole = {
-            entry.name: pool.submit(check, entry) for entry in sorted(tensors, key=lambda entry: -entry.size_bytes)
+            entry.name: pool.submit(check, entry)
+            for entry in sorted(tensors, key=attrgetter("size_bytes"), reverse=True)
         }
         return Verified(
             manifest=payload.target,
@@ -231,10 +236,10 @@ def _verify_delta(payload: Payload, data: memoryview, held: Manifest, bits: Mapp
     changes: dict[str, Sequence[ChunkChange]] = {}
     known = {entry.name: entry for entry in held.tensors}
     _check_places(payload.target.tensors, len(data), apart=False)
-    with _few_threads() as pool:
+    with ThreadPoolExecutor(_THREADS, "weights.verify") as pool:
         checks = []
         # Decoding is many short calls, which threads would not speed up; digesting is few long ones.
-        for entry in sorted(payload.target.tensors, key=lambda entry: -entry.size_bytes):
+        for entry in sorted(payload.target.tensors, key=attrgetter("size_bytes"), reverse=True):
             before = known.get(entry.name)
             if before is None or (before.dtype, before.shape) != (entry.dtype, entry.shape):
                 raise CorruptDataError(f"the delta has a tensor {entry.name} that this mirror has not")
@@ -257,7 +262,7 @@ def _verify_delta(payload: Payload, data: memoryview, held: Manifest, bits: Mapp
 def _check_places(entries: Sequence[TensorEntry], size_bytes: int, *, apart: bool) -> None:
     """Check the tensors' offsets, which digests do not cover; they come from the source of the manifest."""
     end = 0
-    for entry in sorted(entries, key=lambda entry: entry.offset):
+    for entry in sorted(entries, key=attrgetter("offset")):
         if entry.offset < 0 or entry.length < 0 or entry.offset + entry.length > size_bytes:
             raise CorruptDataError(f"the payload is too short for tensor {entry.name}")
         if apart and entry.length:
@@ -292,16 +297,6 @@ def _check(entry: TensorEntry, parts: Iterable[Bits]) -> None:
     found = digest_parts(parts, algorithm_of(entry.digest))
     if found != entry.digest:
         raise CorruptDataError(f"tensor {entry.name} has digest {found}, the manifest says {entry.digest}")
-
-
-@contextmanager
-def _few_threads() -> Iterator[ThreadPoolExecutor]:
-    """For digests, which release the interpreter lock; a failure in the block cancels the calls that have not begun."""
-    pool = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "weights.verify")
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _own_bits(tensor: Any, dtype: str) -> Bits:

@@ -29,7 +29,7 @@ from services.common.errors import (
     SupersededError,
     VersionUnavailableError,
 )
-from services.common.net.hosts import host_of, is_here
+from services.common.net.hosts import is_here
 from services.common.records import FetchPlan, WeightTransfer, WeightVersion
 from services.common.telemetry.accounts import Activity, ActivityName, TimeAccount, publisher, weights
 from services.common.telemetry.accounts import engine as engine_component
@@ -74,6 +74,8 @@ class WeightUpdater:
         account: TimeAccount | None = None,
     ) -> None:
         self.account = account or TimeAccount(weights(mirror.policy), rest=UP_TO_DATE)
+        self._publisher = publisher(mirror.policy)
+        self._engine_component = engine_component(mirror.policy)
         self._mirror = mirror
         self._engine = engine
         self._fetcher = fetcher
@@ -185,7 +187,7 @@ class WeightUpdater:
                 self._last_error = f"{error.reason}: {error.message}"
                 self._transfers.append(WeightTransfer(**facts, error=self._last_error))
                 # One wait over all attempts: its age is the delay of the version.
-                self.account.enter(ActivityName.FETCHING, on=publisher(wanted.policy), detail=self._last_error)
+                self.account.enter(ActivityName.FETCHING, on=self._publisher, detail=self._last_error)
                 delay = next(delays)
                 log.warning(
                     LogEvent.WEIGHTS_KEPT_OLD,
@@ -205,7 +207,7 @@ class WeightUpdater:
         update = None
         if self._mirror.base != wanted_base:  # else the last update of the engine failed
             base = None if self._force_full else self._mirror.base
-            self.account.enter(ActivityName.FETCHING, on=publisher(wanted.policy), detail=self._last_error)
+            self.account.enter(ActivityName.FETCHING, on=self._publisher, detail=self._last_error)
             began = time.monotonic()
             fetched = await self._fetcher.fetch(
                 wanted, base, plan, lambda: self._wanted is not None and self._wanted.number > wanted.number
@@ -240,7 +242,7 @@ class WeightUpdater:
                 update = WeightUpdate(version=wanted.number, changes=changes, dtype=dtype, complete=False)
         if update is None:
             update = WeightUpdate(version=wanted.number, whole=self._host_tensors(self._mirror))
-        with self.account.during(ActivityName.CHANGING_WEIGHTS, on=engine_component(wanted.policy)):
+        with self.account.during(ActivityName.CHANGING_WEIGHTS, on=self._engine_component):
             async with self._engine_lock:
                 # An engine that has got its memory back meanwhile has read the mirror.
                 pause_s = 0.0 if self._in_engine == wanted_base else await self._engine.update(update)

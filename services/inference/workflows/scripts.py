@@ -192,7 +192,7 @@ class Scene:
         self._purpose = purpose
         self._source = source
         self._seed = seed
-        self._said: list[EarlierTurn] = []
+        self.said: list[EarlierTurn] = []  # so far; a budget may have cut the texts
 
     def forced_ids(self, book: ScriptBook, policy: str, chat: Chat, prompt_ids: Sequence[int]) -> tuple[int, ...]:
         """The tokens of the policy's next turn, with the end of the turn."""
@@ -206,17 +206,13 @@ class Scene:
             task=self._task,
             purpose=self._purpose,
             prompt=prompt,
-            said=tuple(self._said),
+            said=tuple(self.said),
             settings=part.settings,
             right_share=book.right_share,
             num_words=book.num_words,
             seed=xxhash.xxh3_64_intdigest(f"{book.seed}/{self._seed}".encode()),
         )
         return part.script(cue)
-
-    def add_turn(self, policy: str, text: str) -> None:
-        """Record a policy's turn, which its budget may have cut."""
-        self._said.append(EarlierTurn(policy=policy, text=text))
 
 
 # --- Random filler words: the reasoning of a scripted policy before its answer.

@@ -122,7 +122,8 @@ async def opened(
         try:
             yield session
         finally:
-            await session.close()
+            if session.states:
+                await session.close()
     finally:
         if remote:
             await at_servers.close()

@@ -238,7 +238,7 @@ def test_an_agent_of_ones_own_with_tools_gets_a_call_by_any_script_of_tools_and_
                 call = find_call(scene.text(book, "model0", listed))
                 assert isinstance(call, str)
                 assert json.loads(call) == {"name": "look", "arguments": {"a": 1, "city": "Ulm"}}
-                scene.add_turn("model0", call)
+                scene.said.append(EarlierTurn(policy="model0", text=call))
                 assert find_call(scene.text(book, "model0", listed)) is None
         with pytest.raises(DatasetError, match="has no reference for a scripted policy"):
             Scene(Task(task_id="t", data={"problem": "p"}), Purpose.TRAIN, 0).text(book, "model0", listed)

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -398,7 +399,7 @@ class TorchEngine:
             return 0.0
         # In another thread: casting and moving need not stop decoding.
         prepared = await asyncio.to_thread(prepare, update, self._core.decoder.weights)
-        return await self._call("update", lambda: self._core.update(prepared))
+        return await self._call("update", partial(self._core.update, prepared))
 
     async def release(self) -> None:
         await self._call("release", self._release)
@@ -482,8 +483,8 @@ class TorchEngine:
     def _turn(self) -> bool:
         """Run the commands, then one step; False when the thread is to stop."""
         with self._changed:
-            # Without a deadline on purpose: an idle engine waits here.
-            self._changed.wait_for(lambda: self._stopping or self._inbox or self._decodes)
+            while not (self._stopping or self._inbox or self._decodes):
+                self._changed.wait()  # without a deadline: the engine is idle
             commands = list(self._inbox)
             self._inbox.clear()
             if self._stopping:

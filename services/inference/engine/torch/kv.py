@@ -121,7 +121,7 @@ class KvCache:
 
     def cut(self, slot: int, num_positions: int) -> None:
         """Drop the blocks of a slot behind its leading positions."""
-        num, held = blocks_of(num_positions), int(self.held[slot])
+        num, held = -(-num_positions // BLOCK_TOKENS), int(self.held[slot])
         if num >= held:
             return
         dropped = self.table[slot, num:held]
