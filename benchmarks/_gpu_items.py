@@ -39,11 +39,11 @@ from services.common.records import Sampling, WeightVersion
 from services.common.rpc.server import Server
 from services.common.transfer.servicer import WeightServicer
 from services.common.weights.snapshot import Manifest, SnapshotWriter, TensorSpec
-from services.inference.engine.base import MOST_THREADS, GenerationRequest, WeightUpdate
+from services.inference.engine.base import GenerationRequest, WeightUpdate
 from services.inference.engine.served.stage import FILE, Stage
 from services.inference.engine.torch.decoder import Decoder, prepare
 from services.inference.engine.torch.engine import TorchEngine
-from services.inference.weights.mirror import Mirror
+from services.inference.weights.mirror import MOST_THREADS, Mirror
 from services.inference.weights.updater import SourceFetcher
 from services.trainer.metrics import StepMetrics, peak_flops
 from services.trainer.model.attention import Documents, documents_attention

@@ -250,7 +250,7 @@ def _written(field: _Field, name: str, value: str, number: int, scope: dict[str,
         scope[f"t{number}"] = _dtype(field.hint)
         return [f"{name} = {value}.astype(t{number}, copy=False).tobytes()"]
     if displayed and wire.type == FieldDescriptor.TYPE_STRING:
-        return [f"{name} = encodable({value})"]
+        return [f"{name} = {value} if {value}.isascii() else encodable({value})"]
     return [f"{name} = {value}"]
 
 

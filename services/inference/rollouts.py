@@ -627,10 +627,10 @@ class RolloutPlayer:
             if not math.isfinite(value):
                 raise ValueError(f"the workflow returned the reward {value}; must be a finite number")
         for sequence in outcome.sequences if order.required_versions else ():
-            number = order.required_versions.get(sequence.policy)
+            wanted = order.required_versions.get(sequence.policy)
             for segment in sequence.segments:
-                if number is not None and segment.is_policy and segment.weight_version != number:
-                    moved = f"moved to version {segment.weight_version} during an evaluation of {number}"
+                if wanted is not None and segment.is_policy and segment.weight_version != wanted:
+                    moved = f"moved to version {segment.weight_version} during an evaluation of {wanted}"
                     raise WeightsStaleError(f"policy {sequence.policy} {moved}")
         if not self._teachers or order.purpose is not Purpose.TRAIN:
             return outcome

@@ -45,7 +45,7 @@ from services.common.weights.snapshot import (
 
 # For digests, which release the interpreter lock. They run beside generation, and two read about as fast as the memory of a
 # small machine.
-_THREADS = min(2, len(os.sched_getaffinity(0)))
+MOST_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +216,8 @@ def _verify_full(payload: Payload, data: memoryview, *, borrowed: bool = False) 
 
     tensors = payload.target.tensors
     _check_places(tensors, len(data), apart=True)  # or a delta written into one tensor would change another
-    with ThreadPoolExecutor(
-        _THREADS, "weights.verify"
-    ) as pool:  # the largest first, so that no thread begins a large one at the end
+    # The largest first, so that no thread begins a large one at the end.
+    with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "weights.verify") as pool:
         whole = {
             entry.name: pool.submit(check, entry)
             for entry in sorted(tensors, key=attrgetter("size_bytes"), reverse=True)
@@ -236,7 +235,7 @@ def _verify_delta(payload: Payload, data: memoryview, held: Manifest, bits: Mapp
     changes: dict[str, Sequence[ChunkChange]] = {}
     known = {entry.name: entry for entry in held.tensors}
     _check_places(payload.target.tensors, len(data), apart=False)
-    with ThreadPoolExecutor(_THREADS, "weights.verify") as pool:
+    with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "weights.verify") as pool:
         checks = []
         # Decoding is many short calls, which threads would not speed up; digesting is few long ones.
         for entry in sorted(payload.target.tensors, key=attrgetter("size_bytes"), reverse=True):

@@ -282,7 +282,7 @@ async def test_arguments_that_no_client_can_read_stay_text_and_integers_of_any_s
 # -- streams that a client breaks off ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", ["responses"])
 async def test_a_stream_that_the_client_breaks_off_leaves_no_trace_and_the_rollout_goes_on(
     server: EndpointServer, dialect: str
 ) -> None:

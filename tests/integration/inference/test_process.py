@@ -115,19 +115,8 @@ async def test_a_signal_ends_what_is_being_played_without_a_record(orchestrator:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"workflow": {"name": "tool_usage"}},
-            "write one of actor_verifier, agent_env, codegen_verifier, external_agent, single_turn, tool_",
-        ),
         ({"workflow": {"name": "tool_use", "settings": {"max_turn": 1}}}, "did you mean 'max_turns'"),
         ({"workflow": {"name": "external_agent", "settings": {"agent": AGENT}}}, "inference.a.endpoint.port is null"),
-        (
-            {
-                "workflow": {"name": "external_agent"},
-                "inference": {"a": {"engine": "scripted", "port": 0, "endpoint": {"port": 0}}},
-            },
-            "set workflow.settings.agent or workflow.settings.command",
-        ),
         ({"inference": {"a": {"engine": "scripted", "port": 0, "host": "0.0.0.0"}}}, "rollmill keys"),
         ({"inference": {"a": {"engine": "scripted", "port": 0, "scripted": {"script": "no:script"}}}}, "no:script"),
         (
@@ -135,7 +124,7 @@ async def test_a_signal_ends_what_is_being_played_without_a_record(orchestrator:
             "/no/such/model: no such directory",
         ),
     ],
-    ids=["workflow", "setting", "no endpoint", "no agent", "bind", "script", "model"],
+    ids=["setting", "no endpoint", "bind", "script", "model"],
 )
 async def test_a_recipe_that_cannot_be_served_is_refused_with_the_remedy(
     orchestrator: FakeOrchestrator, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
