@@ -381,6 +381,6 @@ def _followed(
     )
     relay = Relay(mirror)
     account = TimeAccount(weights(policy), rest=UP_TO_DATE)
-    fetcher = SourceFetcher(settings.run_id, relay, on_bytes=account.beat)
+    fetcher = SourceFetcher(settings.run_id, section.weights.transports, relay, on_bytes=account.beat)
     updater = WeightUpdater(mirror, engine, fetcher, account=account)
     return LoadedPolicy(served=served, weights=updater, relay=relay)

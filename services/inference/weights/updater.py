@@ -29,7 +29,7 @@ from services.common.errors import (
     SupersededError,
     VersionUnavailableError,
 )
-from services.common.net.hosts import is_here
+from services.common.net.hosts import host_of, is_here
 from services.common.records import FetchPlan, WeightTransfer, WeightVersion
 from services.common.telemetry.accounts import Activity, ActivityName, TimeAccount, publisher, weights
 from services.common.telemetry.accounts import engine as engine_component
