@@ -19,7 +19,7 @@ from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.processes import MetricsConfig
 from services.common.dataset_rows import BuiltInReward
 from services.common.errors import ConfigError, InfrastructureError
-from services.common.extras import absent, load_extra, provided
+from services.common.extras import Kind, absent, load_extra, provided
 from services.common.net.hosts import check_place
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2_grpc
@@ -119,7 +119,7 @@ class Gateway:
         redis_uri = config.queue.redis_uri if redis_uri is None else redis_uri
         self.queue: JobQueue
         if redis_uri:
-            self.queue = load_extra("queues", "redis")(config.queue, redis_uri)
+            self.queue = _part("queues", "redis", "envgateway.queue.redis_uri", config.queue, redis_uri)
         else:
             self.queue = local_queue(sandbox, Judge(sandbox, self._comparisons.failure))
         self._reasoning = MathPool(config.reasoning_gym, BuiltInReward.REASONING_GYM)
@@ -132,7 +132,7 @@ class Gateway:
         )
         self.tools = ToolBox(
             [*built_in_tools(config, self.queue, sandbox.live), *load_tools(config.tools.paths)],
-            _make_mcp_servers(config),
+            _part("tool_servers", "mcp", "envgateway.mcp", config.mcp) if config.mcp else None,
         )
         self._environments = EnvironmentRegistry(
             config.environments, EnvironmentContext(self._rewards, self.tools), make_worlds(config, sandbox)
@@ -168,8 +168,13 @@ class Gateway:
         )
         self.server.set_accounts(lambda: [self._account.state()])
         self.server.set_gauges(self._gauges, lambda: {"isolation_tier": sandbox.tier})
-        self.http = _make_http(config, self.queue, self._rewards)
-        self.task_server = _make_task_server(config, self._episodes, environments)
+        self.http = self.task_server = None  # where the recipe gives them a port
+        if config.http.port is not None:
+            parts = config, self.queue, self._rewards
+            self.http = _part("judge_http", "code_judge", "envgateway.http", *parts)
+        if config.task_server.port is not None:
+            served = config.task_server, config.host, self._episodes, environments
+            self.task_server = _part("task_server", "agentbench", "envgateway.task_server", *served)
 
     async def start(self) -> int:
         """Serve; returns the port of gRPC."""
@@ -219,31 +224,11 @@ class Gateway:
         }
 
 
-def _make_http(config: EnvGatewayConfig, queue: JobQueue, rewards: Rewards) -> Any:
-    """The interface of Code Judge, where the recipe gives it a port. Raises ``ConfigError`` without its extra."""
-    if config.http.port is None:
-        return None
-    if "code_judge" not in provided("judge_http"):
-        raise ConfigError(f"envgateway.http: {absent('judge_http', 'code_judge')}")
-    return load_extra("judge_http", "code_judge")(config, queue, rewards)
-
-
-def _make_mcp_servers(config: EnvGatewayConfig) -> Any:
-    """The servers of ``envgateway.mcp``, if there are any. Raises ``ConfigError`` without their extra."""
-    if not config.mcp:
-        return None
-    if "mcp" not in provided("tool_servers"):
-        raise ConfigError(f"envgateway.mcp: {absent('tool_servers', 'mcp')}")
-    return load_extra("tool_servers", "mcp")(config.mcp)
-
-
-def _make_task_server(config: EnvGatewayConfig, episodes: EpisodeManager, environments: EnvironmentRegistry) -> Any:
-    """Episodes over HTTP, where the recipe gives them a port. Raises ``ConfigError`` without their extra."""
-    if config.task_server.port is None:
-        return None
-    if "agentbench" not in provided("task_server"):
-        raise ConfigError(f"envgateway.task_server: {absent('task_server', 'agentbench')}")
-    return load_extra("task_server", "agentbench")(config.task_server, config.host, episodes, environments)
+def _part(kind: Kind, name: str, setting: str, *arguments: Any) -> Any:
+    """What an extra makes for a setting. Raises ``ConfigError`` without the extra."""
+    if name not in provided(kind):
+        raise ConfigError(f"{setting}: {absent(kind, name)}")
+    return load_extra(kind, name)(*arguments)
 
 
 async def serve(
