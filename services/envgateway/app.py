@@ -12,14 +12,13 @@ import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from services.common.aio import TaskOwner
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.processes import MetricsConfig
 from services.common.dataset_rows import BuiltInReward
 from services.common.errors import ConfigError, InfrastructureError
-from services.common.extras import load_extra
+from services.common.extras import absent, load_extra, provided
 from services.common.net.hosts import check_place
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2_grpc
@@ -119,6 +118,8 @@ class Gateway:
         redis_uri = config.queue.redis_uri if redis_uri is None else redis_uri
         self.queue: JobQueue
         if redis_uri:
+            if "redis" not in provided("queues"):
+                raise ConfigError(f"envgateway.queue.redis_uri: {absent('queues', 'redis')}")
             self.queue = load_extra("queues", "redis")(config.queue, redis_uri)
         else:
             self.queue = local_queue(sandbox, Judge(sandbox, self._comparisons.failure))
@@ -132,7 +133,7 @@ class Gateway:
         )
         self.tools = ToolBox(
             [*built_in_tools(config, self.queue, sandbox.live), *load_tools(config.tools.paths)],
-            _make_mcp_servers(config),
+            load_extra("tool_servers", "mcp")(config.extra("mcp")) if config.extra("mcp") else None,
         )
         self._environments = EnvironmentRegistry(
             config.environments, EnvironmentContext(self._rewards, self.tools), make_worlds(config, sandbox)
@@ -168,8 +169,12 @@ class Gateway:
         )
         self.server.set_accounts(lambda: [self._account.state()])
         self.server.set_gauges(self._gauges, lambda: {"isolation_tier": sandbox.tier})
-        self.http = _make_http(config, self.queue, self._rewards)
-        self.task_server = _make_task_server(config, self._episodes, environments)
+        self.http = self.task_server = None  # where the recipe gives them a port
+        http, tasks = config.extra("http"), config.extra("task_server")
+        if http is not None and http.port is not None:
+            self.http = load_extra("judge_http", "code_judge")(config, self.queue, self._rewards)
+        if tasks is not None and tasks.port is not None:
+            self.task_server = load_extra("task_server", "agentbench")(tasks, config.host, self._episodes, environments)
 
     async def start(self) -> int:
         """Serve; returns the port of gRPC."""
@@ -217,28 +222,6 @@ class Gateway:
             **{f"math_worker_{name}": float(n) for name, n in self._math.counts.items()},
             **{f"reasoning_gym_worker_{name}": float(n) for name, n in self._reasoning.counts.items()},
         }
-
-
-def _make_http(config: EnvGatewayConfig, queue: JobQueue, rewards: Rewards) -> Any:
-    """The interface of Code Judge, where the recipe gives it a port."""
-    settings = config.extra("http")
-    if settings is None or settings.port is None:
-        return None
-    return load_extra("judge_http", "code_judge")(config, queue, rewards)
-
-
-def _make_mcp_servers(config: EnvGatewayConfig) -> Any:
-    """The servers of ``envgateway.mcp``, if there are any."""
-    servers = config.extra("mcp")
-    return load_extra("tool_servers", "mcp")(servers) if servers else None
-
-
-def _make_task_server(config: EnvGatewayConfig, episodes: EpisodeManager, environments: EnvironmentRegistry) -> Any:
-    """Episodes over HTTP, where the recipe gives them a port."""
-    settings = config.extra("task_server")
-    if settings is None or settings.port is None:
-        return None
-    return load_extra("task_server", "agentbench")(settings, config.host, episodes, environments)
 
 
 async def serve(

@@ -40,6 +40,7 @@ _Number: TypeAlias = int | float | complex | Fraction
 _NUMBERS = (int, float, complex, Fraction)
 _SHOWN_CHARS = 200
 _LONGEST_DECIMAL, _LARGEST_EXPONENT = 2000, 5000
+_MOST_DIMENSIONS = 64
 _BRACKETS = {"q": "[]", "l": "[]", "t": "()", "s": "{}", "z": "{}", "d": "{}", "L": "[]", "T": "[]"}
 # errors that a program can cause by a false tree or frame in place of its harness's: none is a failure of ours
 NO_TREE = (RecursionError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError)
@@ -173,6 +174,8 @@ def _decimal(text: str) -> _Number:
 
 def _nested(shape: tuple[int, ...], values: list[Any]) -> Any:
     """An array as tuples. Raises ``ValueError`` for another number of values than the shape has."""
+    if len(shape) > _MOST_DIMENSIONS:  # numpy's own bound; the product of so many would take long
+        raise ValueError("an array of too many dimensions")
     if math.prod(shape) != len(values) or (not values and shape[0]):  # an empty one is compared by its first axis only
         raise ValueError("an array of another shape")
     if not shape:

@@ -42,11 +42,16 @@ def _read(path: str) -> bytes:
 _HAS_CHILDREN_FILES = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
+def _stat(pid: int | str) -> list[bytes]:
+    """The fields of /proc/<pid>/stat from the state on; empty when the process is gone."""
+    data = _read(f"/proc/{pid}/stat")
+    return data[data.rfind(b")") + 2 :].split()
+
+
 def parent(pid: int | str = "self") -> int:
     """The parent of a process; our own one also where the parent is in another pid namespace, in the numbers of /proc."""
-    data = _read(f"/proc/{pid}/stat")
-    fields = data[data.rfind(b")") + 2 :].split()
-    return int(fields[1]) if len(fields) > 1 else -1
+    fields = _stat(pid)
+    return int(fields[1]) if fields else -1
 
 
 def children(pid: int) -> list[int]:
@@ -80,9 +85,8 @@ def usage(pids: Iterable[int], seen: dict[int, int] | None = None) -> Usage:
     its children (or ignores SIGCHLD, so that the kernel drops their time) is charged for their last known time."""
     processes, ticks, pages = 0, 0, 0
     for pid in pids:
-        data = _read(f"/proc/{pid}/stat")
-        fields = data[data.rfind(b")") + 2 :].split()
-        if len(fields) < 22:
+        fields = _stat(pid)
+        if not fields:
             continue
         # a zombie keeps its accounted time until reaped, and holds no memory, unless only its first thread has ended
         is_alive = fields[0] != b"Z" or int(fields[17]) > 1
@@ -113,9 +117,8 @@ def _pages(path: str) -> int:
 
 def waited_cpu_s(pid: int) -> float:
     """CPU time of the children that the process has reaped."""
-    data = _read(f"/proc/{pid}/stat")
-    fields = data[data.rfind(b")") + 2 :].split()
-    return (int(fields[13]) + int(fields[14])) / _TICKS_PER_S if len(fields) > 14 else 0.0
+    fields = _stat(pid)
+    return (int(fields[13]) + int(fields[14])) / _TICKS_PER_S if fields else 0.0
 
 
 def proportional_bytes(pids: Iterable[int]) -> int:
@@ -175,9 +178,8 @@ def is_live_child(pid: int) -> bool:
             return False
     except ChildProcessError:
         return False
-    data = _read(f"/proc/{pid}/stat")
-    fields = data[data.rfind(b")") + 2 :].split()
-    return len(fields) > 6 and not int(fields[6]) & _PF_EXITING
+    fields = _stat(pid)
+    return bool(fields) and not int(fields[6]) & _PF_EXITING
 
 
 def is_child(pid: int) -> bool:
