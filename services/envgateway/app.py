@@ -142,7 +142,9 @@ class Gateway:
         self._episodes = EpisodeManager(environments, max_episodes=config.max_episodes, lease_s=config.episode_lease_s)
         self._tasks = TaskOwner()
         self._account = TimeAccount(GATEWAY, rest=Activity(ActivityName.WAITING_FOR_CALLS, on=INFERENCE))
-        self._watchdog = Watchdog(probes={"environments, rewards and tools": lambda: THREADS.overdue(THREAD_OVERDUE_S)})
+        self._watchdog = Watchdog(
+            threads="environments, rewards and tools", stuck=lambda: THREADS.overdue(THREAD_OVERDUE_S)
+        )
         self.server = Server(
             service="envgateway",
             instance_id="envgateway",

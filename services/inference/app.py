@@ -112,7 +112,7 @@ class _Process:
         """``here``: the run's directory on this machine, if the machine has one."""
         metrics, name = self._settings.recipe.metrics, f"inference-{self._replica_id}"
         # At half of a reward function's time, the stack of its thread is logged.
-        watchdog = Watchdog(probes={"reward functions": lambda: REWARD_THREADS.overdue(REWARD_TIMEOUT_S / 2)})
+        watchdog = Watchdog(threads="reward functions", stuck=lambda: REWARD_THREADS.overdue(REWARD_TIMEOUT_S / 2))
         sections = [section.weights for section in self._settings.recipe.policies.values()]
         await add_weight_service(
             self._server,

@@ -13,13 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 
 from extras.deploy.clusters import Size, size_of, size_of_node
 from extras.deploy.command import write_deployment as deploy
 from extras.deploy.files import lay_out
-from services.cli.plan import at_addresses_of
-from services.cli.run.launch import find, start
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 from services.common.security import keys as bundle
@@ -149,19 +146,6 @@ def test_a_run_on_one_machine_has_no_job_for_replicas(tmp_path: Path) -> None:
     assert not any(name.startswith("replica") for name in names)
     assert "--mem=0" in (tmp_path / "job.sbatch").read_text(), "the size of the model is not known before the run"
     assert "gpus-per-node" not in (tmp_path / "job.sbatch").read_text()
-
-
-# --- a run that is placed elsewhere
-
-
-def test_a_run_that_goes_on_at_another_address_gets_it_and_keeps_all_else() -> None:
-    before = load_recipe(QUICKSTART, [*TWO, "orchestrator.host=192.0.2.1", "run.id=mine"], {})
-    now = load_recipe(QUICKSTART, [*TWO, "orchestrator.host=192.0.2.9"], {})
-    moved = at_addresses_of(before, now)
-    assert moved is not None and moved.orchestrator.host == "192.0.2.9"
-    host = {"orchestrator": before.orchestrator.model_copy(update={"host": "192.0.2.9"})}
-    assert moved == before.model_copy(update=host)
-    assert at_addresses_of(moved, now) is None
 
 
 # --- Kubernetes
@@ -368,16 +352,3 @@ def test_wrong_input_is_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match=told):
         deploy(recipe, target, tmp_path / "out", settings, None, gpu)
     assert not (tmp_path / "out").exists()
-
-
-def test_only_an_inference_service_has_more_replicas() -> None:
-    with pytest.raises(ConfigError, match="write inference-NAME, not trainer-model0"):
-        start(load_recipe(QUICKSTART, (), {}), "trainer-model0", None, Console(), {}, replica="x")
-
-
-def test_a_replica_more_has_its_name_in_the_pool_and_the_port_of_this_machine(tmp_path: Path) -> None:
-    recipe = load_recipe(QUICKSTART, [*TWO, "orchestrator.port=50050"], {"INFERENCE_A_PORT": "0"})
-    found = find(recipe, "inference-a", tmp_path, {"ORCHESTRATOR_HOST_EXTERNAL": "192.0.2.1"}, "a-7-1")
-    argv = list(found.process.argv)
-    assert argv[argv.index("--replica-id") + 1] == "a-7-1" and argv[argv.index("--port") + 1] == "0"
-    assert found.orchestrator == "192.0.2.1:50050"

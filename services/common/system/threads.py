@@ -7,7 +7,7 @@ its caller has given up on gives its place to the next.
 An observer outside only sees silence; the stack in the log has the line of code:
 
     watchdog thread --call_soon_threadsafe--> loop: answered?   no, for ``LIMIT_S``: log the stack of the loop's thread
-                    --look------------------> probes: overdue?  yes: log the probe's text
+                    --look------------------> threads: a call is overdue?  yes: log it
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -46,9 +46,6 @@ class StuckThread:
     thread_id: int
 
 
-Probe = Callable[[], StuckThread | None]
-
-
 class Watchdog:
     """Watches the running loop from ``start`` to ``stop``; logs each stall once, and its end."""
 
@@ -57,12 +54,15 @@ class Watchdog:
         *,
         limit_s: float = LIMIT_S,
         look_s: float = LOOK_S,
-        probes: Mapping[str, Probe] | None = None,
+        threads: str = "",
+        stuck: Callable[[], StuckThread | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``stuck``: the call that is overdue in the threads of this name, if one is."""
         self._limit_s = limit_s
         self._look_s = look_s
-        self._probes = dict(probes or {})
+        self._threads = threads
+        self._stuck = stuck
         self._clock = clock
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -70,7 +70,7 @@ class Watchdog:
         self._asked_at: float | None = None  # when the loop was asked for a sign of life that it has not given yet
         self._loop_thread = 0
         self._told_loop = False
-        self._told: set[str] = set()
+        self._told_stuck = False
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Watch a loop (left out: the running one) from a thread of its own."""
@@ -92,7 +92,7 @@ class Watchdog:
                 return  # the loop is closed: the process is leaving
 
     def look(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
-        """Ask the loop for a sign of life if the last one came; report overdue probes."""
+        """Ask the loop for a sign of life if the last one came; report an overdue call."""
         now = self._clock()
         if now - self._looked_at > self._limit_s and self._asked_at is not None:
             self._asked_at = now  # this thread stood still as well: the whole process did
@@ -101,7 +101,7 @@ class Watchdog:
             self._asked_at = now
             call_soon(self._answer)
         self._look_at_loop(now)
-        self._look_at_probes()
+        self._look_at_threads()
 
     def _answer(self) -> None:
         self._loop_thread = threading.get_ident()
@@ -117,21 +117,19 @@ class Watchdog:
             self._told_loop = False
             log.warning("watchdog.loop_runs_again")
 
-    def _look_at_probes(self) -> None:
-        for name, probe in self._probes.items():
-            stuck = probe()
-            if stuck is not None and name not in self._told:
-                self._told.add(name)
-                log.error(
-                    LogEvent.THREAD_STUCK,
-                    thread=name,
-                    what=stuck.what,
-                    seconds=round(stuck.seconds, 1),
-                    stack=stack_of(stuck.thread_id),
-                )
-            elif stuck is None and name in self._told:
-                self._told.discard(name)
-                log.warning("watchdog.thread_returned", thread=name)
+    def _look_at_threads(self) -> None:
+        stuck = self._stuck()
+        if stuck is not None and not self._told_stuck:
+            log.error(
+                LogEvent.THREAD_STUCK,
+                thread=self._threads,
+                what=stuck.what,
+                seconds=round(stuck.seconds, 1),
+                stack=stack_of(stuck.thread_id),
+            )
+        elif stuck is None and self._told_stuck:
+            log.warning("watchdog.thread_returned", thread=self._threads)
+        self._told_stuck = stuck is not None
 
 
 def stack_of(thread_id: int) -> str:

@@ -15,6 +15,7 @@ from rich.console import Console
 from services.cli import plan as nodes
 from services.cli.plan import (
     address_of_node_0,
+    at_addresses_of,
     commands_for_other_nodes,
     gateway_host,
     listening_host,
@@ -185,9 +186,34 @@ def test_free_ports_are_those_of_the_addresses_where_services_listen() -> None:
     assert free.inference["a"].port == 0, "node 1 finds one for itself"
 
 
-def test_only_environments_are_started_alone(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="write envgateway instead of inference-b"):
-        start.start(two_nodes(), "inference-b", tmp_path, Console(file=io.StringIO()), {}, alone=True)
+@pytest.mark.parametrize(
+    ("process", "options", "told"),
+    [
+        ("inference-b", {"alone": True}, "write envgateway instead of inference-b"),
+        ("trainer-model0", {"replica": "x"}, "write inference-NAME, not trainer-model0"),
+    ],
+)
+def test_environments_alone_and_replicas_more_are_of_their_services_only(
+    tmp_path: Path, process: str, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        start.start(two_nodes(), process, tmp_path, Console(file=io.StringIO()), {}, **options)
+
+
+def test_a_replica_more_has_its_name_in_the_pool_and_the_port_of_this_machine(tmp_path: Path) -> None:
+    found = find(two_nodes(INFERENCE_A_PORT="0"), "inference-a", tmp_path, {NODE_0: "192.0.2.1"}, "a-7-1")
+    argv = list(found.process.argv)
+    assert argv[argv.index("--replica-id") + 1] == "a-7-1" and argv[argv.index("--port") + 1] == "0"
+    assert found.orchestrator == "192.0.2.1:50050"
+
+
+def test_a_run_that_goes_on_at_another_address_gets_it_and_keeps_all_else() -> None:
+    before, now = (two_nodes(f"orchestrator.host=192.0.2.{number}") for number in (1, 9))
+    moved = at_addresses_of(before, now)
+    assert moved is not None and moved.orchestrator.host == "192.0.2.9"
+    host = {"orchestrator": before.orchestrator.model_copy(update={"host": "192.0.2.9"})}
+    assert moved == before.model_copy(update=host)
+    assert at_addresses_of(moved, now) is None
 
 
 # --- a trainer over several nodes

