@@ -124,7 +124,9 @@ def _remove_stale(place: Path) -> None:
 
 def size_of(tensors: Mapping[str, Any]) -> int:
     """Bytes of host tensors."""
-    return sum(math.prod(value.shape) * element_type(_described(value)[1]).bits_dtype.itemsize for value in tensors.values())
+    return sum(
+        math.prod(value.shape) * element_type(_described(value)[1]).bits_dtype.itemsize for value in tensors.values()
+    )
 
 
 def _described(value: Any) -> tuple[tuple[int, ...], str]:
