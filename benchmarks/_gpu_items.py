@@ -224,20 +224,20 @@ class OneHost:
 
     def write(self, version: int) -> tuple[Path, Manifest]:
         """Write and seal a version, and note the seconds of both parts."""
-        with SnapshotWriter.create(
+        writer = SnapshotWriter.create(
             run_id=RUN, policy=POLICY, version=version, specs=self._specs, directories=(self.directory,)
-        ) as writer:
-            copier, pairs, offset = HostCopier(torch.device("cpu")), [], version
-            for entry in writer.tensors:
-                target = torch.from_numpy(writer.bits(entry).view(np.int16)).view(torch.bfloat16)
-                for begin in range(0, len(target), len(self._masters) // 2):
-                    part = target[begin : begin + len(self._masters) // 2]
-                    pairs.append((self._masters[offset : offset + len(part)], part))
-                    offset = (offset + len(part)) % (len(self._masters) // 2)
-            self._time("copy_s", partial(copier.copy, pairs))
-            del pairs, target, part
-            digests = self._time("digest_s", partial(writer.digests, writer.tensors, 1))
-            return writer.path, writer.seal(digests)
+        )
+        copier, pairs, offset = HostCopier(torch.device("cpu")), [], version
+        for entry in writer.tensors:
+            target = torch.from_numpy(writer.bits(entry).view(np.int16)).view(torch.bfloat16)
+            for begin in range(0, len(target), len(self._masters) // 2):
+                part = target[begin : begin + len(self._masters) // 2]
+                pairs.append((self._masters[offset : offset + len(part)], part))
+                offset = (offset + len(part)) % (len(self._masters) // 2)
+        self._time("copy_s", partial(copier.copy, pairs))
+        del pairs, target, part
+        digests = self._time("digest_s", partial(writer.digests, writer.tensors, 1))
+        return writer.path, writer.seal(digests)
 
     def _time(self, name: str, action: Callable[[], T]) -> T:
         began, spent = time.perf_counter(), time.process_time()

@@ -111,7 +111,7 @@ def _shuffled(blocks: Any) -> None:
 
 ENGINE = "services.inference.engine.torch"
 FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "packing": ("services.trainer.micro_batches", _packing),
+    "packing": ("services.trainer.model.micro_batches", _packing),
     "rope_base": (f"{ENGINE}.blocks", _rope),
     "template": (f"{ENGINE}.engine", _reads(_without_opening)),
     "stale_replica": (f"{ENGINE}.decoder", _stale),

@@ -38,9 +38,9 @@ from services.trainer.losses import (
     value_loss,
     weight_sum,
 )
-from services.trainer.micro_batches import MicroBatch, MinibatchContext, minibatch_context
 from services.trainer.model.attention import Documents
 from services.trainer.model.logprobs import Targets
+from services.trainer.model.micro_batches import MicroBatch, MinibatchContext, minibatch_context
 from services.trainer.ranks import Ranks
 from services.trainer.step import with_teacher
 

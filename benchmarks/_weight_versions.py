@@ -50,19 +50,19 @@ class VersionMaker:
     def write(self) -> tuple[Path, Manifest]:
         """The next version, from 1 on. The publisher removes older files."""
         number = self._last.manifest.version + 1 if self._last is not None else 1
-        with SnapshotWriter.create(
+        writer = SnapshotWriter.create(
             run_id=RUN, policy=POLICY, version=number, specs=self.specs, directories=(self._directory,)
-        ) as writer:
-            for entry in writer.tensors:
-                bits = writer.bits(entry)
-                if self._last is None:
-                    bits[:] = np.resize(self._draw(), len(bits))
-                else:
-                    before = {tensor.name: tensor for tensor in self._last.manifest.tensors}[entry.name]
-                    bits[:] = self._last.bits(before)
-                    self._change(bits)
-                del bits
-            path, manifest = writer.path, writer.seal()
+        )
+        for entry in writer.tensors:
+            bits = writer.bits(entry)
+            if self._last is None:
+                bits[:] = np.resize(self._draw(), len(bits))
+            else:
+                before = {tensor.name: tensor for tensor in self._last.manifest.tensors}[entry.name]
+                bits[:] = self._last.bits(before)
+                self._change(bits)
+            del bits
+        path, manifest = writer.path, writer.seal()
         self._last = Snapshot(path)
         return path, manifest
 

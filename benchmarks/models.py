@@ -39,7 +39,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks._bench import report_facts
 from services.common.errors import ConfigError, ModelMismatchError
-from services.trainer.micro_batches import Document, forward, pack
+from services.trainer.model.micro_batches import Document, forward, pack
 from services.trainer.model.policy_model import PolicyModel, load_policy_model
 from services.trainer.model.self_test import build, numbers, tiny_copies, with_number
 from services.trainer.ranks import Ranks

@@ -273,7 +273,7 @@ def _train(
     checkpoint_step = checkpoints.restore(step.model, step.optimizer)
     link.vocab_size = step.vocab_size
     own_newest = link.join(checkpoints.kept()) if ranks.is_first else -1
-    newest_version = int(ranks.max(torch.tensor(own_newest, device=ranks.device)))
+    newest_version = ranks.max(own_newest)[0]
     # From here on a signal ends every wait, and the rank leaves after the current training step.
     leave_on_signal(link.leave)
     snapshots = Snapshots(
@@ -303,7 +303,7 @@ def _train(
     if server is not None:
         thread.loop.call_soon_threadsafe(server.set_ready)
     done = loop.run(done)
-    leaving = bool(ranks.max(torch.tensor(int(link.leaving), device=ranks.device)))
+    leaving = bool(ranks.max(link.leaving)[0])
     if leaving and not link.leaving:
         raise PeerLostError("the ranks of another node got a signal to leave; a checkpoint is written")
     if config.trainer.export_final and not leaving and (device is None or device.wait_for_last()):
@@ -335,7 +335,7 @@ def _first_turn(link: GrpcLink, run_dir: Path, ranks: Ranks) -> int:
     if ranks.is_first:
         link.join(names.steps(names.checkpoints_directory(run_dir, link.policy)))
         number = link.wait_for_turn()
-    number = int(ranks.max(torch.tensor(number, device=ranks.device)))
+    number = ranks.max(number)[0]
     link.report.device_turn = number
     return number
 

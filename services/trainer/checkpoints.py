@@ -324,17 +324,16 @@ class Checkpoints:
 
     def _exists(self, training_step: int) -> bool:
         """The first rank's answer, on every rank."""
-        answer = str(self._ranks.is_first and self.path(training_step).exists())
-        return self._hosts.gather(answer, "asking the first rank for a checkpoint")[0] == str(True)
+        return bool(self._ranks.max(self._ranks.is_first and self.path(training_step).exists())[0])
 
     def _have_room(self, size_bytes: int) -> bool:
         """Whether every host has memory for the copies of its ranks."""
         needed = int(size_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * ROOM)
         available = available_bytes()
-        room = self._hosts.gather(str(needed <= available), "asking for the memory of a copy")
-        if str(False) in room:
+        lacks = bool(self._ranks.max(needed > available)[0])
+        if lacks:
             log.warning("checkpoint.not_copied", needed_bytes=needed, available_bytes=available)
-        return str(False) not in room
+        return not lacks
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -347,7 +346,7 @@ class Checkpoints:
         Raises:
             ModelMismatchError: the newest belongs to another run, policy or model; the message names the difference.
         """
-        while step := int(self._hosts.gather(str(max(self.kept(), default=0)), "choosing a checkpoint")[0]):
+        while step := self._ranks.max(max(self.kept(), default=0) if self._ranks.is_first else 0)[0]:
             try:
                 self.load(step, model, optimizer)
             except DamagedCheckpointError as error:

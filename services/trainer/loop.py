@@ -65,8 +65,7 @@ class DeviceTurns:
     def follow(self) -> bool:
         """Carry out the newest turn; returns whether the device is held now. Raises ``OSError``: no room for the file."""
         turn = self._link.device_turn
-        newest = torch.tensor([turn.number, int(turn.yours)], device=self._ranks.device)
-        number, yours = self._ranks.max(newest).tolist()
+        number, yours = self._ranks.max(turn.number, turn.yours)
         if number == self._done:
             return self.is_held
         began = time.monotonic()
@@ -77,7 +76,7 @@ class DeviceTurns:
             self.before_free()
             self._parked = Parked(self._tensors(), self._directory)
             return_freed_memory()
-        self._ranks.sum(torch.zeros(1, device=self._ranks.device))  # every rank has done so
+        self._ranks.max(0)  # every rank has done so
         self._done = number
         log.info("device.held" if yours else "device.freed", seconds=round(time.monotonic() - began, 3))
         if self._ranks.is_first:
@@ -91,8 +90,7 @@ class DeviceTurns:
         """
         end = time.monotonic() + LAST_TURN_S
         while not self.follow():
-            over = torch.tensor(int(self._link.leaving or time.monotonic() > end), device=self._ranks.device)
-            if int(self._ranks.max(over)):
+            if self._ranks.max(self._link.leaving or time.monotonic() > end)[0]:
                 log.warning(
                     "device.not_held", effect="no checkpoint of the last steps: a resumed run trains them again"
                 )
@@ -320,7 +318,7 @@ class TrainingLoop:
 
     def _agreed_command(self) -> int:
         command = _STOP if self._link.stopped else _PAUSE if self._link.paused else _GO
-        return int(self._ranks.max(torch.tensor(command, device=self._ranks.device)))
+        return self._ranks.max(command)[0]
 
     def _checkpoint_if_due(self, done: int, *, again: bool = True) -> None:
         """Begin a checkpoint on a command, or (with ``again``) when one is due, such as after a failed one.
@@ -329,8 +327,7 @@ class TrainingLoop:
         """
         asked = self._link.take_checkpoint_command() or self._checkpoint_asked or (again and self._checkpoint_due)
         self._checkpoint_asked = False
-        flags = torch.tensor([int(asked), int(self._checkpoints.is_writing)], device=self._ranks.device)
-        any_asked, any_writing = self._ranks.max(flags).tolist()
+        any_asked, any_writing = self._ranks.max(asked, self._checkpoints.is_writing)
         if not any_writing:
             self._collect_checkpoint()
         if not any_asked:

@@ -135,14 +135,17 @@ def check_shape(result: object, tokens: TokenBatch, where: str) -> None:
     expected = f"a PolicyLoss whose per_token is a floating-point tensor of shape {shape}"
     if not isinstance(result, PolicyLoss):
         raise LossError(f"{where} returned a {type(result).__name__}; expected {expected}")
-    per_token, left_out = _told(result.per_token), _told(result.left_out)
-    is_numbers = isinstance(result.per_token, torch.Tensor) and result.per_token.is_floating_point()
-    if not is_numbers or list(result.per_token.shape) != shape:
-        raise LossError(f"{where} returned a per_token {per_token}; expected {expected}")
-    if tokens.logprobs.requires_grad and not result.per_token.requires_grad:
+    per_token, left_out = result.per_token, result.left_out
+    is_numbers = isinstance(per_token, torch.Tensor) and per_token.is_floating_point()
+    if not is_numbers or list(per_token.shape) != shape:
+        raise LossError(f"{where} returned a per_token {_told(per_token)}; expected {expected}")
+    if tokens.logprobs.requires_grad and not per_token.requires_grad:
         raise LossError(f"{where} returned a per_token that does not depend on tokens.logprobs; expected {expected}")
-    if result.left_out is not None and left_out != f"of shape {shape} and torch.bool":
-        raise LossError(f"{where} returned a left_out {left_out}; expected a bool tensor of shape {shape}, or none")
+    is_mask = isinstance(left_out, torch.Tensor) and left_out.dtype == torch.bool and list(left_out.shape) == shape
+    if left_out is not None and not is_mask:
+        raise LossError(
+            f"{where} returned a left_out {_told(left_out)}; expected a bool tensor of shape {shape}, or none"
+        )
     for name in result.counts:
         if not name.endswith("_tokens") or name in RESERVED_COUNTS or name.startswith(RESERVED_PREFIXES):
             raise LossError(

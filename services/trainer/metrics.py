@@ -40,7 +40,7 @@ import torch
 from services.common.errors import ConfigError
 from services.common.records import MinibatchTotals, RankBatch
 from services.trainer.losses import KL_ESTIMATORS, LOG_RATIO_CLAMP, RESERVED_COUNTS, PolicyLoss, TokenBatch, clamped
-from services.trainer.micro_batches import MicroBatch
+from services.trainer.model.micro_batches import MicroBatch
 from services.trainer.model.optimizer import Update
 from services.trainer.model.policy_model import PolicyModel
 from services.trainer.ranks import Ranks
@@ -82,7 +82,7 @@ class Sums:
         """
         names = sorted(self.values)
         mark = zlib.crc32("\n".join(names).encode())
-        largest, smallest = ranks.max(torch.tensor([mark, -mark], dtype=torch.int64, device=self._device)).tolist()
+        largest, smallest = ranks.max(mark, -mark)
         if largest != -smallest:
             counts = ", ".join(name for name in names if name.endswith("_tokens"))
             raise ConfigError(
@@ -333,7 +333,6 @@ class Usage:
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self._ranks.device.type == "cuda":  # of tensors, during the step
             peak_bytes = torch.cuda.max_memory_allocated(self._ranks.device)
-        most = self._ranks.max(torch.tensor(peak_bytes, dtype=torch.int64, device=self._ranks.device))
         per_second = None
         if self.is_dense:
             flops = self._passes * total.get(_SUM, 0.0)
@@ -341,5 +340,5 @@ class Usage:
         return {
             "tflops": None if per_second is None else per_second / 1e12,
             "mfu": None if per_second is None or self._peak is None else per_second / self._peak,
-            "memory_peak_gib": int(most) / _GIB,
+            "memory_peak_gib": self._ranks.max(peak_bytes)[0] / _GIB,
         }

@@ -31,7 +31,7 @@ from services.common.errors import RollmillError
 from services.common.lora import adapter_off
 from services.common.records import RankBatch, Segment, TrainingSequence
 from services.common.system.machine import available_bytes
-from services.trainer.micro_batches import Document, dummy_micro_batch, forward, logprob_dtype, pack
+from services.trainer.model.micro_batches import Document, dummy_micro_batch, forward, logprob_dtype, pack
 from services.trainer.ranks import HostGroup, full, local_rows, peer_loss, reshard
 from services.trainer.step import TrainStep
 
@@ -192,7 +192,7 @@ class Probes:
         return float(total / count) if count else math.inf
 
     def _most(self, value: float) -> int:
-        return int(self._step.ranks.max(torch.tensor(int(value), device=self._step.ranks.device)))
+        return self._step.ranks.max(int(value))[0]
 
     def _try(self, cause: str, label: str, documents: Seq[Document] | None = None, *, alone: bool = False) -> float:
         """The mean difference with a change; infinite without time."""
@@ -361,8 +361,7 @@ class NumericsGate:
         """Copy the weights that the batch starts from, unless a rank has no room: a replica may still have them later."""
         rows = {name: local_rows(weight)[0].detach() for name, weight in self._step.model.published().items()}
         size = sum(row.nbytes for row in rows.values()) * self._step.ranks.world_size * COPIES_SHARE
-        lacks = torch.tensor(int(size > available_bytes()), device=self._step.ranks.device)
-        if not int(self._step.ranks.max(lacks)):
+        if not self._step.ranks.max(size > available_bytes())[0]:
             self._earlier.append((version, {name: row.to("cpu", copy=True) for name, row in rows.items()}))
 
     @torch.no_grad()

@@ -152,15 +152,11 @@ class PublisherStore:
         self._snapshots: OrderedDict[int, Snapshot] = OrderedDict()
         # By base and target, of held targets; None: the snapshot is no larger.
         self._deltas: dict[tuple[BaseVersion, int], Future[Delta | None]] = {}
+        self.newest = -1  # version in the store
         self._num_skipped = 0
         self._is_closed = False
         self._coder = ThreadPoolExecutor(1, "publisher.delta")  # two deltas at once would share the same cores
         self._threads = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "delta.encode")
-
-    @property
-    def newest(self) -> int:
-        """The newest version in the store; -1 when the store is empty."""
-        return next(reversed(self._snapshots), -1)
 
     def gauges(self) -> dict[str, float]:
         """For GetStatus."""
@@ -194,6 +190,7 @@ class PublisherStore:
                     )
                 return manifest
             self._snapshots[manifest.version] = snapshot
+            self.newest = manifest.version
             for key, future in list(self._deltas.items()):
                 if future.cancel():
                     self._num_skipped += 1

@@ -62,31 +62,39 @@ class Ranks:
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise sum over ranks, the same on each."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        if self.world_size == 1:
+            return values
+        result = values.to(self.device, copy=True)
+        dist.all_reduce(result)
+        return result
 
-    def max(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise maximum over ranks, the same on each."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+    def max(self, *values: int) -> list[int]:
+        """The maximum of each value over ranks, the same on each."""
+        if self.world_size == 1:
+            return list(values)
+        result = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.all_reduce(result, op=dist.ReduceOp.MAX)
+        return [int(value) for value in result.tolist()]
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """All ranks' values end to end, in rank order; the lengths may differ. [n_rank] -> [sum of n_rank]"""
         if self.world_size == 1:
             return values
-        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
-        sizes[self.rank] = len(values)
-        counts = self.sum(sizes).tolist()
-        padded = values.new_zeros(max(counts))
-        padded[: len(values)] = values
-        rows = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(rows, padded)
-        return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
+        return torch.cat(_gathered(values, self.world_size))
 
-    def _reduce(self, values: torch.Tensor, op: Any) -> torch.Tensor:
-        if self.world_size == 1:
-            return values
-        result = values.to(self.device, copy=True)
-        dist.all_reduce(result, op=op)
-        return result
+
+def _gathered(values: torch.Tensor, world_size: int, group: Any = None) -> list[torch.Tensor]:
+    """All ranks' values, in rank order; the lengths may differ."""
+
+    def everywhere(own: torch.Tensor) -> list[torch.Tensor]:
+        rows = [torch.empty_like(own) for _ in range(world_size)]
+        dist.all_gather(rows, own, group=group)
+        return rows
+
+    sizes = [int(size) for size in everywhere(torch.tensor([len(values)], device=values.device))]
+    padded = values.new_zeros(max(1, *sizes))
+    padded[: len(values)] = values
+    return [row[:size] for row, size in zip(everywhere(padded), sizes, strict=True)]
 
 
 def init_ranks(*, timeout_s: float, device: str | None = None, always_group: bool = False) -> Ranks:
@@ -254,13 +262,9 @@ class HostGroup:
         """
         if self._group is None:
             return [text]
-        encoded = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
+        encoded = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)[:-1]
         try:
-            sizes = self._all_gather(torch.tensor([len(text.encode())]))
-            longest = max(1, *(int(size) for size in sizes))
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: len(encoded)] = encoded
-            rows = self._all_gather(padded)
+            rows = _gathered(encoded, self._ranks.world_size, self._group)
         except RuntimeError as error:  # gloo raises only this type, for both errors
             if "timed out" in str(error).lower():
                 raise DeadlineError(
@@ -268,7 +272,7 @@ class HostGroup:
                     wait=wait,
                 ) from error
             raise PeerLostError(f"{wait}: a rank was lost: {error}") from error
-        return [row[: int(size)].numpy().tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+        return [row.numpy().tobytes().decode() for row in rows]
 
     def agree(self, wait: str, work: Callable[[], str], error: type[RollmillError] = InfrastructureError) -> list[str]:
         """Run ``work`` on every rank and gather the results, as a barrier.
@@ -290,11 +294,6 @@ class HostGroup:
         if failed:
             raise error(f"{wait}: {'; '.join(failed)}") from failure
         return [str(answer["result"]) for answer in answers]
-
-    def _all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        rows = [torch.empty_like(values) for _ in range(self._ranks.world_size)]
-        dist.all_gather(rows, values, group=self._group)
-        return rows
 
 
 # --- Detects lost nodes of a trainer: the launcher of each node increments a heartbeat counter in the rendezvous store.

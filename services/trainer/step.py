@@ -59,7 +59,7 @@ from services.trainer.metrics import (
     add_zero_gradients,
     step_metrics,
 )
-from services.trainer.micro_batches import (
+from services.trainer.model.micro_batches import (
     Document,
     MicroBatch,
     MinibatchContext,

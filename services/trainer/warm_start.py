@@ -36,7 +36,7 @@ from services.common.telemetry.metrics import MetricsWriter, RowKind
 
 if TYPE_CHECKING:
     from services.common.text.chat import Chat
-    from services.trainer.micro_batches import Document
+    from services.trainer.model.micro_batches import Document
     from services.trainer.model.optimizer import PolicyOptimizer, Update
     from services.trainer.model.policy_model import PolicyModel
     from services.trainer.ranks import Ranks
@@ -145,7 +145,7 @@ def supervised_update(
 
     Returns the mean loss per trained token in nats, the number of trained tokens, and the update.
     """
-    from services.trainer.micro_batches import forward, logprob_dtype, pack_for_ranks
+    from services.trainer.model.micro_batches import forward, logprob_dtype, pack_for_ranks
 
     trained = sum(document.num_trained_tokens for document in documents)
     total = 0.0
@@ -166,7 +166,7 @@ def to_document(chat: Chat, dialogue: Mapping[str, Any], context_length: int) ->
     """
     import numpy as np
 
-    from services.trainer.micro_batches import Document
+    from services.trainer.model.micro_batches import Document
 
     messages = dialogue.get("messages") if isinstance(dialogue, Mapping) else None
     if not isinstance(messages, list):

@@ -24,8 +24,8 @@ from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.ingest import PolicyBounds, RecordBounds, RecordRefusedError
 from services.orchestrator.journal import entries
 from services.trainer.advantages import sequence_advantages
-from services.trainer.micro_batches import Document, check_batch
-from services.trainer.micro_batches import pack as pack_documents
+from services.trainer.model.micro_batches import Document, check_batch
+from services.trainer.model.micro_batches import pack as pack_documents
 from services.trainer.ranks import Ranks
 from tests.unit.orchestrator.builders import group, order, sequence
 

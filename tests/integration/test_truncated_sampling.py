@@ -18,7 +18,7 @@ from services.common.wire import read, write
 from services.inference.engine.torch.engine import TorchEngine
 from services.orchestrator.journal import entries
 from services.trainer import step as step_module
-from services.trainer.micro_batches import MicroBatch, forward
+from services.trainer.model.micro_batches import MicroBatch, forward
 from tests.random_models import VOCAB, build_model, make_prompt, make_request, perturbed
 from tests.unit.trainer.building import algorithm, rank_batch, train_step
 

@@ -498,7 +498,7 @@ class SnapshotWriter:
     """An unfinished version, mapped by one of its writers: every writer fills its own rows of any tensor.
 
     The first writer reserves the file (``create``), others of the host ``join``. When every tensor is filled, the first one
-    ``seal``s the file; ``abandon`` (or an exception in ``with``) removes the file.
+    ``seal``s the file, or ``abandon`` removes the file.
     """
 
     def __init__(self, path: Path, manifest: Manifest, reserved: int, file_descriptor: int, mapped: mmap.mmap) -> None:
@@ -617,13 +617,6 @@ class SnapshotWriter:
         """Remove an unfinished file. A second call, or a call after ``seal``, has no effect."""
         _hidden(self.path).unlink(missing_ok=True)
         self.close()
-
-    def __enter__(self) -> SnapshotWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self.abandon()
 
 
 class Snapshot:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from services.common.errors import ModelMismatchError, RollmillError
-from services.trainer.micro_batches import Document, forward, pack
+from services.trainer.model.micro_batches import Document, forward, pack
 from services.trainer.ranks import local_rows, peer_loss, reshard
 
 BOUND, BOUND_16_BITS = 1e-3, 0.25

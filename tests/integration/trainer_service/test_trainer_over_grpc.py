@@ -16,9 +16,9 @@ from services.common.records import RankBatch
 from services.trainer.checkpoints import Checkpoints
 from services.trainer.link import GrpcLink, LoopThread
 from services.trainer.loop import TrainingLoop
-from services.trainer.micro_batches import Document
 from services.trainer.model.attention import Documents
 from services.trainer.model.logprobs import Targets
+from services.trainer.model.micro_batches import Document
 from services.trainer.model.policy_model import PolicyModel
 from services.trainer.ranks import Ranks
 from services.trainer.step import TrainStep

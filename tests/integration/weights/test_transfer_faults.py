@@ -53,14 +53,12 @@ def write_version(directory: Path, number: int, run: str = RUN, seed: int = 0) -
     for step in range(1, number + 1):
         weights[step::5000] += np.uint16(step)
     specs = [TensorSpec(name="w", dtype="bfloat16", shape=(SIZE,)), TensorSpec(name="b", dtype="bfloat16", shape=(3,))]
-    with SnapshotWriter.create(
-        run_id=run, policy=POLICY, version=number, specs=specs, directories=(directory,)
-    ) as writer:
-        for entry in writer.tensors:
-            bits = writer.bits(entry)
-            bits[:] = weights if entry.name == "w" else 1
-            del bits
-        return writer.path, writer.seal()
+    writer = SnapshotWriter.create(run_id=run, policy=POLICY, version=number, specs=specs, directories=(directory,))
+    for entry in writer.tensors:
+        bits = writer.bits(entry)
+        bits[:] = weights if entry.name == "w" else 1
+        del bits
+    return writer.path, writer.seal()
 
 
 def announced(manifest: Manifest, *sources: str) -> WeightVersion:

@@ -23,18 +23,6 @@ SIZE = 5_300_001  # several chunks, and a rest
 WAYS = ("mapped", "bulk", "grpc")
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_every_way_brings_the_bytes_and_ends_its_lease(way: str, tmp_path: Path) -> None:
-    source = MemorySource(SIZE, tmp_path / "payload")
-    async with sending(source) as sender:
-        got = await fetched(sender.address, source.version, transports=[way])
-        assert got.transport == way
-        assert got.data == source.data.data
-        assert got.sources == (sender.address,)
-        await until(lambda: not source.num_leases)
-        assert sender.budget.num_bytes_sent == (0 if way == "mapped" else SIZE)
-
-
 async def test_the_first_way_that_both_ends_have_is_taken(tmp_path: Path) -> None:
     with_file, without = MemorySource(SIZE, tmp_path / "payload"), MemorySource(SIZE)
     async with sending(with_file) as sender:

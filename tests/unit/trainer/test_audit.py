@@ -15,7 +15,7 @@ from services.common.config.training import OptimizerConfig
 from services.common.records import MinibatchTotals, Segment
 from services.trainer.losses import ALGORITHMS, LossFunction, TokenBatch
 from services.trainer.metrics import Sums, add_ratios, add_zero_gradients, shares
-from services.trainer.micro_batches import Document, MicroBatch, pack_for_ranks
+from services.trainer.model.micro_batches import Document, MicroBatch, pack_for_ranks
 from services.trainer.ranks import Ranks
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 

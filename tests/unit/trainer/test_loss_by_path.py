@@ -10,7 +10,7 @@ import torch
 
 from services.common.errors import ConfigError
 from services.trainer.losses import LossError, PolicyLoss, TokenBatch, algorithm_of
-from services.trainer.micro_batches import MicroBatch
+from services.trainer.model.micro_batches import MicroBatch
 from tests.unit.trainer.building import algorithm, rank_batch, train_step, training_sequences
 
 not_a_function = 3

@@ -18,7 +18,8 @@ from services.common.kept_tokens import kept_rows, pack
 from services.common.records import RankBatch, Segment, StopReason, TrainingSequence
 from services.common.records import TokenSequence as Row
 from services.common.tiny import build
-from services.trainer import micro_batches, numerics
+from services.trainer import numerics
+from services.trainer.model import micro_batches
 from services.trainer.model.attention import Branch
 from services.trainer.model.policy_model import AdapterSetup
 from services.trainer.numerics import MismatchError, NumericsGate

@@ -16,9 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.common.errors import InvalidRequestError
 from services.common.records import Segment
-from services.trainer.micro_batches import NO_VERSION, WORTHWHILE, Document, MicroBatch, forward, pack
 from services.trainer.model import attention as attention_module
 from services.trainer.model.attention import documents_attention
+from services.trainer.model.micro_batches import NO_VERSION, WORTHWHILE, Document, MicroBatch, forward, pack
 from services.trainer.model.policy_model import PolicyModel, value_head_for
 from tests.unit.trainer.building import (
     VOCAB,
@@ -196,7 +196,7 @@ def test_a_step_does_not_depend_on_common_beginnings(cut: bool, monkeypatch: pyt
     config = algorithm("m2po", entropy_coefficient=0.02, kl_coefficient=0.1)
     found = []
     for least in (WORTHWHILE, 2.0):
-        monkeypatch.setattr("services.trainer.micro_batches.WORTHWHILE", least)
+        monkeypatch.setattr("services.trainer.model.micro_batches.WORTHWHILE", least)
         step = train_step(
             config, causal_lm=exact_causal_lm(torch.float64), reference=exact_causal_lm(torch.float64, seed=1)
         )

@@ -14,7 +14,7 @@ from services.common.errors import InvalidRequestError
 from services.common.records import Segment, TrainingSequence
 from services.trainer.advantages import sequence_advantages
 from services.trainer.metrics import Sums, Usage
-from services.trainer.micro_batches import Document
+from services.trainer.model.micro_batches import Document
 from services.trainer.model.policy_model import PolicyModel
 from services.trainer.ranks import Ranks
 from services.trainer.step import TrainStep

@@ -11,7 +11,7 @@ import torch
 from services.common.errors import ModelMismatchError
 from services.trainer.app import build_step
 from services.trainer.metrics import Sums
-from services.trainer.micro_batches import MicroBatch, forward
+from services.trainer.model.micro_batches import MicroBatch, forward
 from services.trainer.ranks import Ranks
 from services.trainer.step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences

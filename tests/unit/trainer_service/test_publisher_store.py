@@ -62,13 +62,13 @@ class History:
 
     def write(self, number: int, weights: Weights) -> Path:
         specs = [TensorSpec(name=name, dtype="bfloat16", shape=(len(bits),)) for name, bits in weights.items()]
-        with SnapshotWriter.create(
+        writer = SnapshotWriter.create(
             run_id=RUN, policy=POLICY, version=number, specs=specs, directories=(self.directory,)
-        ) as writer:
-            for entry in writer.tensors:
-                writer.bits(entry)[:] = weights[entry.name]
-            self.versions[number], self.paths[number] = weights, writer.path
-            self.manifests[number] = writer.seal()
+        )
+        for entry in writer.tensors:
+            writer.bits(entry)[:] = weights[entry.name]
+        self.versions[number], self.paths[number] = weights, writer.path
+        self.manifests[number] = writer.seal()
         return writer.path
 
     def publish(self, number: int, share: float = 0.01, sizes: dict[str, int] | None = None) -> None:
@@ -195,16 +195,6 @@ async def test_another_digest_is_never_a_base_and_other_runs_policies_and_versio
         history.store.add(other.write(4, {"w": np.arange(5, dtype=np.uint16)}))
     assert history.payload(4).target.digest == history.manifests[4].digest
     other.store.close()
-
-
-async def test_an_older_version_is_served_while_it_is_held_and_deltas_lead_to_it(histories: Any) -> None:
-    history = histories(keep_versions=3)
-    for number in (1, 2, 3, 4):
-        history.publish(number)
-    history.assert_holds(await history.applied(history.payload(3, 2)), 3)
-    history.assert_holds(await history.applied(history.payload(2)), 2)
-    back = history.payload(3, 4)  # a receiver that is ahead: from the snapshot that is held
-    history.assert_holds(await history.applied(back), 3)
 
 
 async def test_an_open_payload_outlives_the_file_of_its_version(histories: Any) -> None:

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,9 +59,6 @@ from services.trainer.losses import (
 from services.trainer.model.attention import Branch, Documents, Ints
 from services.trainer.model.logprobs import Drawn, KeptBlocks, Targets
 from services.trainer.ranks import Ranks
-
-if TYPE_CHECKING:
-    from services.trainer.model.policy_model import PolicyModel, Scorer
 
 Bools = npt.NDArray[np.bool_]
 NO_VERSION = -1
@@ -341,7 +338,7 @@ def dummy_micro_batch(device: torch.device | str, dtype: torch.dtype) -> MicroBa
     return replace(made, is_dummy=True, num_given_tokens=0)
 
 
-def logprob_dtype(model: PolicyModel) -> torch.dtype:
+def logprob_dtype(model: torch.nn.Module) -> torch.dtype:
     """The type of log-probabilities and of all values compared with them: float64 for float64 models, else float32."""
     return torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
 
@@ -401,14 +398,14 @@ def pack_for_ranks(
 ) -> list[list[MicroBatch]]:
     """Pack each minibatch. Ranks with fewer micro-batches get dummies, so that all ranks join each forward pass."""
     packed = [pack(documents, max_tokens, ranks.device, dtype) for documents in minibatches]
-    counts = ranks.max(torch.tensor([len(p) for p in packed], dtype=torch.int64, device=ranks.device)).tolist()
+    counts = ranks.max(*map(len, packed))
     for micro_batches, count in zip(packed, counts, strict=True):
-        micro_batches += [dummy_micro_batch(ranks.device, dtype)] * (count - len(micro_batches))
+        micro_batches.extend(dummy_micro_batch(ranks.device, dtype) for _ in range(count - len(micro_batches)))
     return packed
 
 
 def forward(
-    model: Scorer, batch: MicroBatch, temperature: float
+    model: Callable[..., tuple[torch.Tensor, ...]], batch: MicroBatch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(log-probabilities, entropies, values) of the trained tokens; None without a value head. [num_targets] each"""
     logprobs, entropy, *values = model(
