@@ -8,7 +8,6 @@ orchestrator --commands--> replica --> player --> workflow --> engine, gateway
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 import uuid
 from dataclasses import replace
@@ -181,7 +180,6 @@ class _Process:
             replica_id=self._replica_id,
             incarnation=incarnation,
             num_slots=self._config.num_slots,
-            labels={"host": socket.gethostname(), "engine": self._config.engine},
             weights_address=self._server.address if self._relays and is_reached else "",
         )
         replica = Replica(

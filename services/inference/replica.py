@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -129,7 +129,6 @@ class ReplicaIdentity:
     replica_id: str
     incarnation: str
     num_slots: int
-    labels: Mapping[str, str] = field(default_factory=dict)
     weights_address: str = ""  # where the replica relays weights; empty: no relay
 
 
@@ -141,7 +140,6 @@ class ReplicaReport:
     running_task_group_ids: tuple[str, ...]
     num_generated_tokens: int
     emission_intervals: tuple[tuple[float, float], ...]  # since the last report
-    gauges: Mapping[str, float]
     weight_transfers: tuple[WeightTransfer, ...] = ()  # since the last report
     accounts: tuple[AccountState, ...] = ()
     peers: tuple[PeerState, ...] = ()
@@ -456,17 +454,11 @@ class Replica:
 
     def _report_now(self) -> ReplicaReport:
         health = [loaded.served.engine.health() for loaded in self._policies.values()]
-        gauges: dict[str, float] = {}
-        for loaded in self._policies.values():
-            gauges |= loaded.weights.gauges()
-        gauges["requests_running"] = float(sum(h.running for h in health))
-        gauges["requests_waiting"] = float(sum(h.waiting for h in health))
         return ReplicaReport(
             held_versions=self._held_versions(),
             running_task_group_ids=self._player.running_task_group_ids,
             num_generated_tokens=sum(h.generated_tokens for h in health),
             emission_intervals=tuple(self._emissions.take()),
-            gauges=gauges,
             weight_transfers=tuple(t for loaded in self._policies.values() for t in loaded.weights.take_transfers()),
             accounts=self.accounts(),
             peers=tuple(peer for peer in (self._gateway_state(),) if peer is not None),

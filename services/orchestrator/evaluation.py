@@ -269,9 +269,6 @@ class EvaluationPass:
         """Samples of the next row."""
         return self.samples[self.next_row]
 
-    def required(self) -> Mapping[str, int]:
-        return self.versions if self.pinned else {}
-
     def issue(self, group_id: str, row: int) -> None:
         """Count the trajectories of a group of the pass, once."""
         if group_id not in self.group_ids:
@@ -335,7 +332,7 @@ class Evaluations:
         self._sources = dict(sources)
         sections = recipe.data.evaluation.items()
         self._samples = {name: data.samples_per_task or config.samples_per_task for name, data in sections}
-        self._rows = [(name, row) for name, source in self._sources.items() for row in range(len(source))]
+        self.rows = [(name, row) for name, source in self._sources.items() for row in range(len(source))]
         self._names = names
         self._timeout_s = recipe.rollout.timeout_s
         self._seed = recipe.run.seed
@@ -348,14 +345,7 @@ class Evaluations:
         self.passes: dict[str, EvaluationPass] = {}  # unfinished ones, in order
         self.results: dict[str, EvaluationResult] = {}
 
-    @property
-    def possible(self) -> bool:
-        return bool(self._rows)
-
-    def names_of(self, evaluation_id: str) -> list[str]:
-        return [name for name, _, _ in self._kinds(evaluation_id)]
-
-    def _kinds(self, evaluation_id: str) -> list[tuple[str, str, tuple[str, ...]]]:
+    def kinds(self, evaluation_id: str) -> list[tuple[str, str, tuple[str, ...]]]:
         """(name of the pass, name of its sampling, its policies) of all passes."""
         apart = len(self._compositions) > 1
         during = self._config.during_samplings if step_of(evaluation_id) else []
@@ -370,7 +360,7 @@ class Evaluations:
         """Samples by row; 0 for a row that the evaluation of a training step leaves out: it plays the next ones of a fixed
         random order."""
         step, most = step_of(evaluation_id), self._config.during_tasks
-        chosen = set(self._rows)
+        chosen = set(self.rows)
         if step and most is not None:
             chosen = set()
             begin = (step // max(1, self._config.every) - 1) * most
@@ -378,13 +368,13 @@ class Evaluations:
                 order = list(range(len(source)))
                 random.Random(derived_seed(self._seed, "evaluation order", name)).shuffle(order)
                 chosen |= {(name, order[(begin + i) % len(order)]) for i in range(min(most, len(order)))}
-        return tuple(self._samples[row[0]] if row in chosen else 0 for row in self._rows)
+        return tuple(self._samples[row[0]] if row in chosen else 0 for row in self.rows)
 
     def begin(self, evaluation_id: str, versions: Mapping[str, int]) -> None:
         """Queue the passes of an evaluation, except those already queued or finished."""
-        if not self.possible:
+        if not self.rows:
             return
-        for name, sampling, policies in self._kinds(evaluation_id):
+        for name, sampling, policies in self.kinds(evaluation_id):
             if name not in self.passes and name not in self.results:
                 self.passes[name] = EvaluationPass(
                     name=name,
@@ -406,7 +396,7 @@ class Evaluations:
         return max((step_of(name.partition("/")[0]) or 0 for name in names), default=0)
 
     def finished(self, evaluation_id: str) -> bool:
-        return all(name in self.results for name in self.names_of(evaluation_id))
+        return all(name in self.results for name, _, _ in self.kinds(evaluation_id))
 
     def has_room(self, current: EvaluationPass) -> bool:
         """Whether ``evaluation.max_in_flight`` admits the next task group of a pass."""
@@ -420,7 +410,7 @@ class Evaluations:
         assert current.has_left
         row = current.next_row
         current.next_row += 1
-        dataset, place = self._rows[row]
+        dataset, place = self.rows[row]
         order = TaskGroupOrder(
             task_group_id=self._names.draw(),
             task=self._sources[dataset][place],
@@ -428,7 +418,7 @@ class Evaluations:
             purpose=Purpose.EVALUATION,
             source=dataset,
             sampling=current.sampling,
-            required_versions=dict(current.required()),
+            required_versions=dict(current.versions) if current.pinned else {},
             # By dataset and row alone, so that all passes draw common random numbers: versions, and ways of sampling,
             # are compared by the differences of their items (scores.py).
             seed=derived_seed(self._seed, "evaluation", dataset, place),
@@ -459,20 +449,16 @@ class Evaluations:
         current.note(outcome, reward, group.position)
         if current.finished:
             del self.passes[current.name]
-            result = self._result(current)
+            same = [other for other in self.results.values() if kind_of(other.name) == kind_of(current.name)]
+            base = next((other for other in same if other.mean_reward is not None), None)
+            result = current.result(tuple(self._scores(current)), base, self._started_at)
             self.results[current.name] = result
             self._on_result(result)
 
-    def _result(self, current: EvaluationPass) -> EvaluationResult:
-        kind = kind_of(current.name)
-        same = (other for other in self.results.values() if kind_of(other.name) == kind)
-        base = next((other for other in same if other.mean_reward is not None), None)
-        return current.result(tuple(self._scores(current)), base, self._started_at)
-
     def _scores(self, current: EvaluationPass) -> Iterator[DatasetScore]:
         for name, source in self._sources.items():
-            rows = [row for row, (dataset, _) in enumerate(self._rows) if dataset == name and current.samples[row]]
-            places = [self._rows[row][1] for row in rows]
+            rows = [row for row, (dataset, _) in enumerate(self.rows) if dataset == name and current.samples[row]]
+            places = [self.rows[row][1] for row in rows]
             digest = self._digests[name] if len(rows) == len(source) else _digest(source, places)
             rewards = filled_rows([current.rewards.get(row, []) + current.failed.get(row, []) for row in rows])
             yield score(
@@ -492,7 +478,7 @@ class Evaluations:
         self.results[result.name] = result
 
     def known(self, evaluation_id: str) -> bool:
-        return any(name in self.passes or name in self.results for name in self.names_of(evaluation_id))
+        return any(name in self.passes or name in self.results for name, _, _ in self.kinds(evaluation_id))
 
     def group_ids(self) -> set[str]:
         """Task groups of unfinished passes: the pass needs their rewards until its result."""
@@ -566,7 +552,7 @@ class Evaluators:
 
     def freest(self, current: EvaluationPass, num_slots: int) -> Replica | None:
         """The replica for the next task group of this pass, with the most free slots of those that can."""
-        required = current.required()
+        required = current.versions if current.pinned else {}
 
         def serves(replica: Replica) -> bool:
             if current.evaluators:

@@ -499,7 +499,11 @@ class RecordBounds:
             try:
                 if sequence.parent is not None:  # it comes before its children
                     within(RefusalReason.NUMBER, "its parent", sequence.parent, 0, position - 1)
-                bounds = self._bounds_of(sequence, order)
+                bounds = self.policies.get(sequence.policy)
+                if bounds is None:
+                    raise RecordRefusedError(RefusalReason.POLICY, f"unknown policy {sequence.policy[:MOST_NAME]!r}")
+                if order.policies and sequence.policy not in order.policies:
+                    raise RecordRefusedError(RefusalReason.POLICY, f"its task group is of {', '.join(order.policies)}")
                 num_tokens += _check_sequence(sequence, bounds, order, newest[sequence.policy])
                 if bounds.same_rewards and order.purpose is Purpose.TRAIN:
                     first = rewards.setdefault(group_key(sequence, bounds.group_by), sequence.reward)
@@ -511,14 +515,6 @@ class RecordBounds:
         within(RefusalReason.LENGTH, "the number of tokens", num_tokens, 1, MOST_TOKENS)
         check_metrics(trajectory.metrics)
         check_times(trajectory)
-
-    def _bounds_of(self, sequence: TokenSequence, order: TaskGroupOrder) -> PolicyBounds:
-        bounds = self.policies.get(sequence.policy)
-        if bounds is None:
-            raise RecordRefusedError(RefusalReason.POLICY, f"unknown policy {sequence.policy[:MOST_NAME]!r}")
-        if order.policies and sequence.policy not in order.policies:
-            raise RecordRefusedError(RefusalReason.POLICY, f"its task group is of {', '.join(order.policies)}")
-        return bounds
 
 
 def _check_sequence(sequence: TokenSequence, bounds: PolicyBounds, order: TaskGroupOrder, newest: int) -> int:

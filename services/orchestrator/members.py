@@ -216,15 +216,6 @@ class Replica:
 
     # --- the ledger --------------------------------------------------------------------------------------------------
 
-    def resolve(self, name: str, slot: int) -> bool:
-        """Remove a resolved slot; returns whether no slot of the task group is open here."""
-        assignment = self.assignments[name]
-        if slot in assignment.open_slots:
-            assignment.open_slots.remove(slot)
-            self.num_running -= 1
-            self.num_evaluating -= assignment.evaluates
-        return not assignment.open_slots
-
     def drop(self, name: str) -> None:
         """Remove a task group from this replica."""
         assignment = self.assignments.pop(name)
@@ -331,7 +322,7 @@ class ReplicaPool:
         replica.weights_address = hello.weights_address
         replica.held = dict(hello.held)
         replica.announced.clear()  # an announcement may have been lost
-        self._renew(replica)
+        replica.lease_until = self._clock() + self.lease_s
         self.takers += 1
         return replica
 
@@ -381,7 +372,7 @@ class ReplicaPool:
         replica.device_turn = device_turn
         replica.note_running(running)
         replica.accounts, replica.peers = accounts, peers
-        self._renew(replica)
+        replica.lease_until = now + self.lease_s
         return replica
 
     def prolong(self, seconds: float) -> None:
@@ -445,9 +436,6 @@ class ReplicaPool:
             del self._met[next(iter(self._met))]
         return replica
 
-    def _renew(self, replica: Replica) -> None:
-        replica.lease_until = self._clock() + self.lease_s
-
     def _end(self, replica: Replica, error: LeaseLostError | None) -> None:
         del self.replicas[replica.replica_id]
         if replica.mailbox is not None:
@@ -484,7 +472,12 @@ class ReplicaPool:
         replica = self.owner(task_group_id)
         if replica is None:
             return None
-        if replica.resolve(task_group_id, index):
+        assignment = replica.assignments[task_group_id]
+        if index in assignment.open_slots:
+            assignment.open_slots.remove(index)
+            replica.num_running -= 1
+            replica.num_evaluating -= assignment.evaluates
+        if not assignment.open_slots:
             self.release(task_group_id)
         return replica
 

@@ -402,7 +402,7 @@ class OrchestratorCore:
         """Queue an evaluation of the newest versions, unless known already."""
         if self.evaluations.known(evaluation_id):
             return
-        if not self.evaluations.possible:
+        if not self.evaluations.rows:
             raise StateError("this recipe has no data.evaluation, so there are no tasks to evaluate on")
         if any(ledger.newest is None for ledger in self.ledgers.values()):
             raise StateError("no weight version is published yet that could be evaluated")

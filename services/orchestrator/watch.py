@@ -42,7 +42,6 @@ from services.orchestrator.stalls import (
     Facts,
     Hold,
     PolicyFacts,
-    Stall,
     StallDetector,
 )
 
@@ -207,31 +206,21 @@ class StallWatch:
         core.book.note(seen.accounts.values())
         begun, ended = self._detector.look(seen)
         core.stalls = self._detector.stalls
-        for stall in begun:
-            self._begun(stall)
-        for stall in ended:
+        for moment, stall in [*((StallMoment.BEGIN, s) for s in begun), *((StallMoment.END, s) for s in ended)]:
             seconds = round(core.clock() - stall.since, 1)
-            log.info(LogEvent.RUN_UNSTALLED, component=stall.component, cause=stall.cause.value, seconds=seconds)
-            core.metrics.stall(StallMoment.END, stall.component, stall.cause.value, stall.detail, seconds)
-
-    def _begun(self, stall: Stall) -> None:
-        core = self._core
-        seconds = round(core.clock() - stall.since, 1)
-        log.warning(
-            "run.stalled",
-            component=stall.component,
-            cause=stall.cause.value,
-            detail=stall.detail,
-            since=time.time() - seconds,
-            seconds=seconds,
-            advice=stall.cause.advice,
-        )
-        core.counters[RunCount.STALLS.value] += 1
-        core.metrics.stall(StallMoment.BEGIN, stall.component, stall.cause.value, stall.detail, seconds)
-        if stall.cause is Cause.ORDER_LOST:
-            replica = core.pool.get(replica_id(stall.component))
-            if replica is not None:
-                core.dispatcher.rejoined(replica)  # sends the orders again; repeating one is harmless
+            component, cause = stall.component, stall.cause.value
+            core.metrics.stall(moment, component, cause, stall.detail, seconds)
+            if moment is StallMoment.END:
+                log.info(LogEvent.RUN_UNSTALLED, component=component, cause=cause, seconds=seconds)
+                continue
+            log.warning(
+                "run.stalled", component=component, cause=cause, detail=stall.detail, since=time.time() - seconds,
+                seconds=seconds, advice=stall.cause.advice,
+            )  # fmt: skip
+            core.counters[RunCount.STALLS.value] += 1
+            lost = core.pool.get(replica_id(stall.component)) if stall.cause is Cause.ORDER_LOST else None
+            if lost is not None:
+                core.dispatcher.rejoined(lost)  # sends the orders again; repeating one is harmless
 
 
 def facts(core: OrchestratorCore) -> Facts:

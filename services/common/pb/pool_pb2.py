@@ -28,69 +28,61 @@ from . import trajectory_pb2 as rollmill_dot_v1_dot_trajectory__pb2
 from . import weights_pb2 as rollmill_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rollmill/v1/pool.proto\x12\x0brollmill.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19rollmill/v1/account.proto\x1a\x1crollmill/v1/trajectory.proto\x1a\x19rollmill/v1/weights.proto\"=\n\x0bHeldVersion\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\xa0\x02\n\x0fJoinPoolRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12/\n\rheld_versions\x18\x03 \x03(\x0b\x32\x18.rollmill.v1.HeldVersion\x12\x11\n\tnum_slots\x18\x04 \x01(\x05\x12\x1e\n\x16running_task_group_ids\x18\x05 \x03(\t\x12\x38\n\x06labels\x18\x06 \x03(\x0b\x32(.rollmill.v1.JoinPoolRequest.LabelsEntry\x12\x17\n\x0fweights_address\x18\x07 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xbb\x02\n\x10JoinPoolResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.rollmill.v1.WelcomeH\x00\x12\x33\n\x0erun_task_group\x18\x02 \x01(\x0b\x32\x19.rollmill.v1.RunTaskGroupH\x00\x12\x39\n\x11\x63\x61ncel_task_group\x18\x03 \x01(\x0b\x32\x1c.rollmill.v1.CancelTaskGroupH\x00\x12.\n\x0bnew_version\x18\x04 \x01(\x0b\x32\x17.rollmill.v1.NewVersionH\x00\x12#\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x12.rollmill.v1.DrainH\x00\x12.\n\x0b\x64\x65vice_turn\x18\x06 \x01(\x0b\x32\x17.rollmill.v1.DeviceTurnH\x00\x42\t\n\x07\x63ommand\"+\n\nDeviceTurn\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\r\n\x05yours\x18\x02 \x01(\x08\"_\n\x07Welcome\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12(\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12\x65nvgateway_address\x18\x03 \x01(\t\"%\n\x12JoinGatewayRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"u\n\x13JoinGatewayResponse\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.rollmill.v1.GatewayWelcomeH\x00\x12#\n\x05leave\x18\x02 \x01(\x0b\x32\x12.rollmill.v1.DrainH\x00\x42\t\n\x07\x63ommand\" \n\x0eGatewayWelcome\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x88\x03\n\x0cRunTaskGroup\x12\x15\n\rtask_group_id\x18\x01 \x01(\t\x12\x1f\n\x04task\x18\x02 \x01(\x0b\x32\x11.rollmill.v1.Task\x12\x0f\n\x07indices\x18\x03 \x03(\x05\x12%\n\x07purpose\x18\x04 \x01(\x0e\x32\x14.rollmill.v1.Purpose\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.rollmill.v1.Sampling\x12J\n\x11required_versions\x18\x06 \x03(\x0b\x32/.rollmill.v1.RunTaskGroup.RequiredVersionsEntry\x12\x0c\n\x04seed\x18\x07 \x01(\x03\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08policies\x18\t \x03(\t\x12\x0e\n\x06source\x18\n \x01(\t\x1a\x37\n\x15RequiredVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"8\n\x0f\x43\x61ncelTaskGroup\x12\x15\n\rtask_group_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"m\n\nNewVersion\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollmill.v1.WeightVersion\x12)\n\x04plan\x18\x02 \x01(\x0b\x32\x16.rollmill.v1.FetchPlanH\x00\x88\x01\x01\x42\x07\n\x05_plan\"C\n\tFetchPlan\x12\x0e\n\x06relays\x18\x01 \x03(\t\x12\x17\n\nown_stripe\x18\x02 \x01(\x05H\x00\x88\x01\x01\x42\r\n\x0b_own_stripe\"\x17\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\"*\n\x08Interval\x12\x0f\n\x07start_s\x18\x01 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x02 \x01(\x01\"\xf4\x03\n\x14StreamReportsRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12/\n\rheld_versions\x18\x04 \x03(\x0b\x32\x18.rollmill.v1.HeldVersion\x12\x1e\n\x16running_task_group_ids\x18\x05 \x03(\t\x12\x1c\n\x14num_generated_tokens\x18\x06 \x01(\x03\x12\x31\n\x12\x65mission_intervals\x18\x07 \x03(\x0b\x32\x15.rollmill.v1.Interval\x12=\n\x06gauges\x18\x08 \x03(\x0b\x32-.rollmill.v1.StreamReportsRequest.GaugesEntry\x12\x35\n\x10weight_transfers\x18\t \x03(\x0b\x32\x1b.rollmill.v1.WeightTransfer\x12*\n\x08\x61\x63\x63ounts\x18\x14 \x03(\x0b\x32\x18.rollmill.v1.TimeAccount\x12%\n\x05peers\x18\x15 \x03(\x0b\x32\x16.rollmill.v1.PeerState\x12\x13\n\x0b\x64\x65vice_turn\x18\x16 \x01(\x03\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x03\x10\x04\"q\n\x15StreamReportsResponse\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bnext_report\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xf2\x01\n\x19StreamTrajectoriesRequest\x12\x15\n\rrecord_number\x18\x01 \x01(\x03\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12-\n\ntrajectory\x18\x04 \x01(\x0b\x32\x17.rollmill.v1.TrajectoryH\x00\x12.\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1b.rollmill.v1.RolloutFailureH\x00\x12,\n\x07records\x18\x06 \x03(\x0b\x32\x1b.rollmill.v1.NumberedRecordB\x08\n\x06record\"\x90\x01\n\x0eNumberedRecord\x12\x15\n\rrecord_number\x18\x01 \x01(\x03\x12-\n\ntrajectory\x18\x02 \x01(\x0b\x32\x17.rollmill.v1.TrajectoryH\x00\x12.\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1b.rollmill.v1.RolloutFailureH\x00\x42\x08\n\x06record\"B\n\x1aStreamTrajectoriesResponse\x12$\n\x04\x61\x63ks\x18\x01 \x03(\x0b\x32\x16.rollmill.v1.RecordAck\"\x8b\x01\n\tRecordAck\x12\x15\n\rrecord_number\x18\x01 \x01(\x03\x12+\n\x07outcome\x18\x02 \x01(\x0e\x32\x1a.rollmill.v1.RecordOutcome\x12*\n\x06reason\x18\x03 \x01(\x0e\x32\x1a.rollmill.v1.RefusalReason\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t*\xbe\x01\n\rRecordOutcome\x12\x1e\n\x1aRECORD_OUTCOME_UNSPECIFIED\x10\x00\x12\x1b\n\x17RECORD_OUTCOME_ACCEPTED\x10\x01\x12\x1c\n\x18RECORD_OUTCOME_DUPLICATE\x10\x02\x12\x1a\n\x16RECORD_OUTCOME_UNKNOWN\x10\x03\x12\x1a\n\x16RECORD_OUTCOME_INVALID\x10\x04\x12\x1a\n\x16RECORD_OUTCOME_REFUSED\x10\x05*\x95\x04\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1f\n\x1bREFUSAL_REASON_NOT_A_MEMBER\x10\x01\x12 \n\x1cREFUSAL_REASON_NOT_THE_OWNER\x10\x02\x12\x1d\n\x19REFUSAL_REASON_UNREADABLE\x10\x03\x12\x19\n\x15REFUSAL_REASON_POLICY\x10\x04\x12\x1a\n\x16REFUSAL_REASON_VERSION\x10\x05\x12\x1b\n\x17REFUSAL_REASON_TOKEN_ID\x10\x06\x12\x19\n\x15REFUSAL_REASON_LENGTH\x10\x07\x12\x18\n\x14REFUSAL_REASON_COUNT\x10\x08\x12\x19\n\x15REFUSAL_REASON_REWARD\x10\t\x12\x1a\n\x16REFUSAL_REASON_LOGPROB\x10\n\x12\x1a\n\x16REFUSAL_REASON_TEACHER\x10\x0b\x12\x1e\n\x1aREFUSAL_REASON_KEPT_TOKENS\x10\x0c\x12\x1e\n\x1aREFUSAL_REASON_TEMPERATURE\x10\r\x12\x17\n\x13REFUSAL_REASON_NAME\x10\x0e\x12\x19\n\x15REFUSAL_REASON_NUMBER\x10\x0f\x12\x19\n\x15REFUSAL_REASON_METRIC\x10\x10\x12\x17\n\x13REFUSAL_REASON_TIME\x10\x11\x32\xf3\x02\n\x0bPoolService\x12I\n\x08JoinPool\x12\x1c.rollmill.v1.JoinPoolRequest\x1a\x1d.rollmill.v1.JoinPoolResponse0\x01\x12Z\n\rStreamReports\x12!.rollmill.v1.StreamReportsRequest\x1a\".rollmill.v1.StreamReportsResponse(\x01\x30\x01\x12i\n\x12StreamTrajectories\x12&.rollmill.v1.StreamTrajectoriesRequest\x1a\'.rollmill.v1.StreamTrajectoriesResponse(\x01\x30\x01\x12R\n\x0bJoinGateway\x12\x1f.rollmill.v1.JoinGatewayRequest\x1a .rollmill.v1.JoinGatewayResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rollmill/v1/pool.proto\x12\x0brollmill.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19rollmill/v1/account.proto\x1a\x1crollmill/v1/trajectory.proto\x1a\x19rollmill/v1/weights.proto\"=\n\x0bHeldVersion\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\xbd\x01\n\x0fJoinPoolRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12/\n\rheld_versions\x18\x03 \x03(\x0b\x32\x18.rollmill.v1.HeldVersion\x12\x11\n\tnum_slots\x18\x04 \x01(\x05\x12\x1e\n\x16running_task_group_ids\x18\x05 \x03(\t\x12\x17\n\x0fweights_address\x18\x07 \x01(\tJ\x04\x08\x06\x10\x07\"\xbb\x02\n\x10JoinPoolResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.rollmill.v1.WelcomeH\x00\x12\x33\n\x0erun_task_group\x18\x02 \x01(\x0b\x32\x19.rollmill.v1.RunTaskGroupH\x00\x12\x39\n\x11\x63\x61ncel_task_group\x18\x03 \x01(\x0b\x32\x1c.rollmill.v1.CancelTaskGroupH\x00\x12.\n\x0bnew_version\x18\x04 \x01(\x0b\x32\x17.rollmill.v1.NewVersionH\x00\x12#\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x12.rollmill.v1.DrainH\x00\x12.\n\x0b\x64\x65vice_turn\x18\x06 \x01(\x0b\x32\x17.rollmill.v1.DeviceTurnH\x00\x42\t\n\x07\x63ommand\"+\n\nDeviceTurn\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\r\n\x05yours\x18\x02 \x01(\x08\"_\n\x07Welcome\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12(\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12\x65nvgateway_address\x18\x03 \x01(\t\"%\n\x12JoinGatewayRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"u\n\x13JoinGatewayResponse\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.rollmill.v1.GatewayWelcomeH\x00\x12#\n\x05leave\x18\x02 \x01(\x0b\x32\x12.rollmill.v1.DrainH\x00\x42\t\n\x07\x63ommand\" \n\x0eGatewayWelcome\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x88\x03\n\x0cRunTaskGroup\x12\x15\n\rtask_group_id\x18\x01 \x01(\t\x12\x1f\n\x04task\x18\x02 \x01(\x0b\x32\x11.rollmill.v1.Task\x12\x0f\n\x07indices\x18\x03 \x03(\x05\x12%\n\x07purpose\x18\x04 \x01(\x0e\x32\x14.rollmill.v1.Purpose\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.rollmill.v1.Sampling\x12J\n\x11required_versions\x18\x06 \x03(\x0b\x32/.rollmill.v1.RunTaskGroup.RequiredVersionsEntry\x12\x0c\n\x04seed\x18\x07 \x01(\x03\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08policies\x18\t \x03(\t\x12\x0e\n\x06source\x18\n \x01(\t\x1a\x37\n\x15RequiredVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"8\n\x0f\x43\x61ncelTaskGroup\x12\x15\n\rtask_group_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"m\n\nNewVersion\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollmill.v1.WeightVersion\x12)\n\x04plan\x18\x02 \x01(\x0b\x32\x16.rollmill.v1.FetchPlanH\x00\x88\x01\x01\x42\x07\n\x05_plan\"C\n\tFetchPlan\x12\x0e\n\x06relays\x18\x01 \x03(\t\x12\x17\n\nown_stripe\x18\x02 \x01(\x05H\x00\x88\x01\x01\x42\r\n\x0b_own_stripe\"\x17\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\"*\n\x08Interval\x12\x0f\n\x07start_s\x18\x01 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x02 \x01(\x01\"\x8c\x03\n\x14StreamReportsRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12/\n\rheld_versions\x18\x04 \x03(\x0b\x32\x18.rollmill.v1.HeldVersion\x12\x1e\n\x16running_task_group_ids\x18\x05 \x03(\t\x12\x1c\n\x14num_generated_tokens\x18\x06 \x01(\x03\x12\x31\n\x12\x65mission_intervals\x18\x07 \x03(\x0b\x32\x15.rollmill.v1.Interval\x12\x35\n\x10weight_transfers\x18\t \x03(\x0b\x32\x1b.rollmill.v1.WeightTransfer\x12*\n\x08\x61\x63\x63ounts\x18\x14 \x03(\x0b\x32\x18.rollmill.v1.TimeAccount\x12%\n\x05peers\x18\x15 \x03(\x0b\x32\x16.rollmill.v1.PeerState\x12\x13\n\x0b\x64\x65vice_turn\x18\x16 \x01(\x03J\x04\x08\x03\x10\x04J\x04\x08\x08\x10\t\"q\n\x15StreamReportsResponse\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bnext_report\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xf2\x01\n\x19StreamTrajectoriesRequest\x12\x15\n\rrecord_number\x18\x01 \x01(\x03\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12-\n\ntrajectory\x18\x04 \x01(\x0b\x32\x17.rollmill.v1.TrajectoryH\x00\x12.\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1b.rollmill.v1.RolloutFailureH\x00\x12,\n\x07records\x18\x06 \x03(\x0b\x32\x1b.rollmill.v1.NumberedRecordB\x08\n\x06record\"\x90\x01\n\x0eNumberedRecord\x12\x15\n\rrecord_number\x18\x01 \x01(\x03\x12-\n\ntrajectory\x18\x02 \x01(\x0b\x32\x17.rollmill.v1.TrajectoryH\x00\x12.\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1b.rollmill.v1.RolloutFailureH\x00\x42\x08\n\x06record\"B\n\x1aStreamTrajectoriesResponse\x12$\n\x04\x61\x63ks\x18\x01 \x03(\x0b\x32\x16.rollmill.v1.RecordAck\"\x8b\x01\n\tRecordAck\x12\x15\n\rrecord_number\x18\x01 \x01(\x03\x12+\n\x07outcome\x18\x02 \x01(\x0e\x32\x1a.rollmill.v1.RecordOutcome\x12*\n\x06reason\x18\x03 \x01(\x0e\x32\x1a.rollmill.v1.RefusalReason\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t*\xbe\x01\n\rRecordOutcome\x12\x1e\n\x1aRECORD_OUTCOME_UNSPECIFIED\x10\x00\x12\x1b\n\x17RECORD_OUTCOME_ACCEPTED\x10\x01\x12\x1c\n\x18RECORD_OUTCOME_DUPLICATE\x10\x02\x12\x1a\n\x16RECORD_OUTCOME_UNKNOWN\x10\x03\x12\x1a\n\x16RECORD_OUTCOME_INVALID\x10\x04\x12\x1a\n\x16RECORD_OUTCOME_REFUSED\x10\x05*\x95\x04\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1f\n\x1bREFUSAL_REASON_NOT_A_MEMBER\x10\x01\x12 \n\x1cREFUSAL_REASON_NOT_THE_OWNER\x10\x02\x12\x1d\n\x19REFUSAL_REASON_UNREADABLE\x10\x03\x12\x19\n\x15REFUSAL_REASON_POLICY\x10\x04\x12\x1a\n\x16REFUSAL_REASON_VERSION\x10\x05\x12\x1b\n\x17REFUSAL_REASON_TOKEN_ID\x10\x06\x12\x19\n\x15REFUSAL_REASON_LENGTH\x10\x07\x12\x18\n\x14REFUSAL_REASON_COUNT\x10\x08\x12\x19\n\x15REFUSAL_REASON_REWARD\x10\t\x12\x1a\n\x16REFUSAL_REASON_LOGPROB\x10\n\x12\x1a\n\x16REFUSAL_REASON_TEACHER\x10\x0b\x12\x1e\n\x1aREFUSAL_REASON_KEPT_TOKENS\x10\x0c\x12\x1e\n\x1aREFUSAL_REASON_TEMPERATURE\x10\r\x12\x17\n\x13REFUSAL_REASON_NAME\x10\x0e\x12\x19\n\x15REFUSAL_REASON_NUMBER\x10\x0f\x12\x19\n\x15REFUSAL_REASON_METRIC\x10\x10\x12\x17\n\x13REFUSAL_REASON_TIME\x10\x11\x32\xf3\x02\n\x0bPoolService\x12I\n\x08JoinPool\x12\x1c.rollmill.v1.JoinPoolRequest\x1a\x1d.rollmill.v1.JoinPoolResponse0\x01\x12Z\n\rStreamReports\x12!.rollmill.v1.StreamReportsRequest\x1a\".rollmill.v1.StreamReportsResponse(\x01\x30\x01\x12i\n\x12StreamTrajectories\x12&.rollmill.v1.StreamTrajectoriesRequest\x1a\'.rollmill.v1.StreamTrajectoriesResponse(\x01\x30\x01\x12R\n\x0bJoinGateway\x12\x1f.rollmill.v1.JoinGatewayRequest\x1a .rollmill.v1.JoinGatewayResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmill.v1.pool_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_JOINPOOLREQUEST_LABELSENTRY']._loaded_options = None
-  _globals['_JOINPOOLREQUEST_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_RUNTASKGROUP_REQUIREDVERSIONSENTRY']._loaded_options = None
   _globals['_RUNTASKGROUP_REQUIREDVERSIONSENTRY']._serialized_options = b'8\001'
-  _globals['_STREAMREPORTSREQUEST_GAUGESENTRY']._loaded_options = None
-  _globals['_STREAMREPORTSREQUEST_GAUGESENTRY']._serialized_options = b'8\001'
-  _globals['_RECORDOUTCOME']._serialized_start=3084
-  _globals['_RECORDOUTCOME']._serialized_end=3274
-  _globals['_REFUSALREASON']._serialized_start=3277
-  _globals['_REFUSALREASON']._serialized_end=3810
+  _globals['_RECORDOUTCOME']._serialized_start=2881
+  _globals['_RECORDOUTCOME']._serialized_end=3071
+  _globals['_REFUSALREASON']._serialized_start=3074
+  _globals['_REFUSALREASON']._serialized_end=3607
   _globals['_HELDVERSION']._serialized_start=155
   _globals['_HELDVERSION']._serialized_end=216
   _globals['_JOINPOOLREQUEST']._serialized_start=219
-  _globals['_JOINPOOLREQUEST']._serialized_end=507
-  _globals['_JOINPOOLREQUEST_LABELSENTRY']._serialized_start=462
-  _globals['_JOINPOOLREQUEST_LABELSENTRY']._serialized_end=507
-  _globals['_JOINPOOLRESPONSE']._serialized_start=510
-  _globals['_JOINPOOLRESPONSE']._serialized_end=825
-  _globals['_DEVICETURN']._serialized_start=827
-  _globals['_DEVICETURN']._serialized_end=870
-  _globals['_WELCOME']._serialized_start=872
-  _globals['_WELCOME']._serialized_end=967
-  _globals['_JOINGATEWAYREQUEST']._serialized_start=969
-  _globals['_JOINGATEWAYREQUEST']._serialized_end=1006
-  _globals['_JOINGATEWAYRESPONSE']._serialized_start=1008
-  _globals['_JOINGATEWAYRESPONSE']._serialized_end=1125
-  _globals['_GATEWAYWELCOME']._serialized_start=1127
-  _globals['_GATEWAYWELCOME']._serialized_end=1159
-  _globals['_RUNTASKGROUP']._serialized_start=1162
-  _globals['_RUNTASKGROUP']._serialized_end=1554
-  _globals['_RUNTASKGROUP_REQUIREDVERSIONSENTRY']._serialized_start=1499
-  _globals['_RUNTASKGROUP_REQUIREDVERSIONSENTRY']._serialized_end=1554
-  _globals['_CANCELTASKGROUP']._serialized_start=1556
-  _globals['_CANCELTASKGROUP']._serialized_end=1612
-  _globals['_NEWVERSION']._serialized_start=1614
-  _globals['_NEWVERSION']._serialized_end=1723
-  _globals['_FETCHPLAN']._serialized_start=1725
-  _globals['_FETCHPLAN']._serialized_end=1792
-  _globals['_DRAIN']._serialized_start=1794
-  _globals['_DRAIN']._serialized_end=1817
-  _globals['_INTERVAL']._serialized_start=1819
-  _globals['_INTERVAL']._serialized_end=1861
-  _globals['_STREAMREPORTSREQUEST']._serialized_start=1864
-  _globals['_STREAMREPORTSREQUEST']._serialized_end=2364
-  _globals['_STREAMREPORTSREQUEST_GAUGESENTRY']._serialized_start=2313
-  _globals['_STREAMREPORTSREQUEST_GAUGESENTRY']._serialized_end=2358
-  _globals['_STREAMREPORTSRESPONSE']._serialized_start=2366
-  _globals['_STREAMREPORTSRESPONSE']._serialized_end=2479
-  _globals['_STREAMTRAJECTORIESREQUEST']._serialized_start=2482
-  _globals['_STREAMTRAJECTORIESREQUEST']._serialized_end=2724
-  _globals['_NUMBEREDRECORD']._serialized_start=2727
-  _globals['_NUMBEREDRECORD']._serialized_end=2871
-  _globals['_STREAMTRAJECTORIESRESPONSE']._serialized_start=2873
-  _globals['_STREAMTRAJECTORIESRESPONSE']._serialized_end=2939
-  _globals['_RECORDACK']._serialized_start=2942
-  _globals['_RECORDACK']._serialized_end=3081
-  _globals['_POOLSERVICE']._serialized_start=3813
-  _globals['_POOLSERVICE']._serialized_end=4184
+  _globals['_JOINPOOLREQUEST']._serialized_end=408
+  _globals['_JOINPOOLRESPONSE']._serialized_start=411
+  _globals['_JOINPOOLRESPONSE']._serialized_end=726
+  _globals['_DEVICETURN']._serialized_start=728
+  _globals['_DEVICETURN']._serialized_end=771
+  _globals['_WELCOME']._serialized_start=773
+  _globals['_WELCOME']._serialized_end=868
+  _globals['_JOINGATEWAYREQUEST']._serialized_start=870
+  _globals['_JOINGATEWAYREQUEST']._serialized_end=907
+  _globals['_JOINGATEWAYRESPONSE']._serialized_start=909
+  _globals['_JOINGATEWAYRESPONSE']._serialized_end=1026
+  _globals['_GATEWAYWELCOME']._serialized_start=1028
+  _globals['_GATEWAYWELCOME']._serialized_end=1060
+  _globals['_RUNTASKGROUP']._serialized_start=1063
+  _globals['_RUNTASKGROUP']._serialized_end=1455
+  _globals['_RUNTASKGROUP_REQUIREDVERSIONSENTRY']._serialized_start=1400
+  _globals['_RUNTASKGROUP_REQUIREDVERSIONSENTRY']._serialized_end=1455
+  _globals['_CANCELTASKGROUP']._serialized_start=1457
+  _globals['_CANCELTASKGROUP']._serialized_end=1513
+  _globals['_NEWVERSION']._serialized_start=1515
+  _globals['_NEWVERSION']._serialized_end=1624
+  _globals['_FETCHPLAN']._serialized_start=1626
+  _globals['_FETCHPLAN']._serialized_end=1693
+  _globals['_DRAIN']._serialized_start=1695
+  _globals['_DRAIN']._serialized_end=1718
+  _globals['_INTERVAL']._serialized_start=1720
+  _globals['_INTERVAL']._serialized_end=1762
+  _globals['_STREAMREPORTSREQUEST']._serialized_start=1765
+  _globals['_STREAMREPORTSREQUEST']._serialized_end=2161
+  _globals['_STREAMREPORTSRESPONSE']._serialized_start=2163
+  _globals['_STREAMREPORTSRESPONSE']._serialized_end=2276
+  _globals['_STREAMTRAJECTORIESREQUEST']._serialized_start=2279
+  _globals['_STREAMTRAJECTORIESREQUEST']._serialized_end=2521
+  _globals['_NUMBEREDRECORD']._serialized_start=2524
+  _globals['_NUMBEREDRECORD']._serialized_end=2668
+  _globals['_STREAMTRAJECTORIESRESPONSE']._serialized_start=2670
+  _globals['_STREAMTRAJECTORIESRESPONSE']._serialized_end=2736
+  _globals['_RECORDACK']._serialized_start=2739
+  _globals['_RECORDACK']._serialized_end=2878
+  _globals['_POOLSERVICE']._serialized_start=3610
+  _globals['_POOLSERVICE']._serialized_end=3981
 # @@protoc_insertion_point(module_scope)

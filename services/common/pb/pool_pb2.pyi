@@ -179,28 +179,11 @@ class JoinPoolRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @typing.final
-    class LabelsEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.str
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.str = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
     REPLICA_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     HELD_VERSIONS_FIELD_NUMBER: builtins.int
     NUM_SLOTS_FIELD_NUMBER: builtins.int
     RUNNING_TASK_GROUP_IDS_FIELD_NUMBER: builtins.int
-    LABELS_FIELD_NUMBER: builtins.int
     WEIGHTS_ADDRESS_FIELD_NUMBER: builtins.int
     replica_id: builtins.str
     """Stable over restarts of the same replica."""
@@ -218,10 +201,6 @@ class JoinPoolRequest(google.protobuf.message.Message):
     def running_task_group_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Task groups that it is playing now (when it joins again)."""
 
-    @property
-    def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Facts for people, such as host and engine."""
-
     def __init__(
         self,
         *,
@@ -230,10 +209,9 @@ class JoinPoolRequest(google.protobuf.message.Message):
         held_versions: collections.abc.Iterable[Global___HeldVersion] | None = ...,
         num_slots: builtins.int = ...,
         running_task_group_ids: collections.abc.Iterable[builtins.str] | None = ...,
-        labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         weights_address: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["held_versions", b"held_versions", "incarnation", b"incarnation", "labels", b"labels", "num_slots", b"num_slots", "replica_id", b"replica_id", "running_task_group_ids", b"running_task_group_ids", "weights_address", b"weights_address"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["held_versions", b"held_versions", "incarnation", b"incarnation", "num_slots", b"num_slots", "replica_id", b"replica_id", "running_task_group_ids", b"running_task_group_ids", "weights_address", b"weights_address"]) -> None: ...
 
 Global___JoinPoolRequest: typing_extensions.TypeAlias = JoinPoolRequest
 
@@ -614,29 +592,12 @@ class StreamReportsRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @typing.final
-    class GaugesEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.float
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.float = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
     REPLICA_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     HELD_VERSIONS_FIELD_NUMBER: builtins.int
     RUNNING_TASK_GROUP_IDS_FIELD_NUMBER: builtins.int
     NUM_GENERATED_TOKENS_FIELD_NUMBER: builtins.int
     EMISSION_INTERVALS_FIELD_NUMBER: builtins.int
-    GAUGES_FIELD_NUMBER: builtins.int
     WEIGHT_TRANSFERS_FIELD_NUMBER: builtins.int
     ACCOUNTS_FIELD_NUMBER: builtins.int
     PEERS_FIELD_NUMBER: builtins.int
@@ -662,10 +623,6 @@ class StreamReportsRequest(google.protobuf.message.Message):
         """Stretches in which tokens were sampled, since the last report."""
 
     @property
-    def gauges(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
-        """Other numbers, such as swap_pause_s."""
-
-    @property
     def weight_transfers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[services.common.pb.weights_pb2.WeightTransfer]:
         """Weight transfers that ended since the last report."""
 
@@ -686,13 +643,12 @@ class StreamReportsRequest(google.protobuf.message.Message):
         running_task_group_ids: collections.abc.Iterable[builtins.str] | None = ...,
         num_generated_tokens: builtins.int = ...,
         emission_intervals: collections.abc.Iterable[Global___Interval] | None = ...,
-        gauges: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         weight_transfers: collections.abc.Iterable[services.common.pb.weights_pb2.WeightTransfer] | None = ...,
         accounts: collections.abc.Iterable[services.common.pb.account_pb2.TimeAccount] | None = ...,
         peers: collections.abc.Iterable[services.common.pb.account_pb2.PeerState] | None = ...,
         device_turn: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "device_turn", b"device_turn", "emission_intervals", b"emission_intervals", "gauges", b"gauges", "held_versions", b"held_versions", "incarnation", b"incarnation", "num_generated_tokens", b"num_generated_tokens", "peers", b"peers", "replica_id", b"replica_id", "running_task_group_ids", b"running_task_group_ids", "weight_transfers", b"weight_transfers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "device_turn", b"device_turn", "emission_intervals", b"emission_intervals", "held_versions", b"held_versions", "incarnation", b"incarnation", "num_generated_tokens", b"num_generated_tokens", "peers", b"peers", "replica_id", b"replica_id", "running_task_group_ids", b"running_task_group_ids", "weight_transfers", b"weight_transfers"]) -> None: ...
 
 Global___StreamReportsRequest: typing_extensions.TypeAlias = StreamReportsRequest
 

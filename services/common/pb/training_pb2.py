@@ -29,61 +29,57 @@ from . import trajectory_pb2 as rollmill_dot_v1_dot_trajectory__pb2
 from . import weights_pb2 as rollmill_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arollmill/v1/training.proto\x12\x0brollmill.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19rollmill/v1/account.proto\x1a\x16rollmill/v1/pool.proto\x1a\x1crollmill/v1/trajectory.proto\x1a\x19rollmill/v1/weights.proto\"\x88\x02\n\x13JoinTrainingRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x19\n\x11recovered_version\x18\x03 \x01(\x03\x12\x11\n\tnum_ranks\x18\x04 \x01(\x05\x12<\n\x06labels\x18\x05 \x03(\x0b\x32,.rollmill.v1.JoinTrainingRequest.LabelsEntry\x12\x1d\n\x15kept_checkpoint_steps\x18\x06 \x03(\x03\x12\x12\n\nvocab_size\x18\x07 \x01(\x03\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xbc\x02\n\x14JoinTrainingResponse\x12/\n\x07welcome\x18\x01 \x01(\x0b\x32\x1c.rollmill.v1.TrainingWelcomeH\x00\x12+\n\x05pause\x18\x02 \x01(\x0b\x32\x1a.rollmill.v1.PauseTrainingH\x00\x12-\n\x06resume\x18\x03 \x01(\x0b\x32\x1b.rollmill.v1.ResumeTrainingH\x00\x12\x31\n\ncheckpoint\x18\x04 \x01(\x0b\x32\x1b.rollmill.v1.SaveCheckpointH\x00\x12)\n\x04stop\x18\x05 \x01(\x0b\x32\x19.rollmill.v1.StopTrainingH\x00\x12.\n\x0b\x64\x65vice_turn\x18\x06 \x01(\x0b\x32\x17.rollmill.v1.DeviceTurnH\x00\x42\t\n\x07\x63ommand\"\x8d\x01\n\x0fTrainingWelcome\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0enewest_version\x18\x02 \x01(\x03\x12\x15\n\rnewest_digest\x18\x03 \x01(\t\x12\x11\n\tnum_steps\x18\x04 \x01(\x03\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0f\n\rPauseTraining\"\x10\n\x0eResumeTraining\"\x10\n\x0eSaveCheckpoint\"\x1e\n\x0cStopTraining\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x8e\x03\n\x14ReportTrainerRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x15\n\rtraining_step\x18\x03 \x01(\x03\x12\r\n\x05state\x18\x04 \x01(\t\x12\x17\n\x0f\x63heckpoint_step\x18\x05 \x01(\x03\x12=\n\x06gauges\x18\x06 \x03(\x0b\x32-.rollmill.v1.ReportTrainerRequest.GaugesEntry\x12\x0c\n\x04rank\x18\x14 \x01(\x05\x12*\n\x08\x61\x63\x63ounts\x18\x15 \x03(\x0b\x32\x18.rollmill.v1.TimeAccount\x12%\n\x05peers\x18\x16 \x03(\x0b\x32\x16.rollmill.v1.PeerState\x12\x1d\n\x15kept_checkpoint_steps\x18\x17 \x03(\x03\x12\x13\n\x0b\x64\x65vice_turn\x18\x18 \x01(\x03\x12\x0f\n\x07refusal\x18\x19 \x01(\t\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"A\n\x15ReportTrainerResponse\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"Z\n\x10PullBatchRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x15\n\rtraining_step\x18\x02 \x01(\x03\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x11\n\tnum_ranks\x18\x04 \x01(\x05\"\xa6\x01\n\x11PullBatchResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.rollmill.v1.BatchHeaderH\x00\x12*\n\x06\x66ooter\x18\x03 \x01(\x0b\x32\x18.rollmill.v1.BatchFooterH\x00\x12+\n\x05\x63hunk\x18\x04 \x01(\x0b\x32\x1a.rollmill.v1.SequenceChunkH\x00\x42\x06\n\x04partJ\x04\x08\x02\x10\x03\"A\n\rSequenceChunk\x12\x30\n\tsequences\x18\x01 \x03(\x0b\x32\x1d.rollmill.v1.TrainingSequence\"\x80\x01\n\x0b\x42\x61tchHeader\x12\x15\n\rtraining_step\x18\x01 \x01(\x03\x12\x31\n\x0bminibatches\x18\x02 \x03(\x0b\x32\x1c.rollmill.v1.MinibatchTotals\x12\x15\n\rnum_sequences\x18\x03 \x01(\x05\x12\x10\n\x08replayed\x18\x04 \x01(\x08\"D\n\x0fMinibatchTotals\x12\x15\n\rnum_sequences\x18\x01 \x01(\x03\x12\x1a\n\x12num_trained_tokens\x18\x02 \x01(\x03\"\xf5\x01\n\x10TrainingSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\'\n\x08sequence\x18\x02 \x01(\x0b\x32\x15.rollmill.v1.Sequence\x12\x12\n\ngroup_mean\x18\x03 \x01(\x01\x12\x11\n\tgroup_std\x18\x04 \x01(\x01\x12\x12\n\ngroup_size\x18\x05 \x01(\x05\x12\x11\n\tstaleness\x18\x06 \x01(\x03\x12\x11\n\tminibatch\x18\x07 \x01(\x05\x12\x10\n\x08position\x18\x08 \x01(\x05\x12\x1c\n\x0f\x61\x64vantage_scale\x18\t \x01(\x01H\x00\x88\x01\x01\x42\x12\n\x10_advantage_scale\"$\n\x0b\x42\x61tchFooter\x12\x15\n\rnum_sequences\x18\x01 \x01(\x05\"\xbb\x02\n\x15PublishVersionRequest\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollmill.v1.WeightVersion\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12@\n\x07metrics\x18\x03 \x03(\x0b\x32/.rollmill.v1.PublishVersionRequest.MetricsEntry\x12\x30\n\x11\x63ompute_intervals\x18\x04 \x03(\x0b\x32\x15.rollmill.v1.Interval\x12\x17\n\x0f\x63heckpoint_step\x18\x05 \x01(\x03\x12\x1d\n\x15kept_checkpoint_steps\x18\x07 \x03(\x03\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x06\x10\x07\"0\n\x16PublishVersionResponse\x12\x16\n\x0enewest_version\x18\x01 \x01(\x03\x32\xe9\x02\n\x0fTrainingService\x12U\n\x0cJoinTraining\x12 .rollmill.v1.JoinTrainingRequest\x1a!.rollmill.v1.JoinTrainingResponse0\x01\x12V\n\rReportTrainer\x12!.rollmill.v1.ReportTrainerRequest\x1a\".rollmill.v1.ReportTrainerResponse\x12L\n\tPullBatch\x12\x1d.rollmill.v1.PullBatchRequest\x1a\x1e.rollmill.v1.PullBatchResponse0\x01\x12Y\n\x0ePublishVersion\x12\".rollmill.v1.PublishVersionRequest\x1a#.rollmill.v1.PublishVersionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arollmill/v1/training.proto\x12\x0brollmill.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19rollmill/v1/account.proto\x1a\x16rollmill/v1/pool.proto\x1a\x1crollmill/v1/trajectory.proto\x1a\x19rollmill/v1/weights.proto\"\xa1\x01\n\x13JoinTrainingRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x19\n\x11recovered_version\x18\x03 \x01(\x03\x12\x11\n\tnum_ranks\x18\x04 \x01(\x05\x12\x1d\n\x15kept_checkpoint_steps\x18\x06 \x03(\x03\x12\x12\n\nvocab_size\x18\x07 \x01(\x03J\x04\x08\x05\x10\x06\"\xbc\x02\n\x14JoinTrainingResponse\x12/\n\x07welcome\x18\x01 \x01(\x0b\x32\x1c.rollmill.v1.TrainingWelcomeH\x00\x12+\n\x05pause\x18\x02 \x01(\x0b\x32\x1a.rollmill.v1.PauseTrainingH\x00\x12-\n\x06resume\x18\x03 \x01(\x0b\x32\x1b.rollmill.v1.ResumeTrainingH\x00\x12\x31\n\ncheckpoint\x18\x04 \x01(\x0b\x32\x1b.rollmill.v1.SaveCheckpointH\x00\x12)\n\x04stop\x18\x05 \x01(\x0b\x32\x19.rollmill.v1.StopTrainingH\x00\x12.\n\x0b\x64\x65vice_turn\x18\x06 \x01(\x0b\x32\x17.rollmill.v1.DeviceTurnH\x00\x42\t\n\x07\x63ommand\"\x8d\x01\n\x0fTrainingWelcome\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0enewest_version\x18\x02 \x01(\x03\x12\x15\n\rnewest_digest\x18\x03 \x01(\t\x12\x11\n\tnum_steps\x18\x04 \x01(\x03\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0f\n\rPauseTraining\"\x10\n\x0eResumeTraining\"\x10\n\x0eSaveCheckpoint\"\x1e\n\x0cStopTraining\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x8e\x03\n\x14ReportTrainerRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x15\n\rtraining_step\x18\x03 \x01(\x03\x12\r\n\x05state\x18\x04 \x01(\t\x12\x17\n\x0f\x63heckpoint_step\x18\x05 \x01(\x03\x12=\n\x06gauges\x18\x06 \x03(\x0b\x32-.rollmill.v1.ReportTrainerRequest.GaugesEntry\x12\x0c\n\x04rank\x18\x14 \x01(\x05\x12*\n\x08\x61\x63\x63ounts\x18\x15 \x03(\x0b\x32\x18.rollmill.v1.TimeAccount\x12%\n\x05peers\x18\x16 \x03(\x0b\x32\x16.rollmill.v1.PeerState\x12\x1d\n\x15kept_checkpoint_steps\x18\x17 \x03(\x03\x12\x13\n\x0b\x64\x65vice_turn\x18\x18 \x01(\x03\x12\x0f\n\x07refusal\x18\x19 \x01(\t\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"A\n\x15ReportTrainerResponse\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"Z\n\x10PullBatchRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x15\n\rtraining_step\x18\x02 \x01(\x03\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x11\n\tnum_ranks\x18\x04 \x01(\x05\"\xa6\x01\n\x11PullBatchResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.rollmill.v1.BatchHeaderH\x00\x12*\n\x06\x66ooter\x18\x03 \x01(\x0b\x32\x18.rollmill.v1.BatchFooterH\x00\x12+\n\x05\x63hunk\x18\x04 \x01(\x0b\x32\x1a.rollmill.v1.SequenceChunkH\x00\x42\x06\n\x04partJ\x04\x08\x02\x10\x03\"A\n\rSequenceChunk\x12\x30\n\tsequences\x18\x01 \x03(\x0b\x32\x1d.rollmill.v1.TrainingSequence\"\x80\x01\n\x0b\x42\x61tchHeader\x12\x15\n\rtraining_step\x18\x01 \x01(\x03\x12\x31\n\x0bminibatches\x18\x02 \x03(\x0b\x32\x1c.rollmill.v1.MinibatchTotals\x12\x15\n\rnum_sequences\x18\x03 \x01(\x05\x12\x10\n\x08replayed\x18\x04 \x01(\x08\"D\n\x0fMinibatchTotals\x12\x15\n\rnum_sequences\x18\x01 \x01(\x03\x12\x1a\n\x12num_trained_tokens\x18\x02 \x01(\x03\"\xf5\x01\n\x10TrainingSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\'\n\x08sequence\x18\x02 \x01(\x0b\x32\x15.rollmill.v1.Sequence\x12\x12\n\ngroup_mean\x18\x03 \x01(\x01\x12\x11\n\tgroup_std\x18\x04 \x01(\x01\x12\x12\n\ngroup_size\x18\x05 \x01(\x05\x12\x11\n\tstaleness\x18\x06 \x01(\x03\x12\x11\n\tminibatch\x18\x07 \x01(\x05\x12\x10\n\x08position\x18\x08 \x01(\x05\x12\x1c\n\x0f\x61\x64vantage_scale\x18\t \x01(\x01H\x00\x88\x01\x01\x42\x12\n\x10_advantage_scale\"$\n\x0b\x42\x61tchFooter\x12\x15\n\rnum_sequences\x18\x01 \x01(\x05\"\xbb\x02\n\x15PublishVersionRequest\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollmill.v1.WeightVersion\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12@\n\x07metrics\x18\x03 \x03(\x0b\x32/.rollmill.v1.PublishVersionRequest.MetricsEntry\x12\x30\n\x11\x63ompute_intervals\x18\x04 \x03(\x0b\x32\x15.rollmill.v1.Interval\x12\x17\n\x0f\x63heckpoint_step\x18\x05 \x01(\x03\x12\x1d\n\x15kept_checkpoint_steps\x18\x07 \x03(\x03\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x06\x10\x07\"0\n\x16PublishVersionResponse\x12\x16\n\x0enewest_version\x18\x01 \x01(\x03\x32\xe9\x02\n\x0fTrainingService\x12U\n\x0cJoinTraining\x12 .rollmill.v1.JoinTrainingRequest\x1a!.rollmill.v1.JoinTrainingResponse0\x01\x12V\n\rReportTrainer\x12!.rollmill.v1.ReportTrainerRequest\x1a\".rollmill.v1.ReportTrainerResponse\x12L\n\tPullBatch\x12\x1d.rollmill.v1.PullBatchRequest\x1a\x1e.rollmill.v1.PullBatchResponse0\x01\x12Y\n\x0ePublishVersion\x12\".rollmill.v1.PublishVersionRequest\x1a#.rollmill.v1.PublishVersionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmill.v1.training_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_JOINTRAININGREQUEST_LABELSENTRY']._loaded_options = None
-  _globals['_JOINTRAININGREQUEST_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_REPORTTRAINERREQUEST_GAUGESENTRY']._loaded_options = None
   _globals['_REPORTTRAINERREQUEST_GAUGESENTRY']._serialized_options = b'8\001'
   _globals['_PUBLISHVERSIONREQUEST_METRICSENTRY']._loaded_options = None
   _globals['_PUBLISHVERSIONREQUEST_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_JOINTRAININGREQUEST']._serialized_start=184
-  _globals['_JOINTRAININGREQUEST']._serialized_end=448
-  _globals['_JOINTRAININGREQUEST_LABELSENTRY']._serialized_start=403
-  _globals['_JOINTRAININGREQUEST_LABELSENTRY']._serialized_end=448
-  _globals['_JOINTRAININGRESPONSE']._serialized_start=451
-  _globals['_JOINTRAININGRESPONSE']._serialized_end=767
-  _globals['_TRAININGWELCOME']._serialized_start=770
-  _globals['_TRAININGWELCOME']._serialized_end=911
-  _globals['_PAUSETRAINING']._serialized_start=913
-  _globals['_PAUSETRAINING']._serialized_end=928
-  _globals['_RESUMETRAINING']._serialized_start=930
-  _globals['_RESUMETRAINING']._serialized_end=946
-  _globals['_SAVECHECKPOINT']._serialized_start=948
-  _globals['_SAVECHECKPOINT']._serialized_end=964
-  _globals['_STOPTRAINING']._serialized_start=966
-  _globals['_STOPTRAINING']._serialized_end=996
-  _globals['_REPORTTRAINERREQUEST']._serialized_start=999
-  _globals['_REPORTTRAINERREQUEST']._serialized_end=1397
-  _globals['_REPORTTRAINERREQUEST_GAUGESENTRY']._serialized_start=1352
-  _globals['_REPORTTRAINERREQUEST_GAUGESENTRY']._serialized_end=1397
-  _globals['_REPORTTRAINERRESPONSE']._serialized_start=1399
-  _globals['_REPORTTRAINERRESPONSE']._serialized_end=1464
-  _globals['_PULLBATCHREQUEST']._serialized_start=1466
-  _globals['_PULLBATCHREQUEST']._serialized_end=1556
-  _globals['_PULLBATCHRESPONSE']._serialized_start=1559
-  _globals['_PULLBATCHRESPONSE']._serialized_end=1725
-  _globals['_SEQUENCECHUNK']._serialized_start=1727
-  _globals['_SEQUENCECHUNK']._serialized_end=1792
-  _globals['_BATCHHEADER']._serialized_start=1795
-  _globals['_BATCHHEADER']._serialized_end=1923
-  _globals['_MINIBATCHTOTALS']._serialized_start=1925
-  _globals['_MINIBATCHTOTALS']._serialized_end=1993
-  _globals['_TRAININGSEQUENCE']._serialized_start=1996
-  _globals['_TRAININGSEQUENCE']._serialized_end=2241
-  _globals['_BATCHFOOTER']._serialized_start=2243
-  _globals['_BATCHFOOTER']._serialized_end=2279
-  _globals['_PUBLISHVERSIONREQUEST']._serialized_start=2282
-  _globals['_PUBLISHVERSIONREQUEST']._serialized_end=2597
-  _globals['_PUBLISHVERSIONREQUEST_METRICSENTRY']._serialized_start=2545
-  _globals['_PUBLISHVERSIONREQUEST_METRICSENTRY']._serialized_end=2591
-  _globals['_PUBLISHVERSIONRESPONSE']._serialized_start=2599
-  _globals['_PUBLISHVERSIONRESPONSE']._serialized_end=2647
-  _globals['_TRAININGSERVICE']._serialized_start=2650
-  _globals['_TRAININGSERVICE']._serialized_end=3011
+  _globals['_JOINTRAININGREQUEST']._serialized_end=345
+  _globals['_JOINTRAININGRESPONSE']._serialized_start=348
+  _globals['_JOINTRAININGRESPONSE']._serialized_end=664
+  _globals['_TRAININGWELCOME']._serialized_start=667
+  _globals['_TRAININGWELCOME']._serialized_end=808
+  _globals['_PAUSETRAINING']._serialized_start=810
+  _globals['_PAUSETRAINING']._serialized_end=825
+  _globals['_RESUMETRAINING']._serialized_start=827
+  _globals['_RESUMETRAINING']._serialized_end=843
+  _globals['_SAVECHECKPOINT']._serialized_start=845
+  _globals['_SAVECHECKPOINT']._serialized_end=861
+  _globals['_STOPTRAINING']._serialized_start=863
+  _globals['_STOPTRAINING']._serialized_end=893
+  _globals['_REPORTTRAINERREQUEST']._serialized_start=896
+  _globals['_REPORTTRAINERREQUEST']._serialized_end=1294
+  _globals['_REPORTTRAINERREQUEST_GAUGESENTRY']._serialized_start=1249
+  _globals['_REPORTTRAINERREQUEST_GAUGESENTRY']._serialized_end=1294
+  _globals['_REPORTTRAINERRESPONSE']._serialized_start=1296
+  _globals['_REPORTTRAINERRESPONSE']._serialized_end=1361
+  _globals['_PULLBATCHREQUEST']._serialized_start=1363
+  _globals['_PULLBATCHREQUEST']._serialized_end=1453
+  _globals['_PULLBATCHRESPONSE']._serialized_start=1456
+  _globals['_PULLBATCHRESPONSE']._serialized_end=1622
+  _globals['_SEQUENCECHUNK']._serialized_start=1624
+  _globals['_SEQUENCECHUNK']._serialized_end=1689
+  _globals['_BATCHHEADER']._serialized_start=1692
+  _globals['_BATCHHEADER']._serialized_end=1820
+  _globals['_MINIBATCHTOTALS']._serialized_start=1822
+  _globals['_MINIBATCHTOTALS']._serialized_end=1890
+  _globals['_TRAININGSEQUENCE']._serialized_start=1893
+  _globals['_TRAININGSEQUENCE']._serialized_end=2138
+  _globals['_BATCHFOOTER']._serialized_start=2140
+  _globals['_BATCHFOOTER']._serialized_end=2176
+  _globals['_PUBLISHVERSIONREQUEST']._serialized_start=2179
+  _globals['_PUBLISHVERSIONREQUEST']._serialized_end=2494
+  _globals['_PUBLISHVERSIONREQUEST_METRICSENTRY']._serialized_start=2442
+  _globals['_PUBLISHVERSIONREQUEST_METRICSENTRY']._serialized_end=2488
+  _globals['_PUBLISHVERSIONRESPONSE']._serialized_start=2496
+  _globals['_PUBLISHVERSIONRESPONSE']._serialized_end=2544
+  _globals['_TRAININGSERVICE']._serialized_start=2547
+  _globals['_TRAININGSERVICE']._serialized_end=2908
 # @@protoc_insertion_point(module_scope)

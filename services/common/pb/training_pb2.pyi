@@ -29,27 +29,10 @@ class JoinTrainingRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @typing.final
-    class LabelsEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.str
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.str = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
     POLICY_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     RECOVERED_VERSION_FIELD_NUMBER: builtins.int
     NUM_RANKS_FIELD_NUMBER: builtins.int
-    LABELS_FIELD_NUMBER: builtins.int
     KEPT_CHECKPOINT_STEPS_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     policy: builtins.str
@@ -63,10 +46,6 @@ class JoinTrainingRequest(google.protobuf.message.Message):
     vocab_size: builtins.int
     """Rows of the model's embedding: token ids are below it. 0 when the trainer does not say."""
     @property
-    def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Facts for people."""
-
-    @property
     def kept_checkpoint_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Steps of the durable checkpoints that it can start from, ascending; none while there is none. Recorded batches after
         the oldest are kept, so that a trainer whose newest checkpoint is damaged can begin at the one before.
@@ -79,11 +58,10 @@ class JoinTrainingRequest(google.protobuf.message.Message):
         incarnation: builtins.str = ...,
         recovered_version: builtins.int = ...,
         num_ranks: builtins.int = ...,
-        labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         kept_checkpoint_steps: collections.abc.Iterable[builtins.int] | None = ...,
         vocab_size: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "kept_checkpoint_steps", b"kept_checkpoint_steps", "labels", b"labels", "num_ranks", b"num_ranks", "policy", b"policy", "recovered_version", b"recovered_version", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "kept_checkpoint_steps", b"kept_checkpoint_steps", "num_ranks", b"num_ranks", "policy", b"policy", "recovered_version", b"recovered_version", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___JoinTrainingRequest: typing_extensions.TypeAlias = JoinTrainingRequest
 

@@ -220,7 +220,7 @@ def assemble(
     sequences = {member.sequence_id: member.sequence for _, member, _ in flat}
     minibatches = _totals(entries, sequences, num_minibatches)
     young = [entry.staleness for entry in entries if not entry.replayed]
-    again = [entry.staleness for entry in entries if entry.replayed]
+    old = [entry.staleness for entry in entries if entry.replayed]
     masked = [e.num_masked_tokens for e in entries if e.num_masked_tokens and not e.replayed]
     trained = sum(totals.num_trained_tokens for totals in minibatches)
     found: dict[StepKey | StepFact, float] = {
@@ -233,8 +233,8 @@ def assemble(
         StepFact.SEQUENCES_MASKED: len(masked),
         StepFact.TOKENS_MASKED: sum(masked),
     }
-    if again:
-        found |= {StepKey.NUM_REPLAYED: len(again), StepKey.REPLAYED_STALENESS_MAX: max(again)}
+    if old:
+        found |= {StepKey.NUM_REPLAYED: len(old), StepKey.REPLAYED_STALENESS_MAX: max(old)}
     values = {**statistics, **{key.value: float(value) for key, value in found.items()}}
     if fresh[0].source:
         values |= of_batch(fresh, {entry.sequence_id: entry for entry in entries if not entry.replayed})

@@ -450,10 +450,8 @@ _WIDTH = 4  # bytes of either
 
 def pack_tokens(token_ids: npt.NDArray[np.int32]) -> str:
     """Token ids, [num_tokens] int32: three bytes each where sufficient."""
-    if not len(token_ids):
-        return ""
-    planes = _planes(token_ids, _TOKEN)
-    return _text(planes if planes[_WIDTH - 1].strip(b"\0") else planes[: _WIDTH - 1])
+    data = token_ids.astype(_TOKEN, copy=False).tobytes()
+    return _planes(data, _WIDTH if data[_WIDTH - 1 :: _WIDTH].strip(b"\0") else _WIDTH - 1)
 
 
 def unpack_tokens(text: str, num_tokens: int) -> npt.NDArray[np.int32]:
@@ -463,7 +461,7 @@ def unpack_tokens(text: str, num_tokens: int) -> npt.NDArray[np.int32]:
 
 def pack_floats(values: npt.NDArray[np.float32]) -> str:
     """Log-probabilities, [num_tokens] float32, bit by bit."""
-    return _text(_planes(values, _FLOAT)) if len(values) else ""
+    return _planes(values.astype(_FLOAT, copy=False).tobytes(), _WIDTH)
 
 
 def unpack_floats(text: str) -> npt.NDArray[np.float32]:
@@ -471,14 +469,10 @@ def unpack_floats(text: str) -> npt.NDArray[np.float32]:
     return _array(text, None, _FLOAT).astype(np.float32, copy=False)
 
 
-def _planes(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> list[bytes]:
-    """The lowest byte of every number, the next of every number, and so on. Slices of bytes: for some dozens of numbers they
-    take half as long as numpy does, and no longer for thousands."""
-    data = values.astype(dtype, copy=False).tobytes()
-    return [data[significance::_WIDTH] for significance in range(_WIDTH)]
-
-
-def _text(planes: list[bytes]) -> str:
+def _planes(data: bytes, width: int) -> str:
+    """The lowest byte of every number, the next of every number, and so on, for ``width`` bytes. Slices of bytes: for some
+    dozens of numbers they take half as long as numpy does, and no longer for thousands."""
+    planes = [data[significance::_WIDTH] for significance in range(width)]
     return b2a_base64(b"".join(planes), newline=False).decode("ascii")
 
 

@@ -63,7 +63,7 @@ async def joined(
             account=account,
         )
         policies = {"model0": LoadedPolicy(served=policy, weights=weights)}
-        identity = ReplicaIdentity(replica_id="a", incarnation="i1", num_slots=8, labels={"engine": "scripted"})
+        identity = ReplicaIdentity(replica_id="a", incarnation="i1", num_slots=8)
         replica = Replica(
             connection,
             identity,
@@ -98,7 +98,6 @@ async def test_a_replica_joins_reports_and_plays(orchestrator: FakeOrchestrator)
     async with joined(orchestrator):
         await until(lambda: orchestrator.reports)
         assert orchestrator.joins[0].held_versions[0].number == -1
-        assert dict(orchestrator.joins[0].labels) == {"engine": "scripted"}
         await holds(orchestrator, 0)
         orchestrator.order(make_order(indices=(0, 3)))
         await until(lambda: len(orchestrator.records) == 2)

@@ -209,7 +209,7 @@ async def test_a_rows_seed_depends_on_its_dataset_and_row_and_on_nothing_else(wo
             *(trajectory(o.task_group_id, i, version=version, reward=1.0) for o in orders for i in o.indices)
         )
         found: dict[str, list[int]] = {}
-        for row in world.core.evaluations._rows:
+        for row in world.core.evaluations.rows:
             found.setdefault(row[0], []).append(orders.pop(0).seed)
         assert not orders
         return found

@@ -250,6 +250,6 @@ async def test_it_reads_the_pass_of_a_lone_policy_of_several_that_play_apart(wor
         worlds, policies=("a", "b"), rollout={"policies": "apart"}, evaluation={"policies": ["a"]},
         until={"at_least": {"a": 0.9}, "in_a_row": 1},
     )  # fmt: skip
-    (name,) = world.core.evaluations.names_of("step-1")
+    ((name, _, _),) = world.core.evaluations.kinds("step-1")
     world.core.evaluations.recover_result(result(name, 1.0))
     assert world.core.reached_threshold
