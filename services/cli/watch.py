@@ -452,7 +452,7 @@ class TrackersTold(Told):
         if not self._trackers or not self.is_due():
             return
         errors = {tracker: read_position(self._run_dir, tracker).error for tracker in self._trackers}
-        down = {
+        down: dict[str, str] = {
             tracker: f"{tracker} does not take metrics ({error}): they are kept and sent later"
             for tracker, error in errors.items()
             if error
