@@ -47,6 +47,7 @@ CREATE INDEX by_step ON rollouts (step);
 CREATE INDEX by_reward ON rollouts (reward);
 CREATE INDEX by_tokens ON rollouts (tokens);
 CREATE INDEX by_fate ON rollouts (fate, tokens);
+CREATE INDEX by_evaluation ON rollouts (evaluation);
 CREATE VIRTUAL TABLE texts USING fts5 (text, content='', detail=none);
 """
 
@@ -84,6 +85,7 @@ class RolloutIndex:
         path = Path(self._directory.name) / "rollouts.sqlite"
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         db.execute("PRAGMA synchronous=OFF")  # it is made anew by every process
+        db.execute("PRAGMA temp_store=MEMORY")
         db.row_factory = sqlite3.Row
         return db
 
@@ -129,14 +131,16 @@ class RolloutIndex:
         offset = max(0, number_of(query.get("offset") or "0", "offset", int))
         where, values = _condition(query)
         words = _match(query.get("words", ""))
-        if words:  # in SQLite alone, and up to a bound: a common word is in most rollouts
-            matches = "texts CROSS JOIN rollouts AS r ON r.number = texts.rowid WHERE texts MATCH ?"
-            by_age = "ASC" if order == "oldest" else "DESC"
-            found = f"SELECT r.number FROM {matches} AND {where} ORDER BY texts.rowid {by_age} LIMIT {MOST_FOUND + 1}"
-            where, values = f"r.number IN ({found})", [words, *values]
-        total = self._select(f"SELECT COUNT(*) AS total FROM rollouts AS r WHERE {where}", values)[0]["total"]
-        page = f"ORDER BY {ORDERS[order]} LIMIT {PAGE_ROWS} OFFSET {offset}"
-        rows = self._select(f"SELECT r.* FROM rollouts AS r WHERE {where} {page}", values)
+        with closing(self._connect()) as db:
+            if words:  # once, in SQLite alone, and up to a bound: a common word is in most rollouts
+                matches = "texts CROSS JOIN rollouts AS r ON r.number = texts.rowid WHERE texts MATCH ?"
+                by_age = f"ORDER BY texts.rowid {'ASC' if order == 'oldest' else 'DESC'} LIMIT {MOST_FOUND + 1}"
+                db.execute("CREATE TEMP TABLE found (number INTEGER PRIMARY KEY)")
+                db.execute(f"INSERT INTO found SELECT r.number FROM {matches} AND {where} {by_age}", (words, *values))
+                where, values = "r.number IN temp.found", []
+            total = db.execute(f"SELECT COUNT(*) FROM rollouts AS r WHERE {where}", values).fetchone()[0]
+            page = f"ORDER BY {ORDERS[order]} LIMIT {PAGE_ROWS} OFFSET {offset}"
+            rows = [dict(row) for row in db.execute(f"SELECT r.* FROM rollouts AS r WHERE {where} {page}", values)]
         more = bool(words) and total > MOST_FOUND
         return {"total": MOST_FOUND if more else total, "more": more, "rows": rows}
 

@@ -448,7 +448,9 @@ class RunReader:
         for policy, segment in written:
             tokenizer = self._texts[policy][0]
             if len(found) < SEARCHED[1] and not isinstance(tokenizer, Ids):
-                found += tokenizer.decode(entries.unpack_tokens(segment["token_ids"], segment["num_tokens"]).tolist())
+                ids = entries.unpack_tokens(segment["token_ids"], segment["num_tokens"]).tolist()
+                # Of transformers' own decode half the time goes into a look at every id.
+                found += getattr(tokenizer, "backend_tokenizer", tokenizer).decode(ids, skip_special_tokens=False)
         return found[: SEARCHED[1]]
 
     def _load_texts(self, recipe: Recipe) -> None:

@@ -186,17 +186,15 @@ DISK_WARNING_S = 48 * 3600.0  # a disk that fills up sooner causes a warning
 def warnings_of(progress: run_pb2.RunProgress) -> list[str]:
     """Warnings that need attention, one line each; the first word is its subject."""
     counters, lines = progress.counters, []
-    found = {reason.value: counters.get(counter_of(reason), 0) for reason in RefusalReason}
-    if refused := sorted(((count, name) for name, count in found.items() if count), reverse=True):
-        listed = ", ".join(f"{name} {count}" for count, name in refused)
-        number = sum(count for count, _ in refused)
+    refused = sorted(((counters.get(counter_of(r), 0), r.value) for r in RefusalReason), reverse=True)
+    if number := sum(count for count, _ in refused):
+        listed = ", ".join(f"{name} {count}" for count, name in refused if count)
         lines.append(
             f"refused records: {number}, most because of {refused[0][1]} ({listed}); docs/protocol.md has the bounds"
         )
-    checkpoints = []
-    if damaged := counters.get(CheckpointGauge.DAMAGED, 0):
-        checkpoints.append(f"{damaged} set aside as damaged (rollmill checkpoints RUN)")
-    if failed := counters.get(CheckpointGauge.FAILED, 0):
+    damaged, failed = counters.get(CheckpointGauge.DAMAGED, 0), counters.get(CheckpointGauge.FAILED, 0)
+    checkpoints = [f"{damaged} set aside as damaged (rollmill checkpoints RUN)"] if damaged else []
+    if failed:
         checkpoints.append(f"{failed} could not be written (checkpoint.failed in the trainer's log; is the disk full?)")
     if checkpoints:
         lines.append(f"checkpoints: {'; '.join(checkpoints)}")
@@ -454,7 +452,7 @@ class TrackersTold(Told):
         if not self._trackers or not self.is_due():
             return
         errors = {tracker: read_position(self._run_dir, tracker).error for tracker in self._trackers}
-        down = {
+        down: dict[str, str] = {
             tracker: f"{tracker} does not take metrics ({error}): they are kept and sent later"
             for tracker, error in errors.items()
             if error
@@ -574,16 +572,12 @@ _QUIET_SHARE = 0.9  # of a component that is left out: it waits to be asked, as 
 def time_table(shares: Mapping[str, Mapping[str, float]]) -> Table:
     """``shares``: component -> "activity" or "activity -> component waited for" -> share of its time, largest first. Components that
     were hardly asked for anything are left out."""
-    table = Table(box=None, pad_edge=True, header_style="dim")
-    table.add_column("component", no_wrap=True)
-    for heading in ("where the time went", *[""] * (LARGEST - 1)):
-        table.add_column(heading)
+    table = Table("component", "where the time went", *[""] * (LARGEST - 1), box=None, header_style="dim")
+    table.columns[0].no_wrap = True
     for component, of_one in shares.items():
-        if sum(of_one.get(activity, 0.0) for activity in _QUIET) >= _QUIET_SHARE:
-            continue
-        cells = [f"{share:.0%} {what}" for what, share in list(of_one.items())[:LARGEST] if share >= LEAST_SHARE]
-        # As texts: names are peers', and no markup.
-        table.add_row(*map(Text, (component, *cells, *[""] * (LARGEST - len(cells)))))
+        if sum(of_one.get(activity, 0.0) for activity in _QUIET) < _QUIET_SHARE:
+            cells = [f"{share:.0%} {what}" for what, share in list(of_one.items())[:LARGEST] if share >= LEAST_SHARE]
+            table.add_row(*map(Text, (component, *cells)))  # as texts: names are peers', and no markup
     return table
 
 

@@ -70,11 +70,9 @@ class Standing:
     def lines(self) -> list[str]:
         """The lines of `rollmill status`; a command has a line of its own, which begins with ``COMMAND``."""
         steps = ", ".join(f"{policy} step {step}/{self.wanted_steps}" for policy, step in self.steps.items())
-        told = [f"{self.run_dir}: {self.state}{f' ({self.held_by})' if self.held_by else ''}"]
-        told += [
-            f"  trained: {steps or 'no step yet'}"
-            + ("" if self.reward is None else f", rollout reward {self.reward:.3f}")
-        ]
+        reward = "" if self.reward is None else f", rollout reward {self.reward:.3f}"
+        held = f" ({self.held_by})" if self.held_by else ""
+        told = [f"{self.run_dir}: {self.state}{held}", f"  trained: {steps or 'no step yet'}{reward}"]
         told += [f"  sources of {policy}: {words}" for policy, words in self.sources.items() if words]
         told += [f"  evaluation {line}" for line in self.evaluations]
         if self.checkpoints:
@@ -164,12 +162,9 @@ def _begun_ns(resolved: Path) -> int:
 
 
 def _is_finished_evaluation(run_dir: Path) -> bool:
-    if not ended(run_dir):
-        return False
-    try:
-        return load_resolved(run_dir).run.steps == 0
-    except ConfigError:
-        return False  # damaged, or of another version: the command that reads it tells
+    with suppress(ConfigError):  # damaged, or of another version: the command that reads it tells
+        return bool(ended(run_dir)) and load_resolved(run_dir).run.steps == 0
+    return False
 
 
 class Arrival(NamedTuple):
