@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.machinery import PathFinder
-from importlib.util import find_spec
+from importlib.util import decode_source, find_spec
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,7 @@ def check_can_be_loaded(path: str) -> None:
     if spec.origin is None or not spec.origin.endswith(".py"):
         return
     try:
-        source = Path(spec.origin).read_text(encoding="utf-8")
+        source = decode_source(Path(spec.origin).read_bytes())
         symbols = symtable.symtable(source, spec.origin, "exec").get_symbols()
     except SyntaxError as error:
         raise ConfigError(f"{spec.origin}:{error.lineno or 1}: {path} cannot be read: {error.msg}") from error
