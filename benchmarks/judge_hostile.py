@@ -41,7 +41,7 @@ from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest
 from tests.integration.envgateway.cases import ALL
 from tests.integration.envgateway.cases.model import HONEST, Bad, World, open_world
-from tests.integration.envgateway.cases.trial import OTHERWISE, SIDE_BY_SIDE, TIERS, cases_at, dirt, faults, open_pool
+from tests.integration.envgateway.cases.trial import OTHERWISE, TIERS, cases_at, dirt, faults, open_pool, with_others
 from tests.integration.envgateway.sandbox_state import processes_of_slots, slot_dirs
 
 # --- For ``judge_hostile``: the effect of one program on the others' time, and the tiers available to this user.
@@ -158,11 +158,8 @@ def _sleeper(seconds: float = 8.0) -> JudgeRequest:
 async def one_by_one(pool: SandboxPool, world: World, cases: Sequence[Bad]) -> dict[str, Any]:
     """Each bad input alone in a sandbox; a row passes when all of its forms do."""
     wrong: dict[int, list[str]] = {case.number: [] for case in cases}
-    others = [open_pool(pool.tier) for _ in range(SIDE_BY_SIDE - 1)]
-    try:
-        failures, doubtful = await faults([pool, *others], world, cases)
-    finally:
-        await asyncio.gather(*(other.close() for other in others))
+    async with with_others(pool) as pools:
+        failures, doubtful = await faults(pools, world, cases)
     for told in failures:
         wrong[int(told.partition("-")[0])].append(told)
     for number, special in ((49, cancelled), (50, supervisor_killed)):
@@ -242,8 +239,7 @@ async def measure(seconds: float, seed: int) -> None:
                 continue
             try:
                 every = cases_at(tier, ALL)
-                if tier in ("U", "0"):
-                    left_out |= OTHERWISE
+                left_out |= OTHERWISE if tier in ("U", "0") else {}
                 cases = [case for case in every if pool.has_cpp or case.request.language != "cpp"]
                 if len(cases) < len(every):
                     left_out[f"{len(every) - len(cases)} programs in C++"] = (

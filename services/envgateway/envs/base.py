@@ -9,7 +9,7 @@ An environment is one class, one instance per episode, named by import path in t
         def step(self, action: str) -> StepResult: ...
         def close(self) -> None: ...
 
-or a class in the style of gymnasium (``envs/gymnasium/style.py``). A ``World`` holds the state that episodes of one kind
+or a class in the style of gymnasium (``envs/gymnasium.py``). A ``World`` holds the state that episodes of one kind
 share, such as a catalogue or processes.
 
 ``InfrastructureError`` from ``step`` means that the turn did not happen and may be repeated; ``EpisodeLostError``, or

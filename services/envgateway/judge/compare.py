@@ -12,7 +12,7 @@
     literal           both are Python literals and equal as values: True is 1; NaN equals no value
 
 Everywhere but in ``exact`` a CRLF is a line feed. White space is ASCII white space; bytes that are no UTF-8 equal only
-themselves, so they equal no expected text. The value modes, for calls, are in ``values``.
+themselves, so they equal no expected text. The value modes are for calls.
 """
 
 from __future__ import annotations

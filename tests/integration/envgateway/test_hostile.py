@@ -13,7 +13,7 @@ from services.envgateway.sandbox.pool import SandboxPool
 from tests import needs
 from tests.integration.envgateway.cases import TABLES
 from tests.integration.envgateway.cases.model import World, open_world
-from tests.integration.envgateway.cases.trial import SIDE_BY_SIDE, TIERS, cases_at, faults, open_pool
+from tests.integration.envgateway.cases.trial import TIERS, cases_at, faults, open_pool, with_others
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -27,12 +27,12 @@ def world() -> Iterator[World]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=TIERS)
 async def pools(request: pytest.FixtureRequest) -> AsyncIterator[list[SandboxPool]]:
     try:
-        started = [open_pool(request.param) for _ in range(SIDE_BY_SIDE)]
+        started = open_pool(request.param)
     except SandboxRefusedError as refusal:
         needs.unmet(f"sandbox tier {request.param}", refusal.message)
-    yield started
-    for pool in started:
-        await pool.close()
+    async with with_others(started) as opened:
+        yield opened
+    await started.close()
 
 
 @pytest.mark.slow

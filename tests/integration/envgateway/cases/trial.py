@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from services.envgateway.judge.judge import Judge
@@ -32,6 +33,16 @@ def open_pool(tier: str, **changes: Any) -> SandboxPool:
 
 def cases_at(tier: str, cases: Sequence[Bad]) -> list[Bad]:
     return [case for case in cases if tier in ("2", "1") or case.name not in OTHERWISE]
+
+
+@asynccontextmanager
+async def with_others(pool: SandboxPool) -> AsyncIterator[list[SandboxPool]]:
+    """The sandbox, and further ones of its tier."""
+    others = [open_pool(pool.tier) for _ in range(SIDE_BY_SIDE - 1)]
+    try:
+        yield [pool, *others]
+    finally:
+        await asyncio.gather(*(other.close() for other in others))
 
 
 async def fault(pool: SandboxPool, world: World, case: Bad) -> str:
