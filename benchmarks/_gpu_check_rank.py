@@ -19,7 +19,7 @@ from services.common.config.algorithm import M2po
 from services.common.config.training import OptimizerConfig
 from services.common.records import MinibatchTotals, RankBatch, Segment, StopReason, TokenSequence, TrainingSequence
 from services.common.system.child import run_and_leave
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.trainer.metrics import peak_flops
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import load_policy_model

@@ -21,7 +21,8 @@ import xxhash
 
 from recipes.quickstart.reward import boxed_answer
 from services.common.records import Sampling, Task, Trajectory
-from services.common.text.chat import Chat, load_model, named_weights
+from services.common.text.chat import Chat, load_model
+from services.common.weights.snapshot import named_weights
 from services.inference.engine.base import Generation, GenerationRequest, KvPolicy, WeightUpdate
 from services.inference.engine.torch.decoder import Decoder, prepare
 from services.inference.engine.torch.engine import Core, Entry

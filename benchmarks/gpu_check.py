@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks._bench import median_and_spread, report
 from services.common.records import Sampling
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.inference.engine.base import Generation, GenerationRequest, WeightUpdate
 from services.inference.engine.torch.decoder import Stepping
 from services.inference.engine.torch.engine import TorchEngine

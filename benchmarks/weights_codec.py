@@ -33,9 +33,8 @@ import zstandard
 
 from benchmarks._bench import median_and_spread, report
 from services.common.system.machine import keep_freed_memory
-from services.common.text.chat import named_weights
 from services.common.weights.codec import decode_tensor, encode_tensor
-from services.common.weights.snapshot import Bits, zigzagged_steps
+from services.common.weights.snapshot import Bits, named_weights, zigzagged_steps
 
 DTYPE = "bfloat16"
 MIB = 1 << 20

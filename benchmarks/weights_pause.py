@@ -45,8 +45,7 @@ from benchmarks._weight_versions import POLICY, RUN, VersionMaker
 from benchmarks._workload import MODELS
 from services.common.config.training import WeightsConfig
 from services.common.records import Sampling, WeightVersion
-from services.common.text.chat import named_weights
-from services.common.weights.snapshot import TensorSpec
+from services.common.weights.snapshot import TensorSpec, named_weights
 from services.inference.engine.base import Generation, GenerationRequest, KvPolicy, WeightUpdate
 from services.inference.engine.torch.engine import TorchEngine
 from services.inference.weights.fetch import Relay

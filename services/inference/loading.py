@@ -104,7 +104,8 @@ class BaseModels:
         import torch
 
         from services.common.lora import tensor_entry
-        from services.common.text.chat import load_model, named_weights
+        from services.common.text.chat import load_model
+        from services.common.weights.snapshot import named_weights
 
         key = (path, policy.trainer.compute_dtype, dtype, algorithm)
         if key not in self._loaded:
@@ -210,7 +211,8 @@ def _load_by_path(policy: str, settings: RunSettings, config: InferenceConfig, o
     )
     if not getattr(kind, "has_weights", True):
         return _announced(policy, settings, kind(replace(setup, version=_first_version(policy, settings))))
-    from services.common.text.chat import check_model_matches, load_model, load_tokenizer, named_weights
+    from services.common.text.chat import check_model_matches, load_model, load_tokenizer
+    from services.common.weights.snapshot import named_weights
 
     model_path = settings.recipe.model_path(policy, settings.run_dir)
     model, tokenizer = load_model(model_path, section.trainer.master_dtype), load_tokenizer(model_path)
@@ -263,7 +265,8 @@ def _torch_weights(
     """The model in the engine's type, the mirror of version 0, and the adapter if the policy has one."""
     import torch
 
-    from services.common.text.chat import load_model, named_weights
+    from services.common.text.chat import load_model
+    from services.common.weights.snapshot import named_weights
     from services.inference.engine.torch.blocks import Adapter
 
     section = settings.recipe.policies[policy]
@@ -286,7 +289,8 @@ def _torch_weights(
 def _load_served(
     policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens, owner: str
 ) -> LoadedPolicy:
-    from services.common.text.chat import check_model_matches, load_model, load_tokenizer, named_weights
+    from services.common.text.chat import check_model_matches, load_model, load_tokenizer
+    from services.common.weights.snapshot import named_weights
     from services.inference.engine.served.engine import ServedSetup
     from services.inference.engine.served.process import own_gpus
 

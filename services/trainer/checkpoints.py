@@ -70,8 +70,7 @@ from services.common.errors import (
 from services.common.export import adapter_files
 from services.common.system.machine import available_bytes, sync_directory
 from services.common.telemetry.logs import LogEvent
-from services.common.text.chat import named_weights
-from services.common.weights.snapshot import AdapterIdentity, check_same_adapter
+from services.common.weights.snapshot import AdapterIdentity, check_same_adapter, named_weights
 from services.trainer.model.optimizer import MOMENTS, PolicyOptimizer
 from services.trainer.model.policy_model import PolicyModel
 from services.trainer.ranks import HostGroup, Ranks, even_shares, local_rows, own_part, whole_tensors

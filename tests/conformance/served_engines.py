@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.inference.engine.base import FinishReason, Generation, WeightUpdate
 from services.inference.engine.served.engine import ServedEngine
 from tests.conformance.subjects import server_engine, until_tokens

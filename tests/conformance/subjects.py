@@ -69,7 +69,7 @@ async def start_embedded(kind: str, kv_policy: KvPolicy) -> Subject:
         )
         model = None
     else:
-        from services.common.text.chat import named_weights
+        from services.common.weights.snapshot import named_weights
         from services.inference.engine.torch.engine import ReplayEngine, TorchEngine
 
         model = build_model(architecture)
@@ -129,7 +129,7 @@ class SharedServer:
             await subject.engine.stop()
 
     async def _start(self, kv_policy: KvPolicy) -> Subject:
-        from services.common.text.chat import named_weights
+        from services.common.weights.snapshot import named_weights
 
         self._num_started += 1
         model = build_model("qwen3", **MODELS[self._engine])

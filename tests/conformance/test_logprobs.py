@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.common.records import Segment, StopReason, TokenSequence, TrainingSequence
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.inference.engine.base import FinishReason, WeightUpdate
 from services.trainer.model.micro_batches import Document, forward, pack_for_ranks
 from services.trainer.model.policy_model import build_policy_model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.common.errors import InvalidRequestError, PromptTooLongError
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.inference.engine.base import ScoreRequest, WeightUpdate
 from tests.conformance.subjects import CONTEXT, Subject
 from tests.random_models import TOLERANCE, VOCAB, make_prompt, make_request, reference_logprobs

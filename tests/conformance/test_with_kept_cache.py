@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.inference.engine.base import KvPolicy, WeightUpdate
 from tests.conformance.subjects import Subject, until_tokens
 from tests.random_models import TOLERANCE, make_prompt, make_request, max_gap

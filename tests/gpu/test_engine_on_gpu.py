@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch.decoder import Stepping
 from services.inference.engine.torch.engine import TorchEngine

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.inference.engine.base import WeightUpdate
 from tests.conformance.subjects import server_engine, until_tokens
 from tests.random_models import build_model, make_prompt, make_request, max_gap, perturbed

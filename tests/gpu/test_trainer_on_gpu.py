@@ -12,7 +12,8 @@ import torch
 
 from services.common.config.algorithm import M2po
 from services.common.config.training import OptimizerConfig
-from services.common.text.chat import load_model, named_weights
+from services.common.text.chat import load_model
+from services.common.weights.snapshot import named_weights
 from services.trainer.model.attention import Documents, documents_attention
 from services.trainer.model.logprobs import token_logprobs
 from services.trainer.model.optimizer import MOMENTS, MomentsOnHost

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.common.system.parking import Parked, Released, return_freed_memory
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch.decoder import Stepping
 from services.inference.engine.torch.engine import TorchEngine

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from extras.compiled import graphs, step
 from extras.compiled.graphs import CudaCapture, Replay
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch.decoder import Decoder, prepare
 from tests.random_models import TOLERANCE, build_model, make_prompt, max_gap

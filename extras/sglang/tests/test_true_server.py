@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import ConfigError, InfrastructureError
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.inference.engine.base import WeightUpdate
 from tests.conformance.served_engines import Build, check_long_generation, engines_of, start_long_generation
 from tests.conformance.subjects import until_tokens

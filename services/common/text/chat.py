@@ -505,11 +505,6 @@ def _stops_of_generation(path: str | Path, local: bool, num_tokens: int) -> tupl
     return stops
 
 
-def named_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Name to tensor in module order; tied weights once, under their first name (``model.embed_tokens.weight``)."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=True)}
-
-
 def check_model_matches(
     model: Any, *, tokenizer: Any = None, config: Any = None, where: str = "the other model"
 ) -> None:
@@ -557,24 +552,6 @@ def vocabulary_difference(own: Mapping[str, int], other: Mapping[str, int]) -> s
         f"{len(own)} tokens here, {len(other)} there, {len(differing)} differ ({examples}); "
         "use models that share one tokenizer"
     )
-
-
-def check_weights_match(expected: Mapping[str, Any], found: Mapping[str, Any], where: str = "the update") -> None:
-    """``ModelMismatchError`` unless ``found`` has exactly the names of ``expected``, each with the same shape."""
-    missing = [name for name in expected if name not in found]
-    unexpected = [name for name in found if name not in expected]
-    reshaped = [
-        f"{name} has shape {tuple(found[name].shape)}, the model {tuple(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in found and tuple(found[name].shape) != tuple(tensor.shape)
-    ]
-    complaints = [
-        f"{label}: {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
-        for label, names in (("missing", missing), ("unexpected", unexpected), ("other shape", reshaped))
-        if names
-    ]
-    if complaints:
-        raise ModelMismatchError(f"weights of {where} do not match the model: {'; '.join(complaints)}")
 
 
 def _is_local(path: str | Path, marker: str) -> bool:

@@ -22,7 +22,6 @@ import numpy.typing as npt
 from services.common.errors import ConfigError, InvalidRequestError, ModelMismatchError, PromptTooLongError
 from services.common.kept_tokens import KeptRow, pack
 from services.common.records import Logprobs, Sampling, Segment, TokenIds
-from services.common.text.chat import check_weights_match
 from services.common.weights.codec import ChunkChange
 
 # --- The argument of ``Engine.update``: whole tensors, or only their changed elements; with a check against a model's
@@ -48,15 +47,33 @@ class WeightUpdate:
         return cls(version=version, whole=weights)
 
 
+def _check_weights_match(expected: Mapping[str, Any], found: Mapping[str, Any], where: str = "the update") -> None:
+    """``ModelMismatchError`` unless ``found`` has exactly the names of ``expected``, each with the same shape."""
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in expected]
+    reshaped = [
+        f"{name} has shape {tuple(found[name].shape)}, the model {tuple(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in found and tuple(found[name].shape) != tuple(tensor.shape)
+    ]
+    complaints = [
+        f"{label}: {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
+        for label, names in (("missing", missing), ("unexpected", unexpected), ("other shape", reshaped))
+        if names
+    ]
+    if complaints:
+        raise ModelMismatchError(f"weights of {where} do not match the model: {'; '.join(complaints)}")
+
+
 def check_update(update: WeightUpdate, weights: Mapping[str, Any]) -> None:
     """``weights`` has the model's shapes by name. ``ModelMismatchError`` when the update is for another model."""
     if update.complete:
-        check_weights_match(weights, update.whole)
+        _check_weights_match(weights, update.whole)
         return
     unknown = [name for name in (*update.whole, *update.changes) if name not in weights]
     if unknown:
         raise ModelMismatchError(f"weights of the update do not match the model: unexpected: {', '.join(unknown[:4])}")
-    check_weights_match({name: weights[name] for name in update.whole}, update.whole)
+    _check_weights_match({name: weights[name] for name in update.whole}, update.whole)
     for name, changes in update.changes.items():
         size = math.prod(weights[name].shape)
         for change in changes:

@@ -29,7 +29,7 @@ from services.common.errors import (
     SupersededError,
     VersionUnavailableError,
 )
-from services.common.net.hosts import host_of, is_here
+from services.common.net.hosts import is_here
 from services.common.records import FetchPlan, WeightTransfer, WeightVersion
 from services.common.telemetry.accounts import Activity, ActivityName, TimeAccount, publisher, weights
 from services.common.telemetry.accounts import engine as engine_component
@@ -310,7 +310,7 @@ class SourceFetcher:
         if not wanted.sources:
             raise InfrastructureError(f"no source serves version {wanted.number} of {wanted.policy} yet")
         sources = wanted.sources
-        if "mapped" in self._transports and is_here(host_of(sources[-1])):
+        if "mapped" in self._transports and is_here(sources[-1].rpartition(":")[0]):
             # The publisher, named last, comes first on its own host: mapping its file costs the publisher no work.
             sources = (sources[-1], *sources[:-1])
         for address in sources:

@@ -29,8 +29,14 @@ from services.common.errors import ConfigError, ModelMismatchError
 from services.common.lora import adapter_off, adapter_weights, attach, base_weights, initial_tensor, tensor_entry
 from services.common.safetensors_files import INDEX, SINGLE, model_directory, places, weight_files
 from services.common.system.machine import available_bytes
-from services.common.text.chat import load_model, named_weights
-from services.common.weights.snapshot import AdapterIdentity, DigestAlgorithm, TensorEntry, version_digest
+from services.common.text.chat import load_model
+from services.common.weights.snapshot import (
+    AdapterIdentity,
+    DigestAlgorithm,
+    TensorEntry,
+    named_weights,
+    version_digest,
+)
 from services.trainer.model.attention import Documents, Kernel, register_attention
 from services.trainer.model.logprobs import Drawn, Targets, token_logprobs
 from services.trainer.model.self_test import Limit, NoTinyCopyError, check_architecture, check_loaded

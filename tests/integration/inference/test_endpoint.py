@@ -12,7 +12,8 @@ import pytest
 
 from services.common.kept_tokens import unpack
 from services.common.records import Purpose, Sampling
-from services.common.text.chat import load_model, named_weights
+from services.common.text.chat import load_model
+from services.common.weights.snapshot import named_weights
 from services.inference.endpoint.server import EndpointServer
 from services.inference.engine.base import FinishReason, GenerationRequest, WeightUpdate
 from services.inference.rollouts import ServedPolicy

@@ -25,7 +25,7 @@ from services.common.errors import ConfigError
 from services.common.lora import base_weights
 from services.common.records import TrainingSequence
 from services.common.system.child import run_and_leave
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.trainer.losses import PolicyLoss, TokenBatch
 from services.trainer.model.optimizer import Update
 from services.trainer.model.policy_model import NAME, AdapterSetup

@@ -15,7 +15,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from services.common.system.child import run_and_leave
-from services.common.text.chat import load_model, named_weights
+from services.common.text.chat import load_model
+from services.common.weights.snapshot import named_weights
 from services.trainer.model.policy_model import PolicyModel, build_policy_model, load_policy_model, open_by_shards
 from services.trainer.ranks import Ranks, full, init_ranks, leave_ranks, local_rows
 from tests.unit.trainer.building import tiny_causal_lm, tiny_experts

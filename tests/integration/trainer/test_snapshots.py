@@ -13,8 +13,7 @@ import torch
 
 from services.cli.run.processes import ForkServer
 from services.common.system.processes import ChildProcess
-from services.common.text.chat import named_weights
-from services.common.weights.snapshot import Snapshot, sweep_orphans, tensor_digest
+from services.common.weights.snapshot import Snapshot, named_weights, sweep_orphans, tensor_digest
 from services.trainer.ranks import Ranks
 from tests.integration.trainer.launching import fork_ranks, made_once, run_processes
 from tests.integration.trainer.snapshot_cases import FORMS, snapshots, uneven_model

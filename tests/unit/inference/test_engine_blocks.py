@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch.decoder import Decoder, prepare
 from tests.random_models import TOLERANCE, build_model, make_prompt, perturbed

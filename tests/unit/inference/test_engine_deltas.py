@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import DeadlineError, InfrastructureError
-from services.common.text.chat import named_weights
 from services.common.weights.codec import decode_tensor, encode_tensor
-from services.common.weights.snapshot import Bits
+from services.common.weights.snapshot import Bits, named_weights
 from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch import engine as torch_engine
 from services.inference.engine.torch.decoder import PreparedUpdate, prepare

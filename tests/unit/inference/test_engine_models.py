@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from services.common.errors import ConfigError, ModelMismatchError
-from services.common.text.chat import check_model_matches, load_model, load_tokenizer, named_weights
+from services.common.text.chat import check_model_matches, load_model, load_tokenizer
+from services.common.weights.snapshot import named_weights
 from tests.random_models import build_model
 
 

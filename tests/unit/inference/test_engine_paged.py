@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from services.common.config.processes import BLOCK_TOKENS, blocks_of, least_blocks
 from services.common.errors import ConfigError, InfrastructureError
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.inference.engine.base import FinishReason, Generation, KvPolicy, WeightUpdate
 from services.inference.engine.torch.decoder import Decoder, prepare
 from services.inference.engine.torch.engine import Core, Entry

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.common.errors import ModelMismatchError
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.inference.engine.base import FinishReason, KvPolicy, ScoreRequest, SharesDevice, WeightUpdate
 from services.inference.engine.torch.engine import TorchEngine
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.common.errors import ModelMismatchError
-from services.common.text.chat import named_weights
+from services.common.weights.snapshot import named_weights
 from services.inference.engine.base import WeightUpdate
 from tests.random_models import (
     TOLERANCE,

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from services.common.errors import ConfigError, ModelMismatchError
-from services.common.text.chat import load_model, named_weights
+from services.common.text.chat import load_model
+from services.common.weights.snapshot import named_weights
 from services.trainer.model import policy_model
 from services.trainer.model.policy_model import load_policy_model, open_by_shards
 from services.trainer.ranks import Ranks

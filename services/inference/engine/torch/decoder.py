@@ -26,9 +26,8 @@ import torch.nn.functional as F
 from services.common.errors import ModelMismatchError
 from services.common.extras import load_extra
 from services.common.system.parking import Released
-from services.common.text.chat import named_weights
 from services.common.weights.codec import ChunkChange
-from services.common.weights.snapshot import Bits, element_type
+from services.common.weights.snapshot import Bits, element_type, named_weights
 from services.inference.engine.base import WeightUpdate, check_update
 from services.inference.engine.torch.blocks import Adapter, Blocks, Sizes
 from services.inference.engine.torch.kv import Bucket, Ints, KvCache, KvShape, Reach
