@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from urllib.parse import quote
 
 import numpy as np
@@ -40,9 +40,6 @@ from services.common.errors import (
     ModelMismatchError,
 )
 from services.common.system.processes import is_there
-
-if TYPE_CHECKING:
-    import torch
 
 # --- Elements of weights in numpy: types, casts between floating types, and the steps between two elements.
 
@@ -383,8 +380,8 @@ def lay_out(specs: Iterable[TensorSpec], algorithm: DigestAlgorithm = DEFAULT_AL
     return tuple(entries)
 
 
-def named_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Name to tensor of a model, in module order; tied weights once, under their first name (``model.embed_tokens.weight``)."""
+def named_weights(model: Any) -> dict[str, Any]:
+    """Name to ``torch.Tensor`` of a model, in module order; tied weights once, under their first name (``model.embed_tokens.weight``)."""
     return {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=True)}
 
 
