@@ -28,7 +28,7 @@ class TaskGroup:
     evaluation: str = ""  # the evaluation pass of this group
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     born: dict[str, int] = field(default_factory=dict)  # policy -> version on which the open slots began
-    num_lost: int = 0  # lost replicas: their lease ended while they ran the group, and they did not come back
+    num_lost: int = 0  # replicas that lost the group: silent, replaced, ended, or overdue with it
     owners: set[Incarnation] = field(
         default_factory=set
     )  # replicas that were ever given the group: each may send a slot's record

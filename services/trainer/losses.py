@@ -497,7 +497,7 @@ def tis(tokens: TokenBatch, config: Tis) -> PolicyLoss:
     )
 
 
-# --- Losses, advantages and a mask, and the dict that names the losses.
+# --- The losses, and the dict that names them.
 
 
 @dataclass(frozen=True, slots=True)

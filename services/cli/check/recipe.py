@@ -55,6 +55,7 @@ from services.common.extras import provided
 from services.common.importing import check_call, check_can_be_loaded, load_object
 from services.common.installing import install, make_server_environment, missing
 from services.common.system.devices import has_gpu_driver, visible_gpus
+from services.envgateway.envs.episodes import ENVIRONMENTS
 from services.inference.workflows.registry import load_workflow, workflow_settings
 
 if TYPE_CHECKING:
@@ -402,6 +403,7 @@ def _environment_problems(recipe: Recipe, where: str, workflow: WorkflowConfig) 
     elif name not in (
         known := sorted(
             {
+                *ENVIRONMENTS,
                 *provided("environments"),
                 *gateway.environments,
                 *(name for section in provided("servers") for name in gateway.extra(section)),

@@ -1,9 +1,7 @@
-"""Settings that all losses share in the ``algorithm`` section of a recipe: advantages, KL, entropy, aggregation,
-rewards.
+"""Settings of the ``algorithm`` section of a recipe: advantages, KL, entropy, aggregation and rewards, which all losses
+share, and one class for each loss with the keys of that loss alone.
 
-``services.common.config.algorithm`` has one class for each loss, with the keys of that loss alone. Plain
-pydantic, no torch and no tensors: a recipe is checked before heavy imports. ``services.trainer.losses`` has one
-short file per loss.
+Plain pydantic, no torch and no tensors: a recipe is checked before heavy imports. ``services.trainer.losses`` computes them.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ WRONG = [
     setting("workflow.name", "my_rewards:NoFlow", "is no workflow", "my_rewards.py"),
     setting("workflow.settings.max_turns", 3, "workflow.settings.max_turns", "unknown key"),
     setting("workflow.settings.policy", "actor", "'actor'", "model0"),
-    Wrong("an environment that is not there", ("workflow.settings.environment is 'chess'", "textworld", "envgateway.environments"),
+    Wrong("an environment that is not there", ("workflow.settings.environment is 'chess'", "single_step", "textworld", "envgateway.environments"),
           {"workflow": {"name": "agent_env", "settings": {"environment": "chess"}}}),
     Wrong("a misspelt MCP server", ("'mcp:serch'", "did you mean 'mcp:search'"),
           {"workflow": {"name": "tool_use", "settings": {"tools": ["mcp:serch"], "reward": "math"}},
