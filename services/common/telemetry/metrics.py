@@ -183,8 +183,6 @@ class ReportedTransfer:
 
 EstimateSummary = dict[str, float]
 """A mean with its 95% interval: ``value``, ``low``, ``high``."""
-DatasetSummary = dict[str, Any]
-"""One dataset of an evaluation: the fields of ``journal.entries.DatasetScore``, with ``pass_at`` by k."""
 EvaluationSummary = dict[str, Any]
 """A finished evaluation: the fields of ``journal.entries.EvaluationResult`` without its name."""
 RunSummary = dict[str, Any]
