@@ -24,7 +24,7 @@ from services.orchestrator.recovery import recovered
 from services.orchestrator.services.pool import PoolServicer
 from services.orchestrator.services.training import TrainingServicer
 from services.orchestrator.tasks.rows import ListRows, UsableRows
-from services.orchestrator.watch import StallWatch, Watch
+from services.orchestrator.watch import Watch
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.waiting import WAIT_S
 
@@ -237,9 +237,6 @@ class World:
     def watch(self) -> Watch:
         """Periodic checks that have not run yet."""
         return Watch(self.core)
-
-    def stall_watch(self) -> StallWatch:
-        return StallWatch(self.core)
 
 
 @contextlib.asynccontextmanager
