@@ -81,6 +81,8 @@ class MadeUpRun:
             dispatcher=SimpleNamespace(train=True, holds={}),
             journal=SimpleNamespace(blocked="", waiting_s=0.0),
             pool=[self.replica],
+            replica=self.replica,
+            trainer=self.trainer,
             lost={},
             trainers={"model0": self.trainer},
             batches={"model0": SimpleNamespace(newest_step=0)},
@@ -99,18 +101,17 @@ class MadeUpRun:
         for edit in self.edits:
             edit()
 
-    def change(self, path: str, value: Any) -> None:
-        """Change a part of the core; a function is called at each look with the seconds since now."""
-        began, (*parts, name) = self.now, path.split(".")
+    def change(self, **changes: Any) -> None:
+        """Change parts of the core, by path; a function is called at each look with the seconds since now."""
+        began = self.now
 
         def edit() -> None:
-            found = value(self.now - began) if callable(value) else value
-            setattr(reduce(getattr, parts, self.core), name, found)
+            for path, value in changes.items():
+                *parts, name = path.split("__")
+                part = reduce(getattr, parts, self.core)
+                setattr(part, name, value(self.now - began) if callable(value) else value)
 
         self.edits.append(edit)
-
-    def change_member(self, member: str, **changes: Any) -> None:
-        self.edits.append(lambda: [setattr(getattr(self, member), *change) for change in changes.items()] and None)
 
     def set_account(self, make: Callable[[float], AccountState]) -> None:
         """The account, of the seconds since now."""
@@ -186,12 +187,11 @@ def silent_replica(run: MadeUpRun) -> None:
 
 def silent_rank(run: MadeUpRun) -> None:
     run.freeze("micro-batches")
-    run.change_member("trainer", rank_reports={1: 7})
+    run.change(trainer__rank_reports={1: 7})
 
 
 def lost_trainer(run: MadeUpRun) -> None:
-    run.change("trainers", {"model0": None})
-    run.change("lost", {"trainer/model0": run.now})
+    run.change(trainers={"model0": None}, lost={"trainer/model0": run.now})
 
 
 def silent_gateway(run: MadeUpRun) -> None:
@@ -220,7 +220,7 @@ def records_wait(run: MadeUpRun) -> None:
 
 
 def full_disk(run: MadeUpRun) -> None:
-    run.change("journal.blocked", "0 bytes free")
+    run.change(journal__blocked="0 bytes free")
     records_wait(run)
 
 
@@ -270,38 +270,23 @@ def weights_do_not_come(run: MadeUpRun) -> None:
 
 def order_lost(run: MadeUpRun) -> None:
     unseen = Assignment(open_slots={0}, since=run.now, pinned={}, issued=True, num_unseen=2)
-    run.change_member("replica", assignments={"g": unseen})
+    run.change(replica__assignments={"g": unseen})
 
 
 def too_many_masked(run: MadeUpRun) -> None:
-    run.change("dispatcher.holds", {Hold.MASKED: "30% of the newest 64 rollouts have no reward"})
-    run.change("ingest.failures_in_a_row", 2)
-    run.change("recipe.rollout.group_size", 8)
+    run.change(dispatcher__holds={Hold.MASKED: "30% of the newest 64 rollouts have no reward"})
+    run.change(ingest__failures_in_a_row=2, recipe__rollout__group_size=8)
 
 
 def all_masked(run: MadeUpRun) -> None:
     """The share is too large before so many have failed in a row that the run is paused for that."""
     too_many_masked(run)
-    run.change("ingest.failures_in_a_row", 64)
+    run.change(ingest__failures_in_a_row=64)
 
 
 def all_refused(run: MadeUpRun) -> None:
     began, refusal = run.now, Refusal(reason=RefusalReason.TOKEN_ID, detail="99999")
-    run.change("ingest.refusals.streaks", lambda age: {"a": Streak(8, began, began + age, refusal)})
-
-
-def all_fail(run: MadeUpRun) -> None:
-    run.change("ingest.failures_in_a_row", 300)
-    run.change("recipe.rollout.group_size", 8)
-
-
-def all_filtered(run: MadeUpRun) -> None:
-    run.change("experience", experience(8, run.count("kept"), in_a_row=64))
-
-
-def lost_replica(run: MadeUpRun) -> None:
-    run.change("pool", [])
-    run.change("lost", {"replica/a": run.now})
+    run.change(ingest__refusals__streaks=lambda age: {"a": Streak(8, began, began + age, refusal)})
 
 
 def nothing_goes_on(run: MadeUpRun, doing: str, on: str = "", *, is_full: bool = False) -> None:
@@ -310,14 +295,14 @@ def nothing_goes_on(run: MadeUpRun, doing: str, on: str = "", *, is_full: bool =
         lambda age: account("trainer/model0", activity("waiting for a batch", "orchestrator", age=50 + age))
     )
     run.set_account(lambda age: account("replica/a", activity(doing, on, age=50 + age)))
-    run.change("experience.admission.accounts", {"model0": SimpleNamespace(is_full=is_full)})
+    run.change(experience__admission__accounts={"model0": SimpleNamespace(is_full=is_full)})
 
 
 CASES: dict[str, tuple[Callable[[MadeUpRun], Any], tuple[str, Cause]]] = {
     "silent replica": (silent_replica, ("replica/a", Cause.SILENT)),
     "silent trainer": (lambda run: run.freeze("trainer reports", "micro-batches"), ("trainer/model0", Cause.SILENT)),
     "silent rank": (silent_rank, ("trainer/model0/rank1", Cause.SILENT)),
-    "lost replica": (lost_replica, ("replica/a", Cause.LOST)),
+    "lost replica": (lambda run: run.change(pool=[], lost={"replica/a": run.now}), ("replica/a", Cause.LOST)),
     "lost trainer": (lost_trainer, ("trainer/model0", Cause.LOST)),
     "silent gateway": (silent_gateway, ("envgateway", Cause.SILENT)),
     "silent publisher": (silent_publisher, ("publisher/model0", Cause.SILENT)),
@@ -333,7 +318,7 @@ CASES: dict[str, tuple[Callable[[MadeUpRun], Any], tuple[str, Cause]]] = {
     ),
     "full disk": (full_disk, ("disk", Cause.NO_FREE_DISK)),
     "journal stuck": (
-        lambda run: run.change("journal.waiting_s", lambda age: age),
+        lambda run: run.change(journal__waiting_s=lambda age: age),
         ("orchestrator", Cause.JOURNAL_STUCK),
     ),
     "frozen engine": (lambda run: run.freeze("tokens", "generations"), ("replica/a/engine/model0", Cause.FROZEN)),
@@ -346,21 +331,21 @@ CASES: dict[str, tuple[Callable[[MadeUpRun], Any], tuple[str, Cause]]] = {
     "records wait": (records_wait, ("replica/a", Cause.NOT_ACKNOWLEDGED)),
     "order lost": (order_lost, ("replica/a", Cause.ORDER_LOST)),
     "announcement lost": (
-        lambda run: run.change_member("replica", announced={"model0": (4, 0.0)}, held={"model0": Held(3, "d3")}),
+        lambda run: run.change(replica__announced={"model0": (4, 0.0)}, replica__held={"model0": Held(3, "d3")}),
         ("replica/a", Cause.ORDER_LOST),
     ),
     "all filtered": (
-        all_filtered,
+        lambda run: run.change(experience=experience(8, run.count("kept"), in_a_row=64)),
         ("workflow", Cause.ALL_FILTERED),
     ),
     "all fail": (
-        all_fail,
+        lambda run: run.change(ingest__failures_in_a_row=300, recipe__rollout__group_size=8),
         ("rollouts", Cause.ALL_FAIL),
     ),
     "too many masked": (too_many_masked, ("rollouts", Cause.MASKED)),
     "all masked": (all_masked, ("rollouts", Cause.ALL_FAIL)),
     "batch refused": (
-        lambda run: run.change_member("trainer", refusal="engine and trainer of model0 disagree by 0.3 nats a token"),
+        lambda run: run.change(trainer__refusal="engine and trainer of model0 disagree by 0.3 nats a token"),
         ("trainer/model0", Cause.NUMERICS),
     ),
     "all refused": (all_refused, ("replica/a", Cause.RECORDS_REFUSED)),
@@ -377,13 +362,11 @@ CASES: dict[str, tuple[Callable[[MadeUpRun], Any], tuple[str, Cause]]] = {
         ("replica/a", Cause.NO_PROGRESS),
     ),
     "gateway that others reach": (
-        lambda run: run.change_member(
-            "replica", peers=(PeerState(component="envgateway", silent_s=20.0, detail="no route"),)
-        ),
+        lambda run: run.change(replica__peers=(PeerState(component="envgateway", silent_s=20.0, detail="no route"),)),
         ("replica/a", Cause.UNREACHABLE),
     ),
     "curated away": (
-        lambda run: run.change("training_orders.nothing_to_play", True),
+        lambda run: run.change(training_orders__nothing_to_play=True),
         ("dataset", Cause.NOTHING_TO_PLAY),
     ),
 }
@@ -477,14 +460,14 @@ def test_a_process_that_stood_still_is_told_afterwards_and_nobody_else_is_blamed
 
 
 def test_a_lost_replica_is_no_stall_while_another_plays(run: MadeUpRun) -> None:
-    run.change("lost", {"replica/b": run.now})
+    run.change(lost={"replica/b": run.now})
     assert run.named_within(30) == set()
 
 
 def test_nobody_is_blamed_in_a_run_that_is_paused_or_over(run: MadeUpRun) -> None:
     for state in ("paused", "ended"):
         silent_replica(run)
-        run.change(f"control.{state}", True)
+        run.change(**{f"control__{state}": True})
         assert run.named_within(60) == set()
         run.thaw()
         run.run(3)
@@ -493,9 +476,9 @@ def test_nobody_is_blamed_in_a_run_that_is_paused_or_over(run: MadeUpRun) -> Non
 @pytest.mark.parametrize(
     ("missing", "component"),
     [
-        (lambda run: run.change("trainers", {"model0": None}), "trainer/model0"),
+        (lambda run: run.change(trainers={"model0": None}), "trainer/model0"),
         (
-            lambda run: run.change("dispatcher.holds", {Hold.GATEWAY: "the gateway of node 1 has not joined"}),
+            lambda run: run.change(dispatcher__holds={Hold.GATEWAY: "the gateway of node 1 has not joined"}),
             "envgateway",
         ),
     ],
@@ -512,9 +495,8 @@ def test_who_never_came_is_named_once_processes_had_time_to_load_models(
 
 def test_a_replica_that_takes_versions_one_after_the_other_has_lost_nothing(run: MadeUpRun) -> None:
     for held in range(60):
-        run.change_member(
-            "replica", announced={"model0": (held + 1, 0.0)}, held={"model0": Held(held, "")}
-        )  # always one behind
+        held_now = {"model0": Held(held, "")}  # always one behind
+        run.change(replica__announced={"model0": (held + 1, 0.0)}, replica__held=held_now)
         run.tick()
         assert not run.stalls
 
@@ -534,7 +516,7 @@ def is_stalled(detector: StallDetector, now: float, kept: int, filtered: int, in
 
 def detector_of_rare_success() -> StallDetector:
     run = MadeUpRun()
-    run.change("recipe.rollout.group_size", GROUP)
+    run.change(recipe__rollout__group_size=GROUP)
     run.refresh()
     return run.detector
 
