@@ -41,8 +41,9 @@ from services.orchestrator.recovery import first_facts, recovered
 from services.orchestrator.services.pool import PoolServicer
 from services.orchestrator.services.run import RunServicer
 from services.orchestrator.services.training import TrainingServicer
-from services.orchestrator.tasks.datasets import TaskSource, log_opened, open_source, requirement
+from services.orchestrator.tasks.datasets import open_source, requirement
 from services.orchestrator.tasks.prompts import short_prompts, vocab_sizes
+from services.orchestrator.tasks.rows import UsableRows
 from services.orchestrator.trackers import TrackersProcess
 from services.orchestrator.watch import Watch
 
@@ -116,7 +117,9 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
         for where, config in recipe.data.sections().items()
     }
     for where, source in sources.items():
-        log_opened(where, source)
+        left_out = source.left_out
+        event = log.warning if left_out.count else log.info
+        event("dataset.opened", dataset=where, rows=len(source), left_out=left_out.count, reasons=left_out.reasons)
     sources = short_prompts(sources, recipe, settings.run_dir)
     core = recovered(lambda aside: _core(settings.run_dir, recipe, journal, sources, aside), journal.reader)
     server = _server(core, recipe, settings, sources)
@@ -149,7 +152,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
             await asyncio.to_thread(trackers.end)
 
 
-def _server(core: OrchestratorCore, recipe: Recipe, settings: Settings, sources: Mapping[str, TaskSource]) -> Server:
+def _server(core: OrchestratorCore, recipe: Recipe, settings: Settings, sources: Mapping[str, UsableRows]) -> Server:
     """The three services over the recovered core, before their start."""
     port = recipe.orchestrator.port if settings.port is None else settings.port
     server = Server(
@@ -208,7 +211,7 @@ def _core(
     run_dir: Path,
     recipe: Recipe,
     journal: Journal,
-    sources: Mapping[str, TaskSource],
+    sources: Mapping[str, UsableRows],
     aside: Quarantine,
 ) -> OrchestratorCore:
     begun = _begun(journal.reader)

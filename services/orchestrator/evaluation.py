@@ -45,8 +45,8 @@ from services.orchestrator.journal.entries import (
     score,
 )
 from services.orchestrator.members import Held, Replica, ReplicaPool
-from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, sampling_of
+from services.orchestrator.tasks.rows import UsableRows
 
 # --- Decides whether an evaluation has reached the threshold of ``run.until``, and when.
 
@@ -320,7 +320,7 @@ class Evaluations:
     def __init__(
         self,
         recipe: Recipe,
-        sources: Mapping[str, TaskSource],
+        sources: Mapping[str, UsableRows],
         names: GroupNames,
         rules: RewardRules,
         on_result: Callable[[EvaluationResult], None],
@@ -494,7 +494,7 @@ class Evaluations:
         return groups
 
 
-def _digest(source: TaskSource, places: Iterable[int]) -> str:
+def _digest(source: UsableRows, places: Iterable[int]) -> str:
     """Digest of these rows, in order."""
     digest = hashlib.blake2b(digest_size=8)
     for place in places:

@@ -41,8 +41,8 @@ from services.orchestrator.journal.reader import Quarantine
 from services.orchestrator.members import ReplicaPool, StopTraining, TrainerLeases, TrainerRequest
 from services.orchestrator.metrics import DiskForecast, RunMetrics, Timeline
 from services.orchestrator.stalls import PAUSED_ITSELF, AccountBook, Hold, Stall
-from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, TrainingOrders
+from services.orchestrator.tasks.rows import UsableRows
 from services.orchestrator.turns import DeviceTurns
 from services.orchestrator.versions import VersionLedger
 
@@ -56,8 +56,8 @@ class OrchestratorCore:
         run_dir: Path,
         journal: Journal,
         *,
-        training_sources: Mapping[str, TaskSource],
-        evaluation_sources: Mapping[str, TaskSource],
+        training_sources: Mapping[str, UsableRows],
+        evaluation_sources: Mapping[str, UsableRows],
         run_mark: str,
         started_at: float,
         aside: Quarantine | None = None,

@@ -19,7 +19,7 @@ from services.common.wire import timestamp_to_proto, write
 from services.orchestrator.journal.entries import DatasetScore, EvaluationResult
 from services.orchestrator.metrics import evaluation_values
 from services.orchestrator.orchestrator import OrchestratorCore
-from services.orchestrator.tasks.datasets import TaskSource
+from services.orchestrator.tasks.rows import UsableRows
 
 wire.RENAMED[EvaluationResult] = {"elapsed_s": ""}
 wire.RENAMED[DatasetScore] = {"items": "", "item_rewards": ""}
@@ -207,7 +207,7 @@ METRICS = (
 
 
 def gauges(
-    core: OrchestratorCore, sources: Mapping[str, TaskSource], counted_before: Mapping[str, int]
+    core: OrchestratorCore, sources: Mapping[str, UsableRows], counted_before: Mapping[str, int]
 ) -> dict[str, float]:
     """``sources``: the run's tasks by their dataset's section. ``counted_before``: the run's counters at the start of
     this process.
@@ -222,7 +222,7 @@ def gauges(
     return {
         **{name: float(value) for name, value in on_disk.items() if value is not None},
         "tasks": float(sum(len(source) for where, source in sources.items() if is_training(where))),
-        **{f"tasks_too_long/{where}": float(getattr(source, "num_too_long", 0)) for where, source in sources.items()},
+        **{f"tasks_too_long/{where}": float(source.num_too_long) for where, source in sources.items()},
         **{f"rows_left_out/{where}": float(source.left_out.count) for where, source in sources.items()},
         "steps": float(core.num_steps),
         "replicas": float(len(core.pool)),

@@ -24,8 +24,6 @@ from services.common.telemetry.accounts import (
     PERSON,
     Activity,
     ActivityName,
-    Component,
-    PeerState,
     replica_id,
     trainer_component,
 )
@@ -36,14 +34,8 @@ from services.orchestrator.journal.journal import collect
 from services.orchestrator.members import REPORT_S
 from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.progress import waits
-from services.orchestrator.stalls import (
-    PAUSED_ITSELF,
-    Cause,
-    Facts,
-    Hold,
-    PolicyFacts,
-    StallDetector,
-)
+from services.orchestrator.stalls import PAUSED_ITSELF, Cause, Hold
+from services.orchestrator.stalls_rules import StallDetector
 
 log = structlog.get_logger()
 
@@ -72,7 +64,7 @@ class Watch:
     def __init__(self, core: OrchestratorCore) -> None:
         config, rollout = core.recipe.orchestrator, core.recipe.rollout
         self._core = core
-        self._stalls = StallWatch(core)
+        self.detector = StallDetector(core)
         self._failures = FailurePause(core)
         self._gone_since: float | None = None  # the versions of an evaluation
         self._overdue_s = rollout.timeout_s * (rollout.infra_retries + 1) + OVERDUE_GRACE_S
@@ -113,7 +105,7 @@ class Watch:
             core.disk.note(core.clock(), core.journal.free_bytes(), used, newest)
         pace = core.pool.report_every_s / REPORT_S  # longer interval for values that replicas report seldom
         if self._is_due("stalls", STALLS_S * pace):
-            self._stalls.look()
+            self.report_stalls()
         if self._is_due("throughput", THROUGHPUT_S * pace):
             self._write_throughput()
         if self._is_due("state", STATE_S):
@@ -132,6 +124,29 @@ class Watch:
             return False
         self._due[name] = now + every_s
         return True
+
+    def report_stalls(self) -> None:
+        """Run the stall detector once, and write its results to logs, metrics and progress."""
+        core = self._core
+        core.account.enter(*own_activity(core))
+        begun, ended = self.detector.look()
+        core.book.note(self.detector.accounts.values())
+        core.stalls = self.detector.stalls
+        for moment, stall in [*((StallMoment.BEGIN, s) for s in begun), *((StallMoment.END, s) for s in ended)]:
+            seconds = round(core.clock() - stall.since, 1)
+            component, cause = stall.component, stall.cause.value
+            core.metrics.stall(moment, component, cause, stall.detail, seconds)
+            if moment is StallMoment.END:
+                log.info(LogEvent.RUN_UNSTALLED, component=component, cause=cause, seconds=seconds)
+                continue
+            log.warning(
+                "run.stalled", component=component, cause=cause, detail=stall.detail, since=time.time() - seconds,
+                seconds=seconds, advice=stall.cause.advice,
+            )  # fmt: skip
+            core.counters[RunCount.STALLS.value] += 1
+            lost = core.pool.get(replica_id(component)) if stall.cause is Cause.ORDER_LOST else None
+            if lost is not None:
+                core.dispatcher.rejoined(lost)  # sends the orders again; repeating one is harmless
 
     def _take_back_overdue(self) -> None:
         """Issue task groups again whose replicas live but never end a rollout."""
@@ -191,74 +206,6 @@ class Watch:
             log.info("journal.collected", removed=removed)
 
 
-class StallWatch:
-    """Runs the stall detector on the facts of the orchestrator, and writes its results to logs, metrics and progress."""
-
-    def __init__(self, core: OrchestratorCore) -> None:
-        self._core = core
-        self._detector = StallDetector()
-
-    def look(self) -> None:
-        """Run the detector; the caller does so once a second."""
-        core = self._core
-        core.account.enter(*own_activity(core))
-        seen = facts(core)
-        core.book.note(seen.accounts.values())
-        begun, ended = self._detector.look(seen)
-        core.stalls = self._detector.stalls
-        for moment, stall in [*((StallMoment.BEGIN, s) for s in begun), *((StallMoment.END, s) for s in ended)]:
-            seconds = round(core.clock() - stall.since, 1)
-            component, cause = stall.component, stall.cause.value
-            core.metrics.stall(moment, component, cause, stall.detail, seconds)
-            if moment is StallMoment.END:
-                log.info(LogEvent.RUN_UNSTALLED, component=component, cause=cause, seconds=seconds)
-                continue
-            log.warning(
-                "run.stalled", component=component, cause=cause, detail=stall.detail, since=time.time() - seconds,
-                seconds=seconds, advice=stall.cause.advice,
-            )  # fmt: skip
-            core.counters[RunCount.STALLS.value] += 1
-            lost = core.pool.get(replica_id(stall.component)) if stall.cause is Cause.ORDER_LOST else None
-            if lost is not None:
-                core.dispatcher.rejoined(lost)  # sends the orders again; repeating one is harmless
-
-
-def facts(core: OrchestratorCore) -> Facts:
-    control, peers = core.control, _peers(core)
-    accounts = [account for replica in core.pool for account in replica.accounts]
-    accounts += [account for trainer in core.trainers for told in trainer.accounts.values() for account in told]
-    progress = {"records": float(core.ingest.num_durable)}
-    progress |= {f"{account.component}/done": float(account.progress) for account in accounts}
-    progress |= {f"{replica.replica_id}/tokens": float(replica.num_tokens) for replica in core.pool}
-    progress |= {f"{trainer.policy}/checkpoint": float(trainer.checkpoint_step) for trainer in core.trainers}
-    for policy, batches in core.batches.items():
-        progress[f"{policy}/version"] = float(core.ledgers[policy].newest_number)
-        progress[f"{policy}/batch"] = float(batches.newest_step)
-    # Only of components with a lease: older reports do not describe the present.
-    accounts += [account for peer in peers.values() for account in peer.accounts]
-    accounts.append(core.account.state())
-    return Facts(
-        now=core.clock(),
-        ended=control.ended,
-        paused=control.paused and PAUSED_ITSELF.isdisjoint(core.dispatcher.holds),
-        training=core.dispatcher.train,
-        held_back=dict(core.dispatcher.holds),
-        journal_blocked=core.journal.blocked,
-        journal_oldest_s=core.journal.waiting_s,
-        replicas=tuple(core.pool),
-        lost=dict(core.lost),
-        policies=tuple(_policy(core, policy) for policy in core.batches),
-        accounts={account.component: account for account in accounts},
-        peers=peers,
-        failures_in_a_row=core.ingest.failures_in_a_row,
-        last_failure=core.ingest.last_failure,
-        refused=core.ingest.refusals.streaks,
-        group_size=core.recipe.rollout.group_size,
-        nothing_to_play=core.training_orders.nothing_to_play and core.dispatcher.train,
-        progress=progress,
-    )
-
-
 def own_activity(core: OrchestratorCore) -> Activity:
     """The orchestrator's activity: the component that the run waits for."""
     control, holds = core.control, core.dispatcher.holds
@@ -283,33 +230,6 @@ def own_activity(core: OrchestratorCore) -> Activity:
     if busiest is not None and busiest.num_running:
         return Activity(ActivityName.WAITING_FOR_ROLLOUTS, busiest.component)
     return Activity(ActivityName.NOTHING_TO_DO)
-
-
-def _policy(core: OrchestratorCore, policy: str) -> PolicyFacts:
-    experience = core.experience
-    return PolicyFacts(
-        policy=policy,
-        batch_size=experience.buffers[policy].batch_size,
-        num_kept=experience.num_kept[policy],
-        num_filtered=experience.num_filtered[policy],
-        num_filtered_in_a_row=experience.num_filtered_in_a_row[policy],
-        quota_full=experience.admission.accounts[policy].is_full,
-        trainer_wanted=core.num_steps > 0 and core.ledgers[policy].newest_number < core.last_step(policy),
-        trainer=core.trainers.get(policy),
-    )
-
-
-def _peers(core: OrchestratorCore) -> dict[Component, PeerState]:
-    """Dependencies of components, each by the report of the component with the best view. Publishers are of their
-    trainer's lease."""
-    found: dict[Component, PeerState] = {}
-    told = [peer for replica in core.pool for peer in replica.peers]
-    told += [peer for trainer in core.trainers for peer in trainer.peers]
-    for peer in told:
-        known = found.get(peer.component)
-        if known is None or peer.silent_s < known.silent_s:
-            found[peer.component] = peer
-    return found
 
 
 class FailurePause:

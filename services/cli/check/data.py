@@ -57,13 +57,12 @@ from services.envgateway.rewards.registry import Rewards, read_tests
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits
-from services.orchestrator.tasks.datasets import TaskSource, open_source, why_tests_are_unusable
+from services.orchestrator.tasks.datasets import open_source, why_tests_are_unusable
 from services.orchestrator.tasks.math_rows import answer_text
-from services.orchestrator.tasks.rows import SkippedRows
+from services.orchestrator.tasks.rows import SkippedRows, UsableRows
 
 if TYPE_CHECKING:
     from services.common.text.chat import Chat
-    from services.orchestrator.tasks.datasets import TaskSource
 
 MOST_PROMPTS = 256  # of a dataset that are measured, evenly spaced
 _MOST_REWARDED = 5  # rows whose own answer is scored by a reward of the gateway, evenly spaced
@@ -79,7 +78,7 @@ class Tried:
     told: list[str]
 
 
-def try_rows(recipe: Recipe, sources: Mapping[str, TaskSource]) -> Tried:
+def try_rows(recipe: Recipe, sources: Mapping[str, UsableRows]) -> Tried:
     """Try the first row of each dataset that is on this machine, and measure the prompts of some more."""
     tried, chat = Tried([], []), None
     try:
@@ -103,7 +102,7 @@ def try_rows(recipe: Recipe, sources: Mapping[str, TaskSource]) -> Tried:
     return tried
 
 
-def _short_prompts(recipe: Recipe, where: str, source: TaskSource, tried: Tried) -> TaskSource:
+def _short_prompts(recipe: Recipe, where: str, source: UsableRows, tried: Tried) -> UsableRows:
     """The tasks that the run keeps by ``max_prompt_tokens``, where the tokenizers are on this machine; raises
     ``DatasetError`` for none."""
     from services.orchestrator.tasks.prompts import short_prompts
@@ -111,7 +110,7 @@ def _short_prompts(recipe: Recipe, where: str, source: TaskSource, tried: Tried)
     if any(file_of(policy.model.path or "", "tokenizer.json") is None for policy in recipe.policies.values()):
         return source
     short = short_prompts({where: source}, recipe, Path())[where]
-    if too_long := getattr(short, "num_too_long", 0):
+    if too_long := short.num_too_long:
         limit = recipe.data.sections()[where].max_prompt_tokens
         tried.told.append(f"{where}.max_prompt_tokens ({limit}) leaves out {too_long} of {len(source)} rows")
     return short
@@ -145,7 +144,7 @@ def _chat(recipe: Recipe) -> Chat | None:
         raise ConfigError(f"policies.{name}.model.path: the chat template of {path} fails: {error}") from None
 
 
-def _try_prompts(recipe: Recipe, where: str, source: TaskSource, chat: Chat) -> Iterator[str]:
+def _try_prompts(recipe: Recipe, where: str, source: UsableRows, chat: Chat) -> Iterator[str]:
     from services.inference.workflows.base import PromptSettings, build_messages
     from services.inference.workflows.registry import workflow_settings
     from services.orchestrator.tasks.datasets import WITH_PROMPT
@@ -213,7 +212,7 @@ def _spaced(number: int, most: int = MOST_PROMPTS) -> Iterator[int]:
     yield from range(0, number, step)
 
 
-def _try_reward(recipe: Recipe, where: str, source: TaskSource) -> Iterator[str]:
+def _try_reward(recipe: Recipe, where: str, source: UsableRows) -> Iterator[str]:
     """Call the user's reward with an empty answer and, where the row has an answer, with that one; in a box where the bare
     one gets no more than the empty one."""
     from services.inference.workflows.scripts import boxed
@@ -395,7 +394,7 @@ def text_of(task: Task, field: str | None = None) -> str:
     return "\n".join(text for text in said if isinstance(text, str))
 
 
-def overlap_lines(recipe: Recipe, sources: Mapping[str, TaskSource]) -> list[str]:
+def overlap_lines(recipe: Recipe, sources: Mapping[str, UsableRows]) -> list[str]:
     """A line for each evaluation dataset that overlaps with the training data, and one for those that could not be compared.
     ``sources``: the datasets that are here, by section."""
     lines = []
@@ -559,7 +558,7 @@ async def _fault(judge: Judge, row: Mapping[str, Any], case_time_s: float | None
 
 
 def solution_lines(
-    sources: Mapping[str, TaskSource], sandbox: SandboxConfig, case_time_s: float | None, most: int
+    sources: Mapping[str, UsableRows], sandbox: SandboxConfig, case_time_s: float | None, most: int
 ) -> list[str]:
     """One line for each dataset that has tests: the results of the reference solutions of its first ``most`` rows."""
     lines = []

@@ -59,7 +59,7 @@ from services.envgateway.envs.episodes import ENVIRONMENTS
 from services.inference.workflows.registry import load_workflow, workflow_settings
 
 if TYPE_CHECKING:
-    from services.orchestrator.tasks.datasets import TaskSource
+    from services.orchestrator.tasks.rows import UsableRows
 
 
 def check_recipe(recipe: Recipe, num_solutions: int = 0) -> list[str]:
@@ -73,7 +73,7 @@ def check_recipe(recipe: Recipe, num_solutions: int = 0) -> list[str]:
     from services.cli.check.data import Tried, overlap_lines, solution_lines, try_rows
 
     left_out: list[str] = []
-    sources: dict[str, TaskSource] = {}
+    sources: dict[str, UsableRows] = {}
     named = _named_problems(recipe, left_out, sources)
     found = [*ports_in_use(recipe), *problems_anywhere(recipe)]
     tried = try_rows(recipe, sources) if not [*found, *named] else Tried([], [])  # broken parts are not tried
@@ -93,7 +93,7 @@ def check_named(recipe: Recipe) -> None:
     refuse(recipe, _named_problems(recipe, [], {}))
 
 
-def _named_problems(recipe: Recipe, left_out: list[str], sources: dict[str, TaskSource]) -> list[str]:
+def _named_problems(recipe: Recipe, left_out: list[str], sources: dict[str, UsableRows]) -> list[str]:
     """The problems. Adds the rows that are left out to ``left_out``, and the datasets on this machine to ``sources``.
 
     Engines, losses and import paths of the gateway are searched and not imported: their modules may import torch, or
@@ -215,7 +215,7 @@ def _memory(recipe: Recipe) -> list[RenderableType]:
     return [table]
 
 
-def _check_data(recipe: Recipe, where: str, left_out: list[str], sources: dict[str, TaskSource]) -> None:
+def _check_data(recipe: Recipe, where: str, left_out: list[str], sources: dict[str, UsableRows]) -> None:
     from services.orchestrator.tasks.datasets import KINDS, is_file_of_rows, open_source, requirement
     from services.orchestrator.tasks.rows import is_fetched, must_be_fetched_by_hand
 

@@ -1,9 +1,7 @@
 """The calls of replicas and of their gateway: membership, reports, records.
 
-``PoolServicer`` converts messages; ``ReplicaApi`` and ``GatewayApi`` handle the calls, independent of grpc.
-
-Records of a trajectory stream are acknowledged as they become durable, up to ``MAX_ACKS`` per message. A single acknowledgement is sent at once; in a stream of them, ``LINGER_S`` follows each message that is not
-full. Only the memory of the sender waits for an acknowledgement: the sender keeps unacknowledged records.
+Records of a trajectory stream are acknowledged as they become durable, up to ``MAX_ACKS`` per message. A single
+acknowledgement is sent at once; in a stream of them, ``LINGER_S`` follows each message that is not full. Only the memory of the sender waits for an acknowledgement: the sender keeps unacknowledged records.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
@@ -75,61 +73,6 @@ MOST_DETAIL = 512  # characters of an acknowledgement
 MOST_TEXT = 1024  # characters of an address
 MOST_SLOTS = 1 << 20
 MOST_SAMPLED = 10**15  # tokens of a process
-
-
-class ReplicaApi:
-    """Handles the calls of replicas: join, leave and reports. Records of rollouts go to ``ingest`` instead."""
-
-    def __init__(self, core: OrchestratorCore) -> None:
-        self._core = core
-        # Policies whose versions a trainer publishes in this run.
-        self._with_trainer = frozenset(core.batches) if core.num_steps else frozenset()
-
-    def join(self, hello: Hello) -> Replica:
-        """Add a replica to the pool, return its running work, and announce the versions that the replica should hold."""
-        before = self._core.pool.get(hello.replica_id)
-        if before is not None and before.incarnation != hello.incarnation:
-            log.warning(
-                LogEvent.REPLICA_REPLACED,
-                replica=hello.replica_id,
-                incarnation=before.incarnation,
-                by=hello.incarnation,
-            )
-        replica = self._core.pool.join(hello)
-        self._core.lost.pop(replica.component, None)
-        log.info(
-            LogEvent.REPLICA_JOINED, replica=hello.replica_id, incarnation=hello.incarnation, slots=hello.num_slots
-        )
-        self._adopt_checkpoints(hello.held)
-        self._core.dispatcher.adopt(replica, hello.running)
-        self._core.dispatcher.rejoined(replica)
-        self._core.turns.replica_joined(replica)
-        if self._core.control.ended:
-            self._core.pool.send(replica, LeavePool(f"the run has {self._core.control.phase.value}"))
-        elif replica.draining:
-            self._core.pool.send(replica, LeavePool("draining"))
-        return replica
-
-    def _adopt_checkpoints(self, held: Mapping[str, Held]) -> None:
-        """Record version 0 of policies without a trainer (an untrained policy, a run that only evaluates): the first
-        replica reports its loaded digest, and every other replica must hold the same."""
-        for policy, found in held.items():
-            if policy in self._with_trainer:
-                continue
-            if policy in self._core.ledgers and self._core.ledgers[policy].newest is None and found.number == 0:
-                self._core.adopt_version(WeightVersion(policy=policy, number=0, digest=found.digest))
-
-    def report(self, replica_id: str, incarnation: str, *, emission: Iterable[Interval], **report: Any) -> None:
-        """Renew the lease with a ``report`` of ``ReplicaPool.report``; raises LeaseLostError for an ended lease or the lease
-        of another incarnation."""
-        before = self._core.pool.takers
-        replica = self._core.pool.report(replica_id, incarnation, **report)
-        self._core.turns.settle()
-        self._core.counters[RunCount.TOKENS_SAMPLED.value] += replica.new_tokens
-        self._core.timeline.emitted(emission)
-        self._core.dispatcher.announcer.sync(replica)
-        if self._core.pool.takers != before:  # otherwise its availability is unchanged, as in most reports
-            self._core.dispatcher.schedule()
 
 
 class GatewayApi:
@@ -244,8 +187,52 @@ class AckQueue(Generic[T]):
 class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     def __init__(self, core: OrchestratorCore) -> None:
         self._core = core
-        self._replicas, self._gateway = ReplicaApi(core), GatewayApi(core)
+        self._gateway = GatewayApi(core)
         self.closing = asyncio.Event()
+
+    def join(self, hello: Hello) -> Replica:
+        """Add a replica to the pool, return its running work, and announce the versions that the replica should hold."""
+        before = self._core.pool.get(hello.replica_id)
+        if before is not None and before.incarnation != hello.incarnation:
+            log.warning(
+                LogEvent.REPLICA_REPLACED,
+                replica=hello.replica_id,
+                incarnation=before.incarnation,
+                by=hello.incarnation,
+            )
+        replica = self._core.pool.join(hello)
+        self._core.lost.pop(replica.component, None)
+        log.info(
+            LogEvent.REPLICA_JOINED, replica=hello.replica_id, incarnation=hello.incarnation, slots=hello.num_slots
+        )
+        # Version 0 of a policy without a trainer (an untrained policy, a run that only evaluates): the first replica reports
+        # its loaded digest, and every other replica must hold the same.
+        for policy, held in hello.held.items():
+            trained = self._core.num_steps > 0 and policy in self._core.batches
+            if not trained and self._core.ledgers[policy].newest is None and held.number == 0:
+                self._core.adopt_version(WeightVersion(policy=policy, number=0, digest=held.digest))
+        self._core.dispatcher.adopt(replica, hello.running)
+        self._core.dispatcher.rejoined(replica)
+        self._core.turns.replica_joined(replica)
+        if self._core.control.ended:
+            self._core.pool.send(replica, LeavePool(f"the run has {self._core.control.phase.value}"))
+        elif replica.draining:
+            self._core.pool.send(replica, LeavePool("draining"))
+        return replica
+
+    def report(self, replica_id: str, incarnation: str, *, emission: Iterable[Interval], **report: Any) -> None:
+        """Renew the lease with a ``report`` of ``ReplicaPool.report``; raises LeaseLostError for an ended lease or the lease
+        of another incarnation."""
+        before = self._core.pool.takers
+        replica = self._core.pool.report(replica_id, incarnation, **report)
+        self._core.turns.settle()
+        self._core.counters[RunCount.TOKENS_SAMPLED.value] += replica.new_tokens
+        self._core.timeline.emitted(emission)
+        self._core.dispatcher.announcer.sync(replica)
+        if self._core.pool.takers != before:  # otherwise its availability is unchanged, as in most reports
+            self._core.dispatcher.schedule()
+
+    # --- RPCs -----------------------------------------------------------------------------------------------------------
 
     # A coroutine that writes, not a generator: each command then passes two frames fewer.
     async def JoinPool(  # type: ignore[override]
@@ -253,7 +240,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     ) -> None:
         check_id("replica_id", request.replica_id)
         check_id("incarnation", request.incarnation)
-        replica = self._replicas.join(
+        replica = self.join(
             Hello(
                 replica_id=request.replica_id,
                 incarnation=request.incarnation,
@@ -346,7 +333,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
                 reader.cancel()
 
     def _note_report(self, request: pool_pb2.StreamReportsRequest) -> pool_pb2.StreamReportsResponse:
-        self._replicas.report(
+        self.report(
             request.replica_id,
             request.incarnation,
             held=self._held(request.held_versions),

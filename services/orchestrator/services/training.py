@@ -1,7 +1,4 @@
-"""The calls of trainers: lease, batch of a step, and published versions.
-
-``TrainingServicer`` converts messages; ``TrainerApi`` handles the calls, independent of grpc.
-"""
+"""The calls of trainers: lease, batch of a step, and published versions."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import grpc
 import structlog
 
 from services.common.aio import called
-from services.common.errors import InvalidRequestError, UnknownPolicyError
+from services.common.errors import InvalidRequestError
 from services.common.pb import (
     pool_pb2,
     training_pb2,
@@ -50,9 +47,7 @@ MOST_SOURCES, MOST_ADDRESS = 256, 1024  # of a version, and the characters of ea
 CHUNK_BYTES = 256 * 1024  # of sequences in one message: a message for each sequence costs more than its contents
 
 
-class TrainerApi:
-    """Lease, batch of a step, and published versions of trainers."""
-
+class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     def __init__(self, core: OrchestratorCore) -> None:
         self._core = core
         self._publishing = {policy: asyncio.Lock() for policy in core.batches}
@@ -91,12 +86,11 @@ class TrainerApi:
             UnknownPolicyError, InvalidRequestError: the policy or step does not exist.
             DeadlineError: the batch is not ready.
         """
-        num_steps, batches = self._core.num_steps, self._core.batches.get(policy)
-        if batches is None:
-            raise self._unknown(policy)
+        num_steps = self._core.num_steps
+        self._core.trainers.get(policy)  # refuses an unknown policy
         if training_step > num_steps:
             raise InvalidRequestError(f"training step {training_step} of {policy}: the run has {num_steps} steps")
-        batch = await batches.get(training_step, timeout_s)
+        batch = await self._core.batches[policy].get(training_step, timeout_s)
         if training_step == num_steps:
             self._core.last_batch_taken()
         return batch
@@ -117,8 +111,7 @@ class TrainerApi:
             VersionConflictError, LeaseLostError, UnknownPolicyError, InvalidRequestError
         """
         policy, intervals = version.policy, tuple(compute)
-        if policy not in self._publishing:
-            raise self._unknown(policy)
+        self._core.trainers.get(policy)  # refuses an unknown policy
         ledger = self._core.ledgers[policy]
         async with self._publishing[policy]:
             trainer = self._core.trainers.check(policy, incarnation)
@@ -151,20 +144,13 @@ class TrainerApi:
                     asyncio.get_running_loop().call_soon(self._core.write_step, version, metrics, intervals)
         return ledger.newest_number
 
-    def _unknown(self, policy: str) -> UnknownPolicyError:
-        return UnknownPolicyError(f"no policy {policy!r} in this run; it has {', '.join(self._core.batches)}")
-
-
-class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
-    def __init__(self, core: OrchestratorCore) -> None:
-        self._core = core
-        self._api = TrainerApi(core)
+    # --- RPCs -----------------------------------------------------------------------------------------------------------
 
     async def JoinTraining(
         self, request: training_pb2.JoinTrainingRequest, context: Context
     ) -> AsyncIterator[training_pb2.JoinTrainingResponse]:
         check_id("incarnation", request.incarnation)
-        trainer = self._api.join(
+        trainer = self.join(
             request.policy,
             request.incarnation,
             max(check_number("num_ranks", request.num_ranks, 0, MOST_RANKS), 1),
@@ -223,7 +209,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             )
         remaining = context.time_remaining()
         wait_s = PULL_WAIT_S if remaining is None else max(0.1, min(PULL_WAIT_S, remaining - PULL_MARGIN_S))
-        batch = await self._api.pull_batch(request.policy, request.training_step, wait_s)
+        batch = await self.pull_batch(request.policy, request.training_step, wait_s)
         log.info(
             LogEvent.BATCH_PULLED,
             policy=request.policy,
@@ -256,7 +242,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         check_id("its digest", version.digest)
         if len(version.sources) > MOST_SOURCES or any(len(source) > MOST_ADDRESS for source in version.sources):
             raise InvalidRequestError(f"a version has {len(version.sources)} sources, or one with a very long address")
-        newest = await self._api.publish(
+        newest = await self.publish(
             version,
             request.incarnation,
             metrics=dict(request.metrics),

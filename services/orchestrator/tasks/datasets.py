@@ -14,10 +14,9 @@ import io
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
-import structlog
 
 from services.common.config.data import DatasetConfig, is_training
 from services.common.config.recipe import Recipe
@@ -34,7 +33,6 @@ from services.common.errors import ConfigError, DatasetError
 from services.common.extras import absent, load_extra, provided
 from services.common.importing import RAISED, check_call, load_object, place_of, place_of_error, told
 from services.common.installing import install
-from services.common.records import Task
 from services.common.text.asserted_calls import asserted_calls
 from services.common.text.programs import UnusableTestsError, names_of
 from services.orchestrator.tasks.rows import (
@@ -43,7 +41,6 @@ from services.orchestrator.tasks.rows import (
     ListRows,
     Requirement,
     Rows,
-    SkippedRows,
     UsableRows,
     exact_json,
     how_to_get,
@@ -170,26 +167,12 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-log = structlog.get_logger()
 MAX_GENERATED_ROWS = 1_000_000  # a generator without `limit` that yields more is taken for endless
-
-
-class TaskSource(Protocol):
-    """Tasks by row number."""
-
-    @property
-    def left_out(self) -> SkippedRows:
-        """Rows without a task."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int) -> Task: ...
 
 
 def open_source(
     config: DatasetConfig, seed: int, required: Requirement | None = None, *, evaluates: bool = False
-) -> TaskSource:
+) -> UsableRows:
     """Open the dataset of the config. ``seed`` goes to a generator; ``required`` refuses rows that the recipe cannot
     use; ``evaluates``: of rows with ``hold_out``, those that are held out.
 
@@ -213,13 +196,6 @@ def open_source(
                 "hold_out: null where a recipe above sets it"
             )
     return UsableRows(rows, config.id_field or id_field, form, required)
-
-
-def log_opened(where: str, source: TaskSource) -> None:
-    """Log how many tasks a section's dataset has, and the rows left out."""
-    event = log.warning if source.left_out.count else log.info
-    event("dataset.opened", dataset=where, rows=len(source), left_out=source.left_out.count,
-          reasons=source.left_out.reasons)  # fmt: skip
 
 
 def _rows(config: DatasetConfig, seed: int) -> Rows:

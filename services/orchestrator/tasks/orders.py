@@ -17,7 +17,7 @@ from services.common.errors import derived_seed
 from services.common.records import Purpose, Sampling, TaskGroupOrder
 from services.common.telemetry.metrics import StepKey
 from services.orchestrator.groups import TaskGroup
-from services.orchestrator.tasks.datasets import TaskSource
+from services.orchestrator.tasks.rows import UsableRows
 
 # --- Chooses the prompts to train on from the rewards of earlier task groups of the same prompt.
 
@@ -255,7 +255,7 @@ def sampling_of(config: SamplingConfig) -> Sampling:
 class Stream:
     """The tasks of one source, in the order in which they are issued."""
 
-    tasks: TaskSource
+    tasks: UsableRows
     curriculum: Curriculum
     curation: Curation | None = None
     next_position: int = 0
@@ -279,7 +279,7 @@ class TrainingOrders:
     def __init__(
         self,
         recipe: Recipe,
-        tasks: Mapping[str, TaskSource],
+        tasks: Mapping[str, UsableRows],
         names: GroupNames,
     ) -> None:
         """``tasks``: by name of the source, the only one without a name."""

@@ -7,7 +7,7 @@ short enough for every policy. Independent of the order of tasks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +18,49 @@ from services.common.config.recipe import Recipe
 from services.common.dataset_rows import PROMPT_FIELDS
 from services.common.errors import DatasetError
 from services.common.installing import install
-from services.common.records import Task
 from services.common.safetensors_files import config_of
-from services.orchestrator.tasks.datasets import TaskSource
-from services.orchestrator.tasks.rows import SkippedRows
+from services.orchestrator.tasks.rows import SkippedRows, UsableRows
 
 log = structlog.get_logger()
 CountTokens = Callable[[list[str]], list[int]]
 _ROWS_AT_ONCE = 512
 
 
-class ShortPrompts:
-    """The tasks of another source with prompts of at most ``limit`` tokens; checked once at the opening.
+def keep_short(
+    source: UsableRows, limit: int, counters: Sequence[CountTokens], field: str | None, where: str
+) -> UsableRows:
+    """The tasks of another source with prompts of at most ``limit`` tokens.
 
     A task without a prompt counts as an unusable row. ``where`` names the dataset's section.
 
     Raises:
         DatasetError: no task has a prompt that is short enough.
     """
-
-    def __init__(
-        self, source: TaskSource, limit: int, counters: Sequence[CountTokens], field: str | None, where: str
-    ) -> None:
-        self._source = source
-        self._rows: list[int] = []
-        self.num_too_long = 0
-        self.left_out = SkippedRows(source.left_out.count, list(source.left_out.reasons))
-        for row, length in enumerate(_lengths(source, counters, field, self.left_out)):
-            if length is not None and length <= limit:
-                self._rows.append(row)
-            self.num_too_long += length is not None and length > limit
-        if not self._rows:
-            others = f"; rows that cannot be used: {self.left_out}" if self.left_out.count else ""
-            raise DatasetError(
-                f"{where}.max_prompt_tokens: no prompt of {len(source)} has at most {limit} tokens: write a larger limit{others}"
-            )
-        log.info("dataset.long_prompts", dataset=where, limit_tokens=limit, rows=len(self), left_out=self.num_too_long)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, row: int) -> Task:
-        return self._source[self._rows[row]]
+    kept: list[int] = []
+    num_too_long = 0
+    left_out = SkippedRows(source.left_out.count, list(source.left_out.reasons))
+    for begin in range(0, len(source), _ROWS_AT_ONCE):
+        texts: dict[int, str] = {}
+        for row in range(begin, min(begin + _ROWS_AT_ONCE, len(source))):
+            task = source[row]
+            try:
+                texts[row] = prompt_text(task.data, field, f"task {task.task_id}")
+            except DatasetError as error:
+                left_out.add(error.message)
+        lengths = map(max, *(count(list(texts.values())) for count in counters), [0] * len(texts))
+        short = [row for row, length in zip(texts, lengths, strict=True) if length <= limit]
+        kept += short
+        num_too_long += len(texts) - len(short)
+    if not kept:
+        others = f"; rows that cannot be used: {left_out}" if left_out.count else ""
+        raise DatasetError(
+            f"{where}.max_prompt_tokens: no prompt of {len(source)} has at most {limit} tokens: write a larger limit{others}"
+        )
+    log.info("dataset.long_prompts", dataset=where, limit_tokens=limit, rows=len(kept), left_out=num_too_long)
+    return source.only(kept, left_out, num_too_long)
 
 
-def short_prompts(sources: Mapping[str, TaskSource], recipe: Recipe, run_dir: Path) -> dict[str, TaskSource]:
+def short_prompts(sources: Mapping[str, UsableRows], recipe: Recipe, run_dir: Path) -> dict[str, UsableRows]:
     """Each dataset's tasks without those that are too long, by its section (``data.train``, ``data.evaluation.NAME``).
 
     A tokenizer is opened only where a section sets a limit; training data of a recipe without steps stay as they are.
@@ -80,7 +78,7 @@ def short_prompts(sources: Mapping[str, TaskSource], recipe: Recipe, run_dir: Pa
     for where, limit in limits.items():
         if limit is not None:
             field = recipe.workflow_of(where).settings.get("prompt_field")
-            found[where] = ShortPrompts(sources[where], limit, counters, field, where)
+            found[where] = keep_short(sources[where], limit, counters, field, where)
     return found
 
 
@@ -126,24 +124,6 @@ def prompt_text(row: Mapping[str, Any], field: str | None, where: str) -> str:
         if isinstance(value, list):
             return "\n".join(str(message.get("content", "")) for message in value if isinstance(message, Mapping))
     raise DatasetError(f"{where} has no prompt to measure: looked for {', '.join(names)} in {sorted(row)}")
-
-
-def _lengths(
-    source: TaskSource, counters: Sequence[CountTokens], field: str | None, left_out: SkippedRows
-) -> Iterator[int | None]:
-    """Tokens of each task's prompt; None, and a row more in ``left_out``, for one that has no prompt."""
-    for begin in range(0, len(source), _ROWS_AT_ONCE):
-        texts: list[str | None] = []
-        for row in range(begin, min(begin + _ROWS_AT_ONCE, len(source))):
-            task = source[row]
-            try:
-                texts.append(prompt_text(task.data, field, f"task {task.task_id}"))
-            except DatasetError as error:
-                left_out.add(error.message)
-                texts.append(None)
-        counted = [count([text or "" for text in texts]) for count in counters]
-        for text, *lengths in zip(texts, *counted, strict=True):
-            yield None if text is None else max(lengths)
 
 
 # --- Number of embedding rows of each policy, as far as known without its trainer.

@@ -14,6 +14,7 @@ import sys
 import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import chain
@@ -371,6 +372,14 @@ class UsableRows:
         if not places:
             raise DatasetError(f"{rows.name} holds no row that can be used ({len(rows)} looked at): {self.left_out}")
         self._places = places
+        self.num_too_long = 0  # tasks that ``prompts`` has left out
+
+    def only(self, rows: Sequence[int], left_out: SkippedRows, num_too_long: int) -> UsableRows:
+        """Some of these tasks, with the new counts of the others."""
+        found = copy(self)
+        found._places = array("q", map(self._places.__getitem__, rows))
+        found.left_out, found.num_too_long = left_out, num_too_long
+        return found
 
     def __len__(self) -> int:
         return len(self._places)

@@ -16,8 +16,8 @@ from services.envgateway.queue import local_queue
 from services.envgateway.rewards.pool import MathPool
 from services.envgateway.rewards.registry import CodeReward, MathReward
 from services.envgateway.sandbox.pool import SandboxPool
-from services.orchestrator.tasks.datasets import TaskSource, open_source
-from services.orchestrator.tasks.rows import FORMS, KNOWN
+from services.orchestrator.tasks.datasets import open_source
+from services.orchestrator.tasks.rows import FORMS, KNOWN, UsableRows
 from tests.hub_rows import RIGHT, ROWS
 from tests.integration.envgateway.conftest import shared_pool
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 pool = shared_pool
 
 
-def tasks(name: str, form: Any) -> TaskSource:
+def tasks(name: str, form: Any) -> UsableRows:
     return open_source(DatasetConfig(path=str(ROWS / f"{name}.jsonl"), form=form), seed=0)
 
 

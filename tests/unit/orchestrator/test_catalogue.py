@@ -11,8 +11,8 @@ import pytest
 
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
-from services.orchestrator.tasks.datasets import TaskSource, open_source
-from services.orchestrator.tasks.rows import KNOWN
+from services.orchestrator.tasks.datasets import open_source
+from services.orchestrator.tasks.rows import KNOWN, UsableRows
 from tests.hub_rows import COLUMNS, RIGHT, ROWS, rows_of
 
 
@@ -77,14 +77,14 @@ def test_alfworld_trains_and_evaluates_on_the_games_of_the_reference(data_root: 
 PROGRAMS = ("deepcoder-primeintellect", "deepcoder-codeforces", "humaneval", "livecodebench-v5")
 
 
-def local(root: Path, name: str) -> TaskSource:
+def local(root: Path, name: str) -> UsableRows:
     path = root / KNOWN[name].local
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROWS / f"{name}.jsonl", path)
     return open_source(DatasetConfig(name=name), seed=0)
 
 
-def data_of(source: TaskSource) -> list[dict[str, Any]]:
+def data_of(source: UsableRows) -> list[dict[str, Any]]:
     return [dict(source[place].data) for place in range(len(source))]
 
 

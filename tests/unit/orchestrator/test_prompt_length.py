@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from services.common.config.recipe import Recipe
 from services.common.errors import DatasetError
-from services.orchestrator.tasks.prompts import ShortPrompts, open_tokenizer, short_prompts
+from services.orchestrator.tasks.prompts import keep_short, open_tokenizer, short_prompts
 from services.orchestrator.tasks.rows import ListRows, UsableRows
 
 
@@ -37,8 +37,8 @@ def of(rows: Iterable[dict[str, Any]]) -> UsableRows:
     return UsableRows(ListRows(list(rows), "made"), None)
 
 
-def short(rows: UsableRows, limit: int, field: str | None = None, counters: Any = (words,)) -> ShortPrompts:
-    return ShortPrompts(rows, limit, counters, field, "data.train")
+def short(rows: UsableRows, limit: int, field: str | None = None, counters: Any = (words,)) -> UsableRows:
+    return keep_short(rows, limit, counters, field, "data.train")
 
 
 def test_rows_keep_their_ids_and_those_left_out_are_counted() -> None:

@@ -14,7 +14,7 @@ from services.common.telemetry.logs import LogEvent
 from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.progress import progress
 from services.orchestrator.stalls import Hold
-from services.orchestrator.watch import StallWatch, facts, own_activity
+from services.orchestrator.watch import Watch, own_activity
 from tests.unit.orchestrator.world import World
 
 
@@ -37,11 +37,11 @@ def report(world: World, name: str = "a", *, running: tuple[str, ...] = (), peer
     )
 
 
-def pass_seconds(world: World, watch: StallWatch, seconds: int, each: Callable[[], None] = lambda: None) -> None:
+def pass_seconds(world: World, watch: Watch, seconds: int, each: Callable[[], None] = lambda: None) -> None:
     for _ in range(seconds):
         world.clock.now += 1.0
         each()
-        watch.look()
+        watch.report_stalls()
 
 
 async def test_a_silent_replica_is_named_in_log_metrics_and_progress_and_so_is_its_return(
@@ -49,7 +49,7 @@ async def test_a_silent_replica_is_named_in_log_metrics_and_progress_and_so_is_i
 ) -> None:
     world = worlds()
     world.join()
-    watch = world.stall_watch()
+    watch = world.watch()
     with structlog.testing.capture_logs() as logs:
         pass_seconds(world, watch, 20, lambda: report(world))
         assert not world.core.stalls
@@ -73,9 +73,9 @@ async def test_a_replica_whose_lease_ran_out_is_lost_until_it_is_back(worlds: Ca
     await world.watch().tick()
     world.clock.now += 31.0
     await world.watch().tick()
-    assert facts(world.core).lost == {"replica/a": world.clock.now}
+    assert world.core.lost == {"replica/a": world.clock.now}
     world.join(incarnation="2")
-    assert not facts(world.core).lost
+    assert not world.core.lost
 
 
 async def test_no_lease_runs_out_while_the_orchestrator_itself_stood_still(worlds: Callable[..., World]) -> None:
@@ -113,7 +113,7 @@ async def test_orders_that_the_reports_know_nothing_of_are_named_and_sent_again(
     replica, orders = await world.begin()
     lost = {order.task_group_id for order in orders}
     assert lost
-    watch = world.stall_watch()
+    watch = world.watch()
     pass_seconds(world, watch, 14, lambda: report(world))
     (stall,) = world.core.stalls
     assert (stall.component, stall.cause.value) == ("replica/a", "order_lost")
@@ -149,9 +149,14 @@ async def test_ranks_report_beside_the_first_and_renew_no_lease(worlds: Callable
     world.core.trainers.report_rank("model0", 7, (AccountState(component="trainer/model0/rank7"),))
     assert before.rank_reports == {1: 1}
     assert before.lease_until == lease
-    assert "trainer/model0/rank1" in facts(world.core).accounts
+    watch = world.watch()
+    watch.report_stalls()
+    assert "trainer/model0/rank1" in watch.detector.accounts
 
 
-async def test_a_run_without_training_waits_for_no_trainer(worlds: Callable[..., World]) -> None:
-    assert [policy.trainer_wanted for policy in facts(worlds().core).policies] == [True]
-    assert [policy.trainer_wanted for policy in facts(worlds(run={"steps": 0}).core).policies] == [False]
+@pytest.mark.parametrize("steps", [1, 0])
+async def test_a_run_without_training_waits_for_no_trainer(worlds: Callable[..., World], steps: int) -> None:
+    world = worlds(run={"steps": steps})
+    world.join()
+    pass_seconds(world, world.watch(), 70, lambda: report(world))
+    assert [stall.component for stall in world.core.stalls] == ["trainer/model0"] * steps

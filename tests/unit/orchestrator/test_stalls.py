@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from functools import reduce
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,19 +16,9 @@ from services.common.records import Refusal, RefusalReason
 from services.common.telemetry.accounts import AccountState, ActivityName, ActivityTime, PeerState
 from services.orchestrator.ingest import Streak
 from services.orchestrator.members import Assignment, Held, Mailbox, Replica, Trainer
-from services.orchestrator.stalls import (
-    PRIOR_GROUPS,
-    RARE_TIMES,
-    AccountBook,
-    Cause,
-    Facts,
-    Hold,
-    PolicyFacts,
-    Stall,
-    StallDetector,
-    Usual,
-    nothing_is_learnt,
-)
+from services.orchestrator.orchestrator import OrchestratorCore
+from services.orchestrator.stalls import AccountBook, Cause, Hold, Stall
+from services.orchestrator.stalls_rules import PRIOR_GROUPS, RARE_TIMES, StallDetector
 
 HEALTHY_S = 120
 
@@ -46,11 +37,12 @@ class MadeUpRun:
     """``tick`` is one look, a second later. Without a change every counter grows and no component stalls."""
 
     def __init__(self) -> None:
-        self.detector = StallDetector()
         self.now = 1000.0
         self.ticks = 0
-        self.edits: list[Callable[[Facts], Facts]] = []
+        self.edits: list[Callable[[], None]] = []
         self.frozen: dict[str, int] = {}  # counters that no longer grow, at which value
+        self.core = SimpleNamespace(clock=lambda: self.now)
+        self.detector = StallDetector(cast(OrchestratorCore, self.core))
 
     def count(self, name: str, per_tick: int = 1) -> int:
         return self.frozen.get(name, self.ticks * per_tick)
@@ -62,86 +54,93 @@ class MadeUpRun:
         self.frozen.clear()
         self.edits.clear()
 
-    def facts(self) -> Facts:
+    def refresh(self) -> None:
+        """Make the parts of the core that the rules read, as they are at this tick."""
         slots = account(
             "replica/a",
             activity("generating", "engine/model0", now=4, done=self.count("generations")),
             activity("waiting for reward", "envgateway", done=self.count("reward")),
             progress=self.count("tokens", 100),
         )
-        trainer = account(
+        training = account(
             "trainer/model0", activity("training", done=self.count("states")), progress=self.count("micro-batches")
         )
         records = account("replica/a/records", activity(ActivityName.NOTHING_TO_SEND), progress=self.count("acks"))
         weights = account("replica/a/weights/model0", activity(ActivityName.UP_TO_DATE))
-        found = Facts(
-            now=self.now,
-            replicas=(
-                Replica(
-                    replica_id="a",
-                    incarnation="1",
-                    lease_until=0.0,
-                    mailbox=Mailbox(),
-                    num_reports=self.count("replica reports"),
-                ),
+        self.replica = Replica(
+            replica_id="a", incarnation="1", lease_until=0.0, mailbox=Mailbox(), num_reports=self.count("replica reports"),
+            accounts=(slots, records, weights),
+        )  # fmt: skip
+        self.trainer = Trainer(
+            policy="model0", incarnation="1", num_ranks=2, lease_until=0.0, num_reports=self.count("trainer reports"),
+            accounts={0: (training,)},
+            peers=tuple(PeerState(component=name) for name in ("envgateway", "publisher/model0")),
+        )  # fmt: skip
+        self.core.__dict__.update(
+            control=SimpleNamespace(ended=False, paused=False),
+            dispatcher=SimpleNamespace(train=True, holds={}),
+            journal=SimpleNamespace(blocked="", waiting_s=0.0),
+            pool=[self.replica],
+            replica=self.replica,
+            trainer=self.trainer,
+            lost={},
+            trainers={"model0": self.trainer},
+            batches={"model0": SimpleNamespace(newest_step=0)},
+            ledgers={"model0": SimpleNamespace(newest_number=0)},
+            num_steps=9,
+            last_step=lambda policy: 9,
+            experience=experience(8, self.count("kept")),
+            ingest=SimpleNamespace(
+                num_durable=self.count("records"), failures_in_a_row=0, last_failure="",
+                refusals=SimpleNamespace(streaks={}),
             ),
-            policies=(
-                PolicyFacts(
-                    policy="model0",
-                    batch_size=8,
-                    num_kept=self.count("kept"),
-                    trainer=Trainer(
-                        policy="model0",
-                        incarnation="1",
-                        num_ranks=2,
-                        lease_until=0.0,
-                        num_reports=self.count("trainer reports"),
-                    ),
-                ),
-            ),
-            accounts={a.component: a for a in (slots, records, weights, trainer)},
-            peers={name: PeerState(component=name) for name in ("envgateway", "publisher/model0")},
-            progress={"records": float(self.count("records"))},
-        )
+            recipe=SimpleNamespace(rollout=SimpleNamespace(group_size=1)),
+            training_orders=SimpleNamespace(nothing_to_play=False),
+            account=SimpleNamespace(state=lambda: account("orchestrator")),
+        )  # fmt: skip
         for edit in self.edits:
-            found = edit(found)
-        return found
+            edit()
 
-    def set(self, **changes: Any) -> None:
-        """Change facts; a function is called at each look with the seconds since now."""
-        said = self.since(changes)
-        self.edits.append(lambda facts: replace(facts, **said()))
-
-    def since(self, changes: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    def change(self, **changes: Any) -> None:
+        """Change parts of the core, by path; a function is called at each look with the seconds since now."""
         began = self.now
-        return lambda: {name: to(self.now - began) if callable(to) else to for name, to in changes.items()}
 
-    def set_replica(self, **changes: Any) -> None:
-        self.edits.append(lambda facts: replace(facts, replicas=(_with(facts.replicas[0], changes),)))
+        def edit() -> None:
+            for path, value in changes.items():
+                *parts, name = path.split("__")
+                part = reduce(getattr, parts, self.core)
+                setattr(part, name, value(self.now - began) if callable(value) else value)
 
-    def set_policy(self, **changes: Any) -> None:
-        self.edits.append(lambda facts: replace(facts, policies=(replace(facts.policies[0], **changes),)))
-
-    def set_trainer(self, **changes: Any) -> None:
-        self.edits.append(lambda facts: (_with(facts.policies[0].trainer, changes), facts)[1])
+        self.edits.append(edit)
 
     def set_account(self, make: Callable[[float], AccountState]) -> None:
         """The account, of the seconds since now."""
         began = self.now
-        self.edits.append(
-            lambda facts: replace(facts, accounts={**facts.accounts, (made := make(self.now - began)).component: made})
-        )
+
+        def edit() -> None:
+            made = make(self.now - began)
+            if made.component.startswith("replica"):
+                self.replica.accounts += (made,)
+            else:
+                self.trainer.accounts[0] += (made,)
+
+        self.edits.append(edit)
 
     def set_peer(self, component: str, **changes: Any) -> None:
-        said = self.since(changes)
-        self.edits.append(
-            lambda facts: replace(facts, peers={**facts.peers, component: PeerState(component=component, **said())})
-        )
+        began = self.now
+
+        def edit() -> None:
+            said = {name: to(self.now - began) if callable(to) else to for name, to in changes.items()}
+            others = tuple(peer for peer in self.trainer.peers if peer.component != component)
+            self.trainer.peers = (*others, PeerState(component=component, **said))
+
+        self.edits.append(edit)
 
     def tick(self, seconds: float = 1.0) -> None:
         self.now += seconds
         self.ticks += 1
-        self.detector.look(self.facts())
+        self.refresh()
+        self.detector.look()
 
     def run(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -164,10 +163,14 @@ class MadeUpRun:
         return {(stall.component, stall.cause.value) for stall in self.stalls}
 
 
-def _with(member: Any, changes: dict[str, Any]) -> Any:
-    for name, value in changes.items():
-        setattr(member, name, value)
-    return member
+def experience(batch_size: int, kept: int, filtered: int = 0, in_a_row: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(
+        num_kept={"model0": kept},
+        num_filtered={"model0": filtered},
+        num_filtered_in_a_row={"model0": in_a_row},
+        buffers={"model0": SimpleNamespace(batch_size=batch_size)},
+        admission=SimpleNamespace(accounts={"model0": SimpleNamespace(is_full=False)}),
+    )
 
 
 @pytest.fixture
@@ -184,12 +187,11 @@ def silent_replica(run: MadeUpRun) -> None:
 
 def silent_rank(run: MadeUpRun) -> None:
     run.freeze("micro-batches")
-    run.set_trainer(rank_reports={1: 7})
+    run.change(trainer__rank_reports={1: 7})
 
 
 def lost_trainer(run: MadeUpRun) -> None:
-    run.set_policy(trainer=None)
-    run.set(lost={"trainer/model0": run.now})
+    run.change(trainers={"model0": None}, lost={"trainer/model0": run.now})
 
 
 def silent_gateway(run: MadeUpRun) -> None:
@@ -218,7 +220,7 @@ def records_wait(run: MadeUpRun) -> None:
 
 
 def full_disk(run: MadeUpRun) -> None:
-    run.set(journal_blocked="0 bytes free")
+    run.change(journal__blocked="0 bytes free")
     records_wait(run)
 
 
@@ -268,38 +270,39 @@ def weights_do_not_come(run: MadeUpRun) -> None:
 
 def order_lost(run: MadeUpRun) -> None:
     unseen = Assignment(open_slots={0}, since=run.now, pinned={}, issued=True, num_unseen=2)
-    run.set_replica(assignments={"g": unseen})
+    run.change(replica__assignments={"g": unseen})
 
 
 def too_many_masked(run: MadeUpRun) -> None:
-    run.set(held_back={Hold.MASKED: "30% of the newest 64 rollouts have no reward"}, failures_in_a_row=2, group_size=8)
+    run.change(dispatcher__holds={Hold.MASKED: "30% of the newest 64 rollouts have no reward"})
+    run.change(ingest__failures_in_a_row=2, recipe__rollout__group_size=8)
 
 
 def all_masked(run: MadeUpRun) -> None:
     """The share is too large before so many have failed in a row that the run is paused for that."""
     too_many_masked(run)
-    run.set(failures_in_a_row=64)
+    run.change(ingest__failures_in_a_row=64)
 
 
 def all_refused(run: MadeUpRun) -> None:
     began, refusal = run.now, Refusal(reason=RefusalReason.TOKEN_ID, detail="99999")
-    run.set(refused=lambda age: {"a": Streak(8, began, began + age, refusal)})
+    run.change(ingest__refusals__streaks=lambda age: {"a": Streak(8, began, began + age, refusal)})
 
 
-def nothing_goes_on(run: MadeUpRun, doing: str, on: str = "", **policy: Any) -> None:
-    run.freeze("records", "micro-batches", "tokens", "reward", "generations", "states")
+def nothing_goes_on(run: MadeUpRun, doing: str, on: str = "", *, is_full: bool = False) -> None:
+    run.freeze("records", "acks", "micro-batches", "tokens", "reward", "generations", "states")
     run.set_account(
         lambda age: account("trainer/model0", activity("waiting for a batch", "orchestrator", age=50 + age))
     )
     run.set_account(lambda age: account("replica/a", activity(doing, on, age=50 + age)))
-    run.set_policy(**policy)
+    run.change(experience__admission__accounts={"model0": SimpleNamespace(is_full=is_full)})
 
 
 CASES: dict[str, tuple[Callable[[MadeUpRun], Any], tuple[str, Cause]]] = {
     "silent replica": (silent_replica, ("replica/a", Cause.SILENT)),
     "silent trainer": (lambda run: run.freeze("trainer reports", "micro-batches"), ("trainer/model0", Cause.SILENT)),
     "silent rank": (silent_rank, ("trainer/model0/rank1", Cause.SILENT)),
-    "lost replica": (lambda run: run.set(replicas=(), lost={"replica/a": run.now}), ("replica/a", Cause.LOST)),
+    "lost replica": (lambda run: run.change(pool=[], lost={"replica/a": run.now}), ("replica/a", Cause.LOST)),
     "lost trainer": (lost_trainer, ("trainer/model0", Cause.LOST)),
     "silent gateway": (silent_gateway, ("envgateway", Cause.SILENT)),
     "silent publisher": (silent_publisher, ("publisher/model0", Cause.SILENT)),
@@ -314,7 +317,10 @@ CASES: dict[str, tuple[Callable[[MadeUpRun], Any], tuple[str, Cause]]] = {
         ("envgateway/workers", Cause.NO_WORKERS),
     ),
     "full disk": (full_disk, ("disk", Cause.NO_FREE_DISK)),
-    "journal stuck": (lambda run: run.set(journal_oldest_s=lambda age: age), ("orchestrator", Cause.JOURNAL_STUCK)),
+    "journal stuck": (
+        lambda run: run.change(journal__waiting_s=lambda age: age),
+        ("orchestrator", Cause.JOURNAL_STUCK),
+    ),
     "frozen engine": (lambda run: run.freeze("tokens", "generations"), ("replica/a/engine/model0", Cause.FROZEN)),
     "stuck step": (lambda run: run.freeze("micro-batches"), ("trainer/model0", Cause.STUCK)),
     "rank elsewhere": (rank_elsewhere, ("trainer/model0/rank1", Cause.STUCK)),
@@ -325,21 +331,21 @@ CASES: dict[str, tuple[Callable[[MadeUpRun], Any], tuple[str, Cause]]] = {
     "records wait": (records_wait, ("replica/a", Cause.NOT_ACKNOWLEDGED)),
     "order lost": (order_lost, ("replica/a", Cause.ORDER_LOST)),
     "announcement lost": (
-        lambda run: run.set_replica(announced={"model0": (4, 0.0)}, held={"model0": Held(3, "d3")}),
+        lambda run: run.change(replica__announced={"model0": (4, 0.0)}, replica__held={"model0": Held(3, "d3")}),
         ("replica/a", Cause.ORDER_LOST),
     ),
     "all filtered": (
-        lambda run: run.set_policy(num_kept=run.count("kept"), num_filtered_in_a_row=64),
+        lambda run: run.change(experience=experience(8, run.count("kept"), in_a_row=64)),
         ("workflow", Cause.ALL_FILTERED),
     ),
     "all fail": (
-        lambda run: run.set(failures_in_a_row=300, last_failure="INFRASTRUCTURE: the grader is gone", group_size=8),
+        lambda run: run.change(ingest__failures_in_a_row=300, recipe__rollout__group_size=8),
         ("rollouts", Cause.ALL_FAIL),
     ),
     "too many masked": (too_many_masked, ("rollouts", Cause.MASKED)),
     "all masked": (all_masked, ("rollouts", Cause.ALL_FAIL)),
     "batch refused": (
-        lambda run: run.set_trainer(refusal="engine and trainer of model0 disagree by 0.3 nats a token"),
+        lambda run: run.change(trainer__refusal="engine and trainer of model0 disagree by 0.3 nats a token"),
         ("trainer/model0", Cause.NUMERICS),
     ),
     "all refused": (all_refused, ("replica/a", Cause.RECORDS_REFUSED)),
@@ -348,18 +354,21 @@ CASES: dict[str, tuple[Callable[[MadeUpRun], Any], tuple[str, Cause]]] = {
         ("my-tool-server", Cause.NO_PROGRESS),
     ),
     "full quota": (
-        lambda run: nothing_goes_on(run, "waiting for task groups", "orchestrator", quota_full=True, num_kept=3),
+        lambda run: nothing_goes_on(run, "waiting for task groups", "orchestrator", is_full=True),
         ("orchestrator", Cause.QUOTA_FULL),
     ),
     "waits for a function": (
-        lambda run: nothing_goes_on(run, "running the reward function own:score", quota_full=True, num_kept=3),
+        lambda run: nothing_goes_on(run, "running the reward function own:score", is_full=True),
         ("replica/a", Cause.NO_PROGRESS),
     ),
     "gateway that others reach": (
-        lambda run: run.set_replica(peers=(PeerState(component="envgateway", silent_s=20.0, detail="no route"),)),
+        lambda run: run.change(replica__peers=(PeerState(component="envgateway", silent_s=20.0, detail="no route"),)),
         ("replica/a", Cause.UNREACHABLE),
     ),
-    "curated away": (lambda run: run.set(nothing_to_play=True), ("dataset", Cause.NOTHING_TO_PLAY)),
+    "curated away": (
+        lambda run: run.change(training_orders__nothing_to_play=True),
+        ("dataset", Cause.NOTHING_TO_PLAY),
+    ),
 }
 
 
@@ -451,14 +460,14 @@ def test_a_process_that_stood_still_is_told_afterwards_and_nobody_else_is_blamed
 
 
 def test_a_lost_replica_is_no_stall_while_another_plays(run: MadeUpRun) -> None:
-    run.set(lost={"replica/b": run.now})
+    run.change(lost={"replica/b": run.now})
     assert run.named_within(30) == set()
 
 
 def test_nobody_is_blamed_in_a_run_that_is_paused_or_over(run: MadeUpRun) -> None:
     for state in ("paused", "ended"):
         silent_replica(run)
-        run.set(**{state: True})
+        run.change(**{f"control__{state}": True})
         assert run.named_within(60) == set()
         run.thaw()
         run.run(3)
@@ -467,8 +476,11 @@ def test_nobody_is_blamed_in_a_run_that_is_paused_or_over(run: MadeUpRun) -> Non
 @pytest.mark.parametrize(
     ("missing", "component"),
     [
-        (lambda run: run.set_policy(trainer=None), "trainer/model0"),
-        (lambda run: run.set(held_back={Hold.GATEWAY: "the gateway of node 1 has not joined"}), "envgateway"),
+        (lambda run: run.change(trainers={"model0": None}), "trainer/model0"),
+        (
+            lambda run: run.change(dispatcher__holds={Hold.GATEWAY: "the gateway of node 1 has not joined"}),
+            "envgateway",
+        ),
     ],
 )
 def test_who_never_came_is_named_once_processes_had_time_to_load_models(
@@ -483,7 +495,8 @@ def test_who_never_came_is_named_once_processes_had_time_to_load_models(
 
 def test_a_replica_that_takes_versions_one_after_the_other_has_lost_nothing(run: MadeUpRun) -> None:
     for held in range(60):
-        run.set_replica(announced={"model0": (held + 1, 0.0)}, held={"model0": Held(held, "")})  # always one behind
+        held_now = {"model0": Held(held, "")}  # always one behind
+        run.change(replica__announced={"model0": (held + 1, 0.0)}, replica__held=held_now)
         run.tick()
         assert not run.stalls
 
@@ -493,9 +506,24 @@ def test_a_replica_that_takes_versions_one_after_the_other_has_lost_nothing(run:
 GROUP, BATCH = 4, 16
 
 
+def is_stalled(detector: StallDetector, now: float, kept: int, filtered: int, in_a_row: int) -> bool:
+    core: Any = detector._core
+    detector.now, core.experience = now, experience(BATCH, kept, filtered, in_a_row)
+    causes = [stall.cause for stall in detector.nothing_is_learnt()]
+    assert causes in ([], [Cause.ALL_FILTERED])
+    return bool(causes)
+
+
+def detector_of_rare_success() -> StallDetector:
+    run = MadeUpRun()
+    run.change(recipe__rollout__group_size=GROUP)
+    run.refresh()
+    return run.detector
+
+
 def stalled_looks(success: float, seed: int, num_groups: int = 600, group_s: float = 4.0) -> list[int]:
     """The numbers of groups at which the run counts as stalled; each group takes some seconds."""
-    draw, usual = random.Random(seed), Usual()
+    draw, detector = random.Random(seed), detector_of_rare_success()
     kept = filtered = in_a_row = 0
     stalled = []
     for group in range(num_groups):
@@ -504,16 +532,7 @@ def stalled_looks(success: float, seed: int, num_groups: int = 600, group_s: flo
             kept, in_a_row = kept + GROUP, 0
         else:
             filtered, in_a_row = filtered + GROUP, in_a_row + GROUP
-        policy = PolicyFacts(
-            policy="model0",
-            batch_size=BATCH,
-            num_kept=kept,
-            num_filtered=filtered,
-            num_filtered_in_a_row=in_a_row,
-        )
-        facts = Facts(now=group * group_s, group_size=GROUP, policies=(policy,))
-        if found := list(nothing_is_learnt(facts, usual)):
-            assert found[0].cause is Cause.ALL_FILTERED
+        if is_stalled(detector, group * group_s, kept, filtered, in_a_row):
             stalled.append(group)
     return stalled
 
@@ -530,18 +549,10 @@ def test_no_success_at_all_is_a_stall_after_the_first_groups(success: float) -> 
 
 
 def test_a_run_that_succeeded_often_and_stops_to_is_stalled_soon() -> None:
-    usual = Usual()
-    found = []
+    detector, found = detector_of_rare_success(), []
     for second in range(200):
         row = max(0, second - 100) * GROUP
-        policy = PolicyFacts(
-            policy="model0",
-            batch_size=BATCH,
-            num_kept=GROUP * min(second, 100),
-            num_filtered=row,
-            num_filtered_in_a_row=row,
-        )
-        if list(nothing_is_learnt(Facts(now=second, group_size=GROUP, policies=(policy,)), usual)):
+        if is_stalled(detector, second, GROUP * min(second, 100), row, row):
             found.append(second)
     assert 100 < found[0] <= 130
 

@@ -21,10 +21,10 @@ from services.orchestrator.journal.reader import Quarantine
 from services.orchestrator.members import Held, Hello, PlayGroup, Replica
 from services.orchestrator.orchestrator import OrchestratorCore
 from services.orchestrator.recovery import recovered
-from services.orchestrator.services.pool import ReplicaApi
-from services.orchestrator.services.training import TrainerApi
+from services.orchestrator.services.pool import PoolServicer
+from services.orchestrator.services.training import TrainingServicer
 from services.orchestrator.tasks.rows import ListRows, UsableRows
-from services.orchestrator.watch import StallWatch, Watch
+from services.orchestrator.watch import Watch
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.waiting import WAIT_S
 
@@ -105,7 +105,7 @@ class World:
         recipe = validate(tree, source="test")  # before the journal: a refused recipe leaves no open file
         self.journal = Journal(self.run_dir / "journal", segment_bytes=self.segment_bytes)
         self.core = recovered(lambda aside: self._core(recipe, aside), self.journal.reader)
-        self.replica_api, self.trainer_api = ReplicaApi(self.core), TrainerApi(self.core)
+        self.replica_api, self.trainer_api = PoolServicer(self.core), TrainingServicer(self.core)
         self.journal.start()
 
     def _core(self, recipe: Recipe, aside: Quarantine) -> OrchestratorCore:
@@ -237,9 +237,6 @@ class World:
     def watch(self) -> Watch:
         """Periodic checks that have not run yet."""
         return Watch(self.core)
-
-    def stall_watch(self) -> StallWatch:
-        return StallWatch(self.core)
 
 
 @contextlib.asynccontextmanager
