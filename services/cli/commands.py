@@ -201,15 +201,11 @@ def evaluate(
     from services.cli.console import drawn
     from services.cli.profiles import load_with_profile
     from services.cli.run.directory import prepare
-    from services.cli.run.evaluate import (
-        comparable,
-        compare,
-        evaluation_recipe,
-        failed_items,
-        plot_scores,
-        scores_table,
-    )
+    from services.cli.run.evaluate import comparable, compare, evaluation_recipe, plot_scores
     from services.cli.run.launch import run as run_recipe
+    from services.cli.watch import evaluations_table
+    from services.orchestrator.metrics import evaluation_values
+    from services.orchestrator.progress import evaluation_to_proto
 
     resolved = on_this_machine(evaluation_recipe(load_with_profile(recipe, set_ or (), profile), checkpoint or ()))
     check_launch(resolved)
@@ -220,16 +216,20 @@ def evaluate(
     for name, policy in resolved.policies.items():
         say(console, f"  {name}: {policy.model.path or 'made by the recipe'}")
     outcome = run_recipe(resolved, run_dir, console)
-    evaluations = outcome.summary["evaluations"]
+    found = comparable(run_dir)
+    results, left_out = list(found.values()), []
     if base is not None and against is not None:
-        for line in compare(evaluations, comparable(run_dir), base, against.name):
-            say(console, f"not compared with {against}: {line}", "yellow")
-    console.print(scores_table(evaluations))
-    if failed := failed_items(evaluations):
+        results, left_out = compare(found, base, against.name)
+    for line in left_out:
+        say(console, f"not compared with {against}: {line}", "yellow")
+    console.print(evaluations_table([evaluation_to_proto(result) for result in results]))
+    failed = [f"{r.name} {score.name} {task}" for r in results for score in r.datasets for task in score.failed]
+    if failed:
         say(console, f"failed, and counted as wrong: {'; '.join(failed)}", "yellow")
-    if picture := drawn(lambda: plot_scores(evaluations, resolved.name, run_dir / "eval.png"), console):
+    if picture := drawn(lambda: plot_scores(results, resolved.name, run_dir / "eval.png"), console):
         say(console, f"picture: {picture}")
     if as_json:
+        evaluations = {result.name: evaluation_values(result) for result in results}
         typer.echo(json.dumps({"evaluations": evaluations, "seconds": outcome.summary["seconds"]}))
 
 

@@ -267,7 +267,7 @@ def render(progress: run_pb2.RunProgress, title: str, *, newest: bool = False) -
         _replicas(progress),
         Text("\n".join(f"  {wait}" for wait in progress.waits), "yellow"),
         Text(f"  {threshold_words(progress.threshold)}" if progress.HasField("threshold") else ""),
-        evaluations_table(progress, newest=newest) if progress.evaluations else "",
+        evaluations_table(progress.evaluations, newest=newest) if progress.evaluations else "",
         time_table(shares_of(progress.accounts)) if progress.accounts else "",
         Text("\n".join(f"  {line}" for line in masked_rollouts(progress.counters)), "yellow"),
         Text(f"  {'  '.join(counters)}" if counters else "", "dim"),
@@ -353,10 +353,10 @@ def _replicas(progress: run_pb2.RunProgress) -> FittingTable:
     return table
 
 
-def evaluations_table(progress: run_pb2.RunProgress, newest: bool = False) -> FittingTable:
-    """Evaluations finished so far, or the newest of each kind; ``change`` is that from the run's first of the same kind, paired
-    by tasks."""
-    results = {result.name.partition("/")[2] if newest else result.name: result for result in progress.evaluations}
+def evaluations_table(evaluations: Iterable[run_pb2.EvaluationResult], newest: bool = False) -> FittingTable:
+    """Evaluations, or the newest of each kind; ``change`` is that from the evaluation that each is compared with, paired by
+    tasks."""
+    results = {result.name.partition("/")[2] if newest else result.name: result for result in evaluations}
     table = FittingTable(
         columns("evaluation | dataset | >reward | >95% | >change (95%) | pass@k:1 | >trajectories:3 | >failed"),
         box=None,
