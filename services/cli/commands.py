@@ -104,18 +104,19 @@ def run(
     """
     from services.cli.doctor import NOTHING_LEARNED_EXIT, examine, tell
     from services.cli.run.directory import opened
-    from services.cli.run.launch import headline, how_training_ended
+    from services.cli.run.launch import headline
     from services.cli.run.launch import run as run_recipe
-    from services.cli.watch import time_table
+    from services.cli.watch import threshold_words, time_table
     from services.common import run_files
     from services.common.extras import provided
+    from services.common.pb import run_pb2
 
     resolved, run_dir = opened(recipe, resume, set_ or (), profile, console)
     say(console, ": ".join(filter(None, (resolved.name, resolved.description))), "bold")
     say(console, f"run directory: {run_dir}")
     outcome = run_recipe(resolved, run_dir, console)
-    if ended := how_training_ended(outcome.summary):
-        say(console, ended)
+    if (threshold := outcome.summary.get("until")) is not None:
+        say(console, threshold_words(run_pb2.Threshold(**threshold)))
     if outcome.picture:
         say(console, f"picture: {outcome.picture}")
     say(console, f"read its conversations: rollmill trajectories {run_dir}")

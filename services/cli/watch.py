@@ -44,7 +44,7 @@ from services.cli.plan import orchestrator_address
 from services.common.checkpoints import CheckpointGauge
 from services.common.config.loading import load_resolved
 from services.common.config.recipe import Recipe
-from services.common.errors import AccessError, ConfigError, InfrastructureError, RollmillError
+from services.common.errors import AccessError, ConfigError, DeadlineError, InfrastructureError
 from services.common.kept_tokens import MaskedCount
 from services.common.net.hosts import ORCHESTRATOR, check_place, is_known
 from services.common.pb import account_pb2, run_pb2, run_pb2_grpc
@@ -107,23 +107,18 @@ class OrchestratorClient:
         try:
             return method(request, timeout=CALL_DEADLINE_S)
         except grpc.RpcError as error:
-            raise self._translate(error) from None
-
-    def _translate(self, error: grpc.RpcError) -> RollmillError:
-        told = from_call(error, self.address)
-        code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-        silent = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+            told = from_call(error, self.address)
         if isinstance(told, AccessError):
-            return told
-        if code not in silent:
-            return InfrastructureError(told.message)
+            raise told
+        if not isinstance(told, InfrastructureError | DeadlineError):
+            raise InfrastructureError(told.message)
         if (refused := refusal(self.address, identity.current(), Peer.ORCHESTRATOR)) is not None:
-            return refused
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return InfrastructureError(f"{self.address} did not answer within {CALL_DEADLINE_S:g} s")
+            raise refused
+        if isinstance(told, DeadlineError):
+            raise InfrastructureError(f"{self.address} did not answer within {CALL_DEADLINE_S:g} s")
         if is_known(self.address):
-            return InfrastructureError(f"no answer from {self.address}: {self._why_silent()}")
-        return InfrastructureError(
+            raise InfrastructureError(f"no answer from {self.address}: {self._why_silent()}")
+        raise InfrastructureError(
             f"this machine cannot resolve the host of {self.address}: write a name or address that it can"
         )
 
@@ -299,12 +294,12 @@ def _seconds_left(policy: run_pb2.PolicyProgress) -> float | None:
 
 
 def threshold_words(threshold: run_pb2.Threshold) -> str:
-    """How far the run is from the threshold that ends training."""
+    """How far the run is from the threshold that ends training, or was at its end."""
     if threshold.reached:
         when = f"after training step {threshold.step}" if threshold.step else "before training"
         return f"threshold reached {when}, {threshold.seconds:.0f} s into the run: {threshold.wanted}"
-    newest = f"{threshold.newest:.3f}" if threshold.HasField("newest") else "not evaluated yet"
-    return f"training ends at {threshold.wanted} (newest: {newest})"
+    newest = f"{threshold.newest:.3f}" if threshold.HasField("newest") else "no evaluation that counts"
+    return f"threshold not reached: {threshold.wanted} (newest: {newest})"
 
 
 def stall_words(stall: run_pb2.Stall) -> str:

@@ -17,8 +17,8 @@ from services.cli.inspect.run_state import read_metrics
 from services.cli.inspect.standing import standing
 from services.cli.plan import plan
 from services.cli.run.evaluate import comparable, compare, evaluation_recipe, plot_scores
-from services.cli.run.launch import headline, how_training_ended
-from services.cli.watch import ProgressView, evaluations_table
+from services.cli.run.launch import headline
+from services.cli.watch import ProgressView, evaluations_table, threshold_words
 from services.common.config.loading import RESOLVED, load_recipe, save_resolved, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -320,8 +320,9 @@ def test_the_end_says_whether_the_threshold_was_reached() -> None:
     summary = {"steps": {"model0": 32}, "until": until, "seconds": 80.0}
     flat = headline(summary)
     assert (flat["threshold_reached"], flat["threshold_step"], flat["threshold_seconds"]) == (True, 30, 61.4)
-    assert how_training_ended(summary).startswith("threshold reached after training step 30, 61 s into the run")
+    told = threshold_words(run_pb2.Threshold(**until))
+    assert told == "threshold reached after training step 30, 61 s into the run: sampled reward at least 0.9"
     missed: dict[str, Any] = {**summary, "until": {**until, "newest": 0.5, "reached": False, "step": 0, "seconds": 0.0}}
     assert headline(missed)["threshold_reached"] is False and "threshold_step" not in headline(missed)
-    told = how_training_ended(missed)
-    assert told.startswith("threshold not reached in 32 training steps") and told.endswith("newest evaluation 0.500")
+    told = threshold_words(run_pb2.Threshold(**missed["until"]))
+    assert told == "threshold not reached: sampled reward at least 0.9 (newest: 0.500)"
