@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import grpc
 import structlog
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -38,7 +37,6 @@ from services.cli.console import (
     source_table,
 )
 from services.cli.inspect.run_state import check_run_directory, why_silent
-from services.cli.inspect.standing import newest_run
 from services.cli.keys import keys_there, operate
 from services.cli.plan import orchestrator_address
 from services.common.checkpoints import CheckpointGauge
@@ -126,23 +124,14 @@ class OrchestratorClient:
 NAME_IT = "name the run's directory (runs/NAME), or another address with --orchestrator"
 
 
-def chosen(run: Path | None, address: str | None) -> Path | None:
-    """The run that a command is for: the one named, else the newest below `runs`, which stderr then names; None where an
-    address is given, or there is no run and the default address counts."""
-    if run is not None or address is not None or (newest := newest_run()) is None:
-        return run
-    typer.echo(f"run: {newest} (the newest)", err=True)
-    return newest
-
-
-def check_answers(client: OrchestratorClient, run: Path) -> run_pb2.GetRunResponse:
-    """The state of ``run`` by its orchestrator.
+def check_answers(client: OrchestratorClient, run: Path | None) -> run_pb2.GetRunResponse:
+    """The state of ``run`` by its orchestrator; of any run, for None.
 
     Raises:
         InfrastructureError: it does not answer, or another run has its port.
     """
     answer = client.get_run()
-    if answer.run_id != load_resolved(run).run.id:
+    if run is not None and answer.run_id != load_resolved(run).run.id:
         raise InfrastructureError(f"at {client.address} another run answers ({answer.run_id}): {why_silent(run)}")
     return answer
 
