@@ -119,17 +119,17 @@ def run(
     resolved, run_dir = opened(recipe, resume, set_ or (), profile, console)
     say(console, ": ".join(filter(None, (resolved.name, resolved.description))), "bold")
     say(console, f"run directory: {run_dir}")
-    outcome = run_recipe(resolved, run_dir, console)
-    if (threshold := outcome.summary.get("until")) is not None:
+    summary, picture = run_recipe(resolved, run_dir, console)
+    if (threshold := summary.get("until")) is not None:
         say(console, threshold_words(run_pb2.Threshold(**threshold)))
-    if outcome.picture:
-        say(console, f"picture: {outcome.picture}")
+    if picture:
+        say(console, f"picture: {picture}")
     say(console, f"read its conversations: rollmill trajectories {run_dir}")
     say(console, f"see where its rollouts went: rollmill fate {run_dir}")
     if not as_json:
-        for key, value in headline(outcome.summary, short=True).items():
+        for key, value in headline(summary, short=True).items():
             say(console, f"  {key:>16}  {value}")
-        console.print(time_table(outcome.summary.get("time", {})))
+        console.print(time_table(summary.get("time", {})))
     has_metrics = run_files.metrics(run_dir).exists()  # none when no process began
     verdict = examine(run_dir) if resolved.run.steps and has_metrics else None
     if verdict is not None:
@@ -143,7 +143,7 @@ def run(
         if "page" in provided("commands"):
             say(console, f"see all: rollmill page {run_dir}")
     if as_json:
-        typer.echo(json.dumps(headline(outcome.summary)))
+        typer.echo(json.dumps(headline(summary)))
     if verdict is not None and verdict.nothing_learned and resolved.run.fail_when_nothing_learned:
         raise typer.Exit(NOTHING_LEARNED_EXIT)
 
@@ -221,7 +221,7 @@ def evaluate(
     say(console, f"run directory: {run_dir}")
     for name, policy in resolved.policies.items():
         say(console, f"  {name}: {policy.model.path or 'made by the recipe'}")
-    outcome = run_recipe(resolved, run_dir, console)
+    summary, _ = run_recipe(resolved, run_dir, console)
     found = comparable(run_dir)
     results, left_out = list(found.values()), []
     if base is not None and against is not None:
@@ -236,7 +236,7 @@ def evaluate(
         say(console, f"picture: {picture}")
     if as_json:
         evaluations = {result.name: evaluation_values(result) for result in results}
-        typer.echo(json.dumps({"evaluations": evaluations, "seconds": outcome.summary["seconds"]}))
+        typer.echo(json.dumps({"evaluations": evaluations, "seconds": summary["seconds"]}))
 
 
 @recipe_app.command()

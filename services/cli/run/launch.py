@@ -85,17 +85,9 @@ KEYS_EVERY_S = 3600.0  # between two looks at how long the run's keys last
 _NEEDED = ("trainer-", "envgateway")  # until the run has ended; replicas may leave, as those that are drained do
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a run."""
-
-    run_dir: Path
-    summary: RunSummary
-    picture: Path | None
-
-
-def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
-    """Run to the end. Ctrl-C and SIGTERM stop the started processes and raise ``Interrupted``.
+def run(recipe: Recipe, run_dir: Path, console: Console) -> tuple[RunSummary, Path | None]:
+    """Run to the end; returns the summary, and the picture if there is one. Ctrl-C and SIGTERM stop the started processes and
+    raise ``Interrupted``.
 
     Prints the commands for other nodes when node 0 is ready.
 
@@ -107,7 +99,7 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
         return _run(with_other_ports(recipe, run_dir, console), run_dir, console)
 
 
-def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
+def _run(recipe: Recipe, run_dir: Path, console: Console) -> tuple[RunSummary, Path | None]:
     configure(service="launcher", run_dir=run_dir)
     keys = keys_of(recipe, run_dir)
     renew_in_time(keys)
@@ -133,9 +125,10 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
         if told and not shared:
             say(console, told)
         _follow(recipe, run_dir, keys, processes, console, stop)
-    seconds = time.monotonic() - begun
-    summary = _summary(run_dir, seconds, load)
-    return Outcome(run_dir, summary, drawn(lambda: _picture(run_dir), console))
+    summary = _summary(run_dir, time.monotonic() - begun, load)
+    from services.cli.inspect.plot import plot_runs  # only at the end
+
+    return summary, drawn(lambda: plot_runs([run_dir], run_dir / "run.png"), console)
 
 
 @contextmanager
@@ -333,12 +326,6 @@ def headline(summary: RunSummary, *, short: bool = False) -> dict[str, Any]:
     }
     flat |= {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
     return flat
-
-
-def _picture(run_dir: Path) -> Path | None:
-    from services.cli.inspect.plot import plot_runs
-
-    return plot_runs([run_dir], run_dir / "run.png")
 
 
 def _last_row(path: Path, policy: str) -> Row | None:
