@@ -316,15 +316,9 @@ def headline(summary: RunSummary, *, short: bool = False) -> dict[str, Any]:
         flat["threshold_reached"] = threshold["reached"]
         if threshold["reached"]:
             flat |= {"threshold_step": threshold["step"], "threshold_seconds": round(threshold["seconds"], 1)}
-    figures = {
-        "overlap_share": summary.get("overlap_share"),
-        "max_staleness": summary.get("max_staleness"),
-        "seconds": summary.get("seconds"),
-        "cpu_seconds": summary.get("cpu_seconds"),
-        "cores": summary.get("cores"),
-        "load": summary.get("load"),
-    }
-    flat |= {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
+    for key in ("overlap_share", "max_staleness", "seconds", "cpu_seconds", "cores", "load"):
+        value = summary.get(key)
+        flat[key] = round(value, 4) if isinstance(value, float) else value
     return flat
 
 
