@@ -37,16 +37,12 @@ def run(recipe: str | Path, *, profile: str | None = None, quiet: bool = False, 
         raise ConfigError("rollmill.run waits for Ctrl-C and SIGTERM: call it in the main thread")
     from rich.console import Console
 
-    from services.cli.check.recipe import check_launch, check_named, on_this_machine
-    from services.cli.profiles import load_with_profile
-    from services.cli.run.directory import prepare
+    from services.cli.run.directory import opened
     from services.cli.run.launch import run as run_recipe
 
-    loaded = on_this_machine(load_with_profile(Path(recipe), settings_of(overrides), profile))
-    check_launch(loaded)
-    check_named(loaded)
-    resolved, run_dir = prepare(loaded)
-    run_recipe(resolved, run_dir, Console(stderr=True, quiet=quiet))
+    console = Console(stderr=True, quiet=quiet)
+    resolved, run_dir = opened(Path(recipe), None, settings_of(overrides), profile, console)
+    run_recipe(resolved, run_dir, console)
     return Run(run_dir)
 
 

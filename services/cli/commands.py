@@ -32,20 +32,25 @@ RunArgument = Annotated[
 ]
 
 
-def chosen_run(run: Path | None) -> Path:
-    """The run that is named, else the newest, which stderr then names."""
+def run_or_newest(run: Path | None) -> Path | None:
+    """The run that is named, else the newest below `runs`, which stderr then names; None where there is none."""
     from services.cli.inspect.standing import newest_run
+
+    if run is None and (run := newest_run()) is not None:
+        typer.echo(f"run: {run} (the newest)", err=True)
+    return run
+
+
+def chosen_run(run: Path | None) -> Path:
+    """As ``run_or_newest``; raises ``ConfigError`` where there is none."""
     from services.common.errors import ConfigError
 
-    if run is not None:
-        return run
-    newest = newest_run()
-    if newest is None:
+    found = run_or_newest(run)
+    if found is None:
         raise ConfigError(
             "there is no run in ./runs: name the directory of a run, or start one with `rollmill run RECIPE`"
         )
-    typer.echo(f"run: {newest} (the newest)", err=True)
-    return newest
+    return found
 
 
 recipe_app = typer.Typer()
@@ -70,12 +75,12 @@ def new(
     Without options it is a demo that learns on two CPU cores in half a minute. For example
     `rollmill new mine --model Qwen/Qwen3-0.6B --data rows.csv --prompt question --answer solution`.
     """
-    from services.cli.new import Wanted, held_out_words, next_commands, write_new
+    from services.cli.new import Wanted, held_out, next_commands, write_new
 
     wanted = Wanted(model=model, data=data, prompt=prompt, answer=answer)
     for path in write_new(folder, wanted):
         say(console, str(path))
-    if told := held_out_words(wanted):
+    if told := held_out(wanted)[1]:
         say(console, told)
     say(console, "next:")
     for command, purpose in next_commands(folder):
@@ -104,26 +109,27 @@ def run(
     """
     from services.cli.doctor import NOTHING_LEARNED_EXIT, examine, tell
     from services.cli.run.directory import opened
-    from services.cli.run.launch import headline, how_training_ended
+    from services.cli.run.launch import headline
     from services.cli.run.launch import run as run_recipe
-    from services.cli.watch import time_table
+    from services.cli.watch import threshold_words, time_table
     from services.common import run_files
     from services.common.extras import provided
+    from services.common.pb import run_pb2
 
     resolved, run_dir = opened(recipe, resume, set_ or (), profile, console)
     say(console, ": ".join(filter(None, (resolved.name, resolved.description))), "bold")
     say(console, f"run directory: {run_dir}")
-    outcome = run_recipe(resolved, run_dir, console)
-    if ended := how_training_ended(outcome.summary):
-        say(console, ended)
-    if outcome.picture:
-        say(console, f"picture: {outcome.picture}")
+    summary, picture = run_recipe(resolved, run_dir, console)
+    if (threshold := summary.get("until")) is not None:
+        say(console, threshold_words(run_pb2.Threshold(**threshold)))
+    if picture:
+        say(console, f"picture: {picture}")
     say(console, f"read its conversations: rollmill trajectories {run_dir}")
     say(console, f"see where its rollouts went: rollmill fate {run_dir}")
     if not as_json:
-        for key, value in headline(outcome.summary, short=True).items():
+        for key, value in headline(summary, short=True).items():
             say(console, f"  {key:>16}  {value}")
-        console.print(time_table(outcome.summary.get("time", {})))
+        console.print(time_table(summary.get("time", {})))
     has_metrics = run_files.metrics(run_dir).exists()  # none when no process began
     verdict = examine(run_dir) if resolved.run.steps and has_metrics else None
     if verdict is not None:
@@ -137,7 +143,7 @@ def run(
         if "page" in provided("commands"):
             say(console, f"see all: rollmill page {run_dir}")
     if as_json:
-        typer.echo(json.dumps(headline(outcome.summary)))
+        typer.echo(json.dumps(headline(summary)))
     if verdict is not None and verdict.nothing_learned and resolved.run.fail_when_nothing_learned:
         raise typer.Exit(NOTHING_LEARNED_EXIT)
 
@@ -201,15 +207,11 @@ def evaluate(
     from services.cli.console import drawn
     from services.cli.profiles import load_with_profile
     from services.cli.run.directory import prepare
-    from services.cli.run.evaluate import (
-        comparable,
-        compare,
-        evaluation_recipe,
-        failed_items,
-        plot_scores,
-        scores_table,
-    )
+    from services.cli.run.evaluate import comparable, compare, evaluation_recipe, plot_scores
     from services.cli.run.launch import run as run_recipe
+    from services.cli.watch import evaluations_table
+    from services.orchestrator.metrics import evaluation_values
+    from services.orchestrator.progress import evaluation_to_proto
 
     resolved = on_this_machine(evaluation_recipe(load_with_profile(recipe, set_ or (), profile), checkpoint or ()))
     check_launch(resolved)
@@ -219,18 +221,22 @@ def evaluate(
     say(console, f"run directory: {run_dir}")
     for name, policy in resolved.policies.items():
         say(console, f"  {name}: {policy.model.path or 'made by the recipe'}")
-    outcome = run_recipe(resolved, run_dir, console)
-    evaluations = outcome.summary["evaluations"]
+    summary, _ = run_recipe(resolved, run_dir, console)
+    found = comparable(run_dir)
+    results, left_out = list(found.values()), []
     if base is not None and against is not None:
-        for line in compare(evaluations, comparable(run_dir), base, against.name):
-            say(console, f"not compared with {against}: {line}", "yellow")
-    console.print(scores_table(evaluations))
-    if failed := failed_items(evaluations):
+        results, left_out = compare(found, base, against.name)
+    for line in left_out:
+        say(console, f"not compared with {against}: {line}", "yellow")
+    console.print(evaluations_table([evaluation_to_proto(result) for result in results]))
+    failed = [f"{r.name} {score.name} {task}" for r in results for score in r.datasets for task in score.failed]
+    if failed:
         say(console, f"failed, and counted as wrong: {'; '.join(failed)}", "yellow")
-    if picture := drawn(lambda: plot_scores(evaluations, resolved.name, run_dir / "eval.png"), console):
+    if picture := drawn(lambda: plot_scores(results, resolved.name, run_dir / "eval.png"), console):
         say(console, f"picture: {picture}")
     if as_json:
-        typer.echo(json.dumps({"evaluations": evaluations, "seconds": outcome.summary["seconds"]}))
+        evaluations = {result.name: evaluation_values(result) for result in results}
+        typer.echo(json.dumps({"evaluations": evaluations, "seconds": summary["seconds"]}))
 
 
 @recipe_app.command()
@@ -318,13 +324,12 @@ AddressOption = Annotated[
 def status(run: RunningArgument = None, address: AddressOption = None) -> None:
     """Show the state of a run (running, finished, stopped or interrupted) and the command that goes on with the run."""
     from services.cli.inspect.standing import COMMAND, standing
-    from services.cli.watch import check_answers, chosen, reach, render
+    from services.cli.watch import check_answers, render
     from services.common.errors import InfrastructureError
 
-    run = chosen(run, address)
-    client = reach(run, address)
+    run, client = _reached(run, address)
     try:
-        answer = check_answers(client, run) if run is not None else client.get_run()
+        answer = check_answers(client, run)
     except InfrastructureError as error:
         if run is None:
             raise
@@ -341,24 +346,24 @@ def status(run: RunningArgument = None, address: AddressOption = None) -> None:
 @live_app.command()
 def watch(run: RunningArgument = None, address: AddressOption = None) -> None:
     """Follow a run until its end; Ctrl-C stops watching, not the run."""
-    from services.cli.watch import ProgressView, chosen, follow, reach
+    from services.cli.watch import ProgressView, check_answers, follow
 
-    client = reach(chosen(run, address), address)
-    with ProgressView(console, client.get_run().run_id) as view:
+    run, client = _reached(run, address)
+    with ProgressView(console, check_answers(client, run).run_id) as view:
         follow(client, view)
 
 
 @live_app.command()
 def pause(run: RunningArgument = None, address: AddressOption = None) -> None:
     """Issue no further tasks and start no further training step, until `rollmill resume`."""
-    _client(run, address).pause()
+    _answering(*_reached(run, address)).pause()
     console.print("paused; go on with `rollmill resume`")
 
 
 @live_app.command()
 def resume(run: RunningArgument = None, address: AddressOption = None) -> None:
     """Continue after `rollmill pause`. To continue a run whose processes have ended, use `rollmill run --resume RUN`."""
-    _client(run, address).resume()
+    _answering(*_reached(run, address)).resume()
     console.print("going on")
 
 
@@ -369,12 +374,11 @@ def stop(run: RunningArgument = None, address: AddressOption = None) -> None:
     To continue the run later, stop `rollmill run` with Ctrl-C instead, then use `rollmill run --resume RUN`.
     """
     from services.cli.inspect.standing import RUNNING, standing
-    from services.cli.watch import chosen
     from services.common.errors import InfrastructureError
 
-    run = chosen(run, address)
+    run, client = _reached(run, address)
     try:
-        _client(run, address).stop("rollmill stop")
+        _answering(run, client).stop("rollmill stop")
     except InfrastructureError:
         if run is None or (found := standing(run)).state == RUNNING:
             raise
@@ -383,12 +387,17 @@ def stop(run: RunningArgument = None, address: AddressOption = None) -> None:
     console.print("stopping")
 
 
-def _client(run: Path | None, address: str | None) -> OrchestratorClient:
-    """The orchestrator of the run that is named, of the newest one, or at an address; never that of another run."""
-    from services.cli.watch import check_answers, chosen, reach
+def _reached(run: Path | None, address: str | None) -> tuple[Path | None, OrchestratorClient]:
+    """The run that is named, else the newest one unless an address is given, and its orchestrator."""
+    from services.cli.watch import reach
 
-    run = chosen(run, address)
-    client = reach(run, address)
-    if run is not None:
-        check_answers(client, run)
+    run = run if address is not None else run_or_newest(run)
+    return run, reach(run, address)
+
+
+def _answering(run: Path | None, client: OrchestratorClient) -> OrchestratorClient:
+    """The client, after the orchestrator has answered for ``run`` and not for another one."""
+    from services.cli.watch import check_answers
+
+    check_answers(client, run)
     return client

@@ -11,11 +11,10 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.cli.check.memory import host_estimates, host_memory_bytes
 from services.cli.check.models import positions
 from services.cli.check.recipe import gpus_here
 from services.common.config.data import DatasetConfig
-from services.common.config.loading import load_recipe, validate
+from services.common.config.loading import load_recipe
 from services.common.dataset_rows import prompt_in
 from services.common.errors import ConfigError, DatasetError
 
@@ -24,8 +23,7 @@ _TEMPLATES = Path(__file__).parent / "templates" / "new.txt"
 _NUM_HELD_OUT = 120  # of the demo
 _HOLD_OUT, _MOST_HELD_OUT, _LEAST_ROWS = 20, 200, 100  # every 20th row, at most 200 rows, of at least 100
 _CONTEXT = 4096  # of a model that has as many positions or does not say
-# On a machine without a GPU: contexts, of which the first is taken that fits into a share of the memory.
-_CPU_CONTEXTS, _CPU_BATCH, _CPU_MEMORY_SHARE = (1024, 512, 256), 32, 0.75
+_CPU_CONTEXT, _CPU_BATCH = 1024, 32  # on a machine without a GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +72,10 @@ def _files(folder: Path, name: str, wanted: Wanted) -> dict[str, str]:
     demo_rows, demo_model = wanted.data is None, wanted.model is None
     if demo_model and not demo_rows:
         raise ConfigError("--data needs --model: the demo's model knows the demo's rows only")
-    every = None if demo_rows else hold_out_of(wanted)
-    context = min(_CONTEXT, positions(wanted.model or "") or _CONTEXT)
+    every, _ = held_out(wanted)
     on_cpu = not demo_model and not gpus_here()
-    context = min(context, _cpu_context(_from(folder, wanted.model or ""))) if on_cpu else context
+    longest = _CPU_CONTEXT if on_cpu else _CONTEXT
+    context = min(longest, positions(wanted.model or "") or longest)
     parts = re.split(r"^=== (\w+)\n", _TEMPLATES.read_text(encoding="utf-8"), flags=re.MULTILINE)
     texts = {section: text.removesuffix("\n") for section, text in zip(parts[1::2], parts[2::2], strict=True)}
     values = {
@@ -122,38 +120,25 @@ def _files(folder: Path, name: str, wanted: Wanted) -> dict[str, str]:
     return files
 
 
-def _cpu_context(model: str) -> int:
-    """The context with which a model can be trained in this machine's memory; the smallest where none fits."""
-    for context in _CPU_CONTEXTS:
-        policy = {"model": {"path": model, "context_length": context}, "trainer": {"token_budget": context}}
-        tree = {"name": "new", "policies": {"model0": {**policy, "batch": {"size": _CPU_BATCH}}}}
-        tree |= {"data": {"train": {"path": "rows"}}, "evaluation": {"at_start": False, "at_end": False}}
-        found = host_estimates(validate(tree, source="new"), has_gpus=False).get(0)
-        if found is None or found.total_bytes < _CPU_MEMORY_SHARE * host_memory_bytes():
-            break
-    return context
-
-
-def hold_out_of(wanted: Wanted) -> int | None:
-    """``data.train.hold_out`` for the user's rows: about 5% of them, at most ``_MOST_HELD_OUT``; None for the demo's rows and
-    for too few rows. Raises ``ConfigError`` for a file that cannot be read."""
+def held_out(wanted: Wanted) -> tuple[int | None, str]:
+    """``data.train.hold_out`` for the user's rows, about 5% of them and at most ``_MOST_HELD_OUT``, and a line about it; None
+    and no line for the demo's rows, None for too few rows. Raises ``ConfigError`` for a file that cannot be read."""
     if wanted.data is None:
-        return None
+        return None, ""
     num_rows = _num_rows(wanted)
     if num_rows is None:
-        return _HOLD_OUT
-    return max(_HOLD_OUT, -(-num_rows // _MOST_HELD_OUT)) if num_rows >= _LEAST_ROWS else None
-
-
-def held_out_words(wanted: Wanted) -> str:
-    """What is held out of the user's rows, in one line; empty for the demo."""
-    if wanted.data is None:
-        return ""
-    num_rows, every = _num_rows(wanted), hold_out_of(wanted)
-    if every is None:
-        return f"{'1 row is' if num_rows == 1 else f'{num_rows} rows are'} too few to hold some out: the run evaluates nothing (name other rows in data.evaluation)"
-    count = "" if num_rows is None else f"{num_rows // every} of {num_rows:,} rows are"
-    return f"{count or 'a part of the rows is'} held out for evaluation: one row in {every} (hold_out: {every})"
+        return (
+            _HOLD_OUT,
+            f"a part of the rows is held out for evaluation: one row in {_HOLD_OUT} (hold_out: {_HOLD_OUT})",
+        )
+    if num_rows < _LEAST_ROWS:
+        few = "1 row is" if num_rows == 1 else f"{num_rows} rows are"
+        return None, f"{few} too few to hold some out: the run evaluates nothing (name other rows in data.evaluation)"
+    every = max(_HOLD_OUT, -(-num_rows // _MOST_HELD_OUT))
+    told = (
+        f"{num_rows // every} of {num_rows:,} rows are held out for evaluation: one row in {every} (hold_out: {every})"
+    )
+    return every, told
 
 
 def _num_rows(wanted: Wanted) -> int | None:

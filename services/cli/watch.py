@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import grpc
 import structlog
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -38,13 +37,12 @@ from services.cli.console import (
     source_table,
 )
 from services.cli.inspect.run_state import check_run_directory, why_silent
-from services.cli.inspect.standing import newest_run
 from services.cli.keys import keys_there, operate
 from services.cli.plan import orchestrator_address
 from services.common.checkpoints import CheckpointGauge
 from services.common.config.loading import load_resolved
 from services.common.config.recipe import Recipe
-from services.common.errors import AccessError, ConfigError, InfrastructureError, RollmillError
+from services.common.errors import AccessError, ConfigError, DeadlineError, InfrastructureError
 from services.common.kept_tokens import MaskedCount
 from services.common.net.hosts import ORCHESTRATOR, check_place, is_known
 from services.common.pb import account_pb2, run_pb2, run_pb2_grpc
@@ -107,23 +105,18 @@ class OrchestratorClient:
         try:
             return method(request, timeout=CALL_DEADLINE_S)
         except grpc.RpcError as error:
-            raise self._translate(error) from None
-
-    def _translate(self, error: grpc.RpcError) -> RollmillError:
-        told = from_call(error, self.address)
-        code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-        silent = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+            told = from_call(error, self.address)
         if isinstance(told, AccessError):
-            return told
-        if code not in silent:
-            return InfrastructureError(told.message)
+            raise told
+        if not isinstance(told, InfrastructureError | DeadlineError):
+            raise InfrastructureError(told.message)
         if (refused := refusal(self.address, identity.current(), Peer.ORCHESTRATOR)) is not None:
-            return refused
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return InfrastructureError(f"{self.address} did not answer within {CALL_DEADLINE_S:g} s")
+            raise refused
+        if isinstance(told, DeadlineError):
+            raise InfrastructureError(f"{self.address} did not answer within {CALL_DEADLINE_S:g} s")
         if is_known(self.address):
-            return InfrastructureError(f"no answer from {self.address}: {self._why_silent()}")
-        return InfrastructureError(
+            raise InfrastructureError(f"no answer from {self.address}: {self._why_silent()}")
+        raise InfrastructureError(
             f"this machine cannot resolve the host of {self.address}: write a name or address that it can"
         )
 
@@ -131,23 +124,14 @@ class OrchestratorClient:
 NAME_IT = "name the run's directory (runs/NAME), or another address with --orchestrator"
 
 
-def chosen(run: Path | None, address: str | None) -> Path | None:
-    """The run that a command is for: the one named, else the newest below `runs`, which stderr then names; None where an
-    address is given, or there is no run and the default address counts."""
-    if run is not None or address is not None or (newest := newest_run()) is None:
-        return run
-    typer.echo(f"run: {newest} (the newest)", err=True)
-    return newest
-
-
-def check_answers(client: OrchestratorClient, run: Path) -> run_pb2.GetRunResponse:
-    """The state of ``run`` by its orchestrator.
+def check_answers(client: OrchestratorClient, run: Path | None) -> run_pb2.GetRunResponse:
+    """The state of ``run`` by its orchestrator; of any run, for None.
 
     Raises:
         InfrastructureError: it does not answer, or another run has its port.
     """
     answer = client.get_run()
-    if answer.run_id != load_resolved(run).run.id:
+    if run is not None and answer.run_id != load_resolved(run).run.id:
         raise InfrastructureError(f"at {client.address} another run answers ({answer.run_id}): {why_silent(run)}")
     return answer
 
@@ -267,7 +251,7 @@ def render(progress: run_pb2.RunProgress, title: str, *, newest: bool = False) -
         _replicas(progress),
         Text("\n".join(f"  {wait}" for wait in progress.waits), "yellow"),
         Text(f"  {threshold_words(progress.threshold)}" if progress.HasField("threshold") else ""),
-        evaluations_table(progress, newest=newest) if progress.evaluations else "",
+        evaluations_table(progress.evaluations, newest=newest) if progress.evaluations else "",
         time_table(shares_of(progress.accounts)) if progress.accounts else "",
         Text("\n".join(f"  {line}" for line in masked_rollouts(progress.counters)), "yellow"),
         Text(f"  {'  '.join(counters)}" if counters else "", "dim"),
@@ -299,12 +283,12 @@ def _seconds_left(policy: run_pb2.PolicyProgress) -> float | None:
 
 
 def threshold_words(threshold: run_pb2.Threshold) -> str:
-    """How far the run is from the threshold that ends training."""
+    """How far the run is from the threshold that ends training, or was at its end."""
     if threshold.reached:
         when = f"after training step {threshold.step}" if threshold.step else "before training"
         return f"threshold reached {when}, {threshold.seconds:.0f} s into the run: {threshold.wanted}"
-    newest = f"{threshold.newest:.3f}" if threshold.HasField("newest") else "not evaluated yet"
-    return f"training ends at {threshold.wanted} (newest: {newest})"
+    newest = f"{threshold.newest:.3f}" if threshold.HasField("newest") else "no evaluation that counts"
+    return f"threshold not reached: {threshold.wanted} (newest: {newest})"
 
 
 def stall_words(stall: run_pb2.Stall) -> str:
@@ -353,10 +337,10 @@ def _replicas(progress: run_pb2.RunProgress) -> FittingTable:
     return table
 
 
-def evaluations_table(progress: run_pb2.RunProgress, newest: bool = False) -> FittingTable:
-    """Evaluations finished so far, or the newest of each kind; ``change`` is that from the run's first of the same kind, paired
-    by tasks."""
-    results = {result.name.partition("/")[2] if newest else result.name: result for result in progress.evaluations}
+def evaluations_table(evaluations: Iterable[run_pb2.EvaluationResult], newest: bool = False) -> FittingTable:
+    """Evaluations, or the newest of each kind; ``change`` is that from the evaluation that each is compared with, paired by
+    tasks."""
+    results = {result.name.partition("/")[2] if newest else result.name: result for result in evaluations}
     table = FittingTable(
         columns("evaluation | dataset | >reward | >95% | >change (95%) | pass@k:1 | >trajectories:3 | >failed"),
         box=None,

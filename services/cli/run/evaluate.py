@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from services.cli.check.models import check_model_name, model_instead
-from services.cli.console import Column, FittingTable, format_change, format_reward, pyplot
+from services.cli.console import format_change, pyplot
 from services.cli.inspect.checkpoints import export_run, policies_of
 from services.cli.inspect.run_model import open_journal
 from services.cli.inspect.run_state import check_run_directory
@@ -19,10 +20,9 @@ from services.common import run_files
 from services.common.config.loading import RESOLVED, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.telemetry.metrics import EstimateSummary, EvaluationSummary
 from services.orchestrator.evaluation import kind_of
 from services.orchestrator.journal import entries
-from services.orchestrator.journal.entries import Estimate, EvaluationResult, compared, overall_difference
+from services.orchestrator.journal.entries import EvaluationResult, compared, overall_difference
 
 
 def evaluation_recipe(recipe: Recipe, checkpoints: Sequence[str]) -> Recipe:
@@ -126,102 +126,46 @@ def comparable(run_dir: Path) -> dict[str, EvaluationResult]:
 
 
 def compare(
-    evaluations: Mapping[str, EvaluationSummary],
-    found: Mapping[str, EvaluationResult],
-    base: Mapping[str, EvaluationResult],
-    run: str,
-) -> list[str]:
-    """Write the difference between ``found`` and ``base``, the evaluations of ``run``, into the results of
-    ``summary.json``; also the evaluations that cannot be compared, and why."""
-    left: list[str] = []
-    for name, values in evaluations.items():
-        kind = kind_of(name)
+    found: Mapping[str, EvaluationResult], base: Mapping[str, EvaluationResult], run: str
+) -> tuple[list[EvaluationResult], list[str]]:
+    """The evaluations ``found`` with their differences to ``base``, the evaluations of ``run``; also those that cannot be
+    compared, and why."""
+    results, left = [], []
+    for kind, result in found.items():
         if kind not in base:
             left.append(f"{kind}: there is only {', '.join(base)}")
+            results.append(result)
             continue
-        scores = compared(base[kind].datasets, found[kind].datasets)
+        scores = compared(base[kind].datasets, result.datasets)
         left += [
             f"{kind} {score.name}: its tasks are others, it has one alone, or every rollout failed"
             for score in scores
             if score.difference is None
         ]
-        overall = overall_difference(base[kind].datasets, found[kind].datasets)
-        values["compared_with"], values["difference"] = f"{run} {base[kind].name}", _plain(overall)
-        for one, score in zip(values["datasets"], scores, strict=True):
-            one["difference"] = _plain(score.difference)
-    return left
+        overall = overall_difference(base[kind].datasets, result.datasets)
+        told = f"{run} {base[kind].name}"
+        results.append(replace(result, datasets=scores, compared_with=told, difference=overall))
+    return results, left
 
 
-def _plain(estimate: Estimate | None) -> EstimateSummary | None:
-    return None if estimate is None else {"value": estimate.value, "low": estimate.low, "high": estimate.high}
-
-
-def scores_table(evaluations: Mapping[str, EvaluationSummary]) -> FittingTable:
-    """Results of ``summary.json`` by pass and dataset, in hundredths; with the change where they were compared."""
-    was_compared = any(result.get("compared_with") for result in evaluations.values())
-    columns = [Column("sampling"), Column("dataset"), Column("avg@k", "right"), Column("95%", "right")]
-    columns += [Column("change (95%)", "right")] if was_compared else []
-    columns += [Column("pass@k", spare=1), Column("tasks", "right", 3), Column("failed", "right", 2)]
-    table = FittingTable(columns, box=None)
-    for name, result in evaluations.items():
-        label = name.partition("/")[2]
-        for found in result["datasets"]:
-            reward, samples = found["mean_reward"], found["samples_per_item"]
-            table.add_row(
-                *(label, found["name"], f"{100 * reward['value']:.1f} (k={samples})" if reward else "-"),
-                f"{100 * reward['low']:.1f}-{100 * reward['high']:.1f}" if reward else "",
-                *([_change(found["difference"])] if was_compared else []),
-                "  ".join(f"@{k} {100 * share['value']:.1f}" for k, share in found["pass_at"].items()),
-                *(str(found["num_items"]), str(len(found["failed"]))),
-            )
-            label = ""
-        if len(result["datasets"]) > 1:
-            total = sum(found["num_items"] for found in result["datasets"])
-            change = (_change(result["difference"]),) if was_compared else ()
-            mean = result["mean_reward"]
-            told = format_reward(None if mean is None else 100 * mean, digits=1)
-            table.add_row("", "overall", told, "", *change, "", str(total), "")
-    return table
-
-
-def _change(difference: EstimateSummary | None) -> str:
-    if difference is None:
-        return ""
-    return format_change(100 * difference["value"], 100 * difference["low"], 100 * difference["high"], digits=1)
-
-
-def failed_items(evaluations: Mapping[str, EvaluationSummary]) -> list[str]:
-    """Tasks that count as wrong because they failed: "pass dataset task"."""
-    return [
-        f"{name} {found['name']} {task}"
-        for name, result in evaluations.items()
-        for found in result["datasets"]
-        for task in found["failed"]
-    ]
-
-
-def plot_scores(evaluations: Mapping[str, EvaluationSummary], title: str, output: Path) -> Path:
+def plot_scores(results: Sequence[EvaluationResult], title: str, output: Path) -> Path:
     """A bar for each dataset and pass, with its 95% interval; above it the change, where they were compared."""
-    names = list(dict.fromkeys(f["name"] for result in evaluations.values() for f in result["datasets"]))
+    names = list(dict.fromkeys(score.name for result in results for score in result.datasets))
     plt = pyplot()
     figure, ax = plt.subplots(figsize=(max(5.0, 1.6 * len(names) + 2), 4), layout="constrained")
-    width = 0.8 / max(1, len(evaluations))
-    for number, (name, result) in enumerate(evaluations.items()):
-        found = [
-            (each["name"], mean, each["difference"]) for each in result["datasets"] if (mean := each["mean_reward"])
-        ]
-        places = [names.index(dataset) + (number - (len(evaluations) - 1) / 2) * width for dataset, *_ in found]
-        values = [100 * mean["value"] for _, mean, _ in found]
-        errors = [
-            [100 * (m["value"] - m["low"]) for _, m, _ in found],
-            [100 * (m["high"] - m["value"]) for _, m, _ in found],
-        ]
-        bars = ax.bar(places, values, width * 0.92, yerr=errors, capsize=3, label=name.partition("/")[2])
-        ax.bar_label(bars, fmt="%.1f", fontsize=8, label_type="center", color="white")
-        ax.bar_label(bars, labels=[_change(difference) for *_, difference in found], fontsize=8, padding=3)
+    width = 0.8 / max(1, len(results))
+    for number, result in enumerate(results):
+        found = [(score, mean) for score in result.datasets if (mean := score.mean_reward)]
+        places = [names.index(score.name) + (number - (len(results) - 1) / 2) * width for score, _ in found]
+        errors = [[mean.value - mean.low for _, mean in found], [mean.high - mean.value for _, mean in found]]
+        values = [mean.value for _, mean in found]
+        bars = ax.bar(places, values, width * 0.92, yerr=errors, capsize=3, label=kind_of(result.name))
+        changes = [format_change(d.value, d.low, d.high) if (d := score.difference) else "" for score, _ in found]
+        ax.bar_label(bars, fmt="%.3f", fontsize=8, label_type="center", color="white")
+        ax.bar_label(bars, labels=changes, fontsize=8, padding=3)
     ax.set_xticks(range(len(names)), names)
-    ax.set_ylabel("avg@k (95%)")
-    ax.set_ylim(0, max(100.0, ax.get_ylim()[1]))
+    ax.set_ylabel("mean reward (95%)")
+    ax.set_ylim(0, max(1.0, ax.get_ylim()[1]))
     ax.set_title(title, fontsize=11)
     ax.legend(fontsize=8, loc="lower right")
     output.parent.mkdir(parents=True, exist_ok=True)

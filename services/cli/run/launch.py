@@ -8,8 +8,8 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,17 +85,9 @@ KEYS_EVERY_S = 3600.0  # between two looks at how long the run's keys last
 _NEEDED = ("trainer-", "envgateway")  # until the run has ended; replicas may leave, as those that are drained do
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a run."""
-
-    run_dir: Path
-    summary: RunSummary
-    picture: Path | None
-
-
-def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
-    """Run to the end. Ctrl-C and SIGTERM stop the started processes and raise ``Interrupted``.
+def run(recipe: Recipe, run_dir: Path, console: Console) -> tuple[RunSummary, Path | None]:
+    """Run to the end; returns the summary, and the picture if there is one. Ctrl-C and SIGTERM stop the started processes and
+    raise ``Interrupted``.
 
     Prints the commands for other nodes when node 0 is ready.
 
@@ -107,7 +99,7 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
         return _run(with_other_ports(recipe, run_dir, console), run_dir, console)
 
 
-def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
+def _run(recipe: Recipe, run_dir: Path, console: Console) -> tuple[RunSummary, Path | None]:
     configure(service="launcher", run_dir=run_dir)
     keys = keys_of(recipe, run_dir)
     renew_in_time(keys)
@@ -118,9 +110,10 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     specs = [with_keys(spec, keys) for spec in plan(recipe, run_dir)]
     # One import of torch for warm starts and services.
     forks = ForkServer(run_files.logs(run_dir) / "fork-server.stderr") if any(spec.forked for spec in specs) else None
-    processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s, forks=forks)
-    stop = StopSignal()
-    try:
+    with supervised(recipe, run_dir, console, f"go on with it: rollmill run --resume {run_dir}", forks) as (
+        processes,
+        stop,
+    ):
         warm_start(recipe, run_dir, processes, console, stop)
         shared = {
             trainer_name(name, 0) for name, policy in recipe.trained_policies.items() if len(policy.trainer.nodes) > 1
@@ -132,17 +125,32 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
         if told and not shared:
             say(console, told)
         _follow(recipe, run_dir, keys, processes, console, stop)
+    summary = _summary(run_dir, time.monotonic() - begun, load)
+    from services.cli.inspect.plot import plot_runs  # only at the end
+
+    return summary, drawn(lambda: plot_runs([run_dir], run_dir / "run.png"), console)
+
+
+@contextmanager
+def supervised(
+    recipe: Recipe, run_dir: Path, console: Console, onwards: str, forks: ForkServer | None = None
+) -> Iterator[tuple[Processes, StopSignal]]:
+    """Processes that are stopped at the end of the block, and ``forks`` after them. Ctrl-C and SIGTERM end the block and raise
+    ``Interrupted``, which says how the work goes on, ``onwards``; of a run that has ended they end the block alone."""
+    processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s, forks=forks)
+    stop = StopSignal()
+    try:
+        yield processes, stop
     except KeyboardInterrupt:
-        if not ended(run_dir):  # else the run is over, and its processes only leave
-            trained = ", ".join(
-                name.removeprefix("trainer-") for name in processes.pids() if name.startswith("trainer-")
-            )
+        if not ended(run_dir):  # else its processes only leave
+            names = list(processes.pids())
+            trained = ", ".join(name.removeprefix("trainer-") for name in names if name.startswith("trainer-"))
             first = f"writing a checkpoint of {trained}, then " if trained else ""
-            ending = f"ending {', '.join(processes.pids()) or 'processes'} (at most {recipe.launch.stop_grace_s:g} s)"
+            ending = f"ending {', '.join(names) or 'processes'} (at most {recipe.launch.stop_grace_s:g} s)"
             say(console, f"stopping: {first}{ending}; Ctrl-C again kills them at once")
             killed = ", ".join(f"{name} (pid {pid})" for name, pid in processes.stop(stop.again()).items())
             told = f"interrupted; killed before the end of its work: {killed}" if killed else "interrupted"
-            raise Interrupted(f"{told}; go on with it: rollmill run --resume {run_dir}") from None
+            raise Interrupted(f"{told}; {onwards}") from None
     finally:
         try:
             processes.stop(stop.again())
@@ -151,9 +159,6 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
             if forks is not None:
                 forks.stop()
             stop.restore()
-    seconds = time.monotonic() - begun
-    summary = _summary(run_dir, seconds, load)
-    return Outcome(run_dir, summary, drawn(lambda: _picture(run_dir), console))
 
 
 def warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: StopSignal) -> None:
@@ -311,37 +316,10 @@ def headline(summary: RunSummary, *, short: bool = False) -> dict[str, Any]:
         flat["threshold_reached"] = threshold["reached"]
         if threshold["reached"]:
             flat |= {"threshold_step": threshold["step"], "threshold_seconds": round(threshold["seconds"], 1)}
-    figures = {
-        "overlap_share": summary.get("overlap_share"),
-        "max_staleness": summary.get("max_staleness"),
-        "seconds": summary.get("seconds"),
-        "cpu_seconds": summary.get("cpu_seconds"),
-        "cores": summary.get("cores"),
-        "load": summary.get("load"),
-    }
-    flat |= {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
+    for key in ("overlap_share", "max_staleness", "seconds", "cpu_seconds", "cores", "load"):
+        value = summary.get(key)
+        flat[key] = round(value, 4) if isinstance(value, float) else value
     return flat
-
-
-def how_training_ended(summary: RunSummary) -> str:
-    """A sentence about the threshold of ``run.until``; empty where the recipe has none."""
-    threshold = summary.get("until")
-    if threshold is None:
-        return ""
-    steps = max(summary["steps"].values(), default=0)
-    if threshold["reached"]:
-        when = f"after training step {threshold['step']}" if threshold["step"] else "before training"
-        return f"threshold reached {when}, {threshold['seconds']:.0f} s into the run ({threshold['wanted']}); trained steps: {steps}"
-    newest = (
-        "no evaluation that counts" if threshold["newest"] is None else f"newest evaluation {threshold['newest']:.3f}"
-    )
-    return f"threshold not reached in {steps} training steps ({threshold['wanted']}): {newest}"
-
-
-def _picture(run_dir: Path) -> Path | None:
-    from services.cli.inspect.plot import plot_runs
-
-    return plot_runs([run_dir], run_dir / "run.png")
 
 
 def _last_row(path: Path, policy: str) -> Row | None:
@@ -422,11 +400,11 @@ def start(
             check_worlds(recipe)
             if not (directory / RESOLVED).exists():  # there was no bundle: the keys come from elsewhere
                 save_resolved(recipe, directory)
-        wait_for_orchestrator(found.orchestrator, recipe.launch.ready_timeout_s, console)
+        wait_for_orchestrator(found.orchestrator, console)
         if replica is not None or (found.node == 0 and not found.shared):
             _become(found.process, keys)
         else:
-            _watch(found.process, keys, recipe, directory)
+            _watch(found.process, keys, recipe, directory, console)
 
 
 def find(
@@ -481,15 +459,8 @@ def _make_run(recipe: Recipe, run_dir: Path, console: Console) -> None:
     _save_once(recipe, run_dir)
     configure(service="launcher", run_dir=run_dir)
     resolved = load_resolved(run_dir)
-    stop = StopSignal()
-    processes = Processes(run_dir, resolved.launch.restarts, resolved.launch.stop_grace_s)
-    try:
+    with supervised(resolved, run_dir, console, "start it again, and the warm start begins anew") as (processes, stop):
         warm_start(resolved, run_dir, processes, console, stop)
-    except KeyboardInterrupt:
-        raise Interrupted("stopped during the warm start; start it again and it begins anew") from None
-    finally:
-        processes.stop(stop.again())
-        stop.restore()
 
 
 def _save_once(recipe: Recipe, run_dir: Path) -> None:
@@ -519,21 +490,14 @@ def _become(spec: ProcessSpec, keys: Path | None) -> None:
     os.execve(spec.argv[0], list(spec.argv), inside(os.environ, spec.env, spec.name))
 
 
-def _watch(spec: ProcessSpec, keys: Path | None, recipe: Recipe, directory: Path) -> None:
+def _watch(spec: ProcessSpec, keys: Path | None, recipe: Recipe, directory: Path, console: Console) -> None:
     """Wait for the end of the process, restart a killed one, and raise the last output of a failed one."""
     configure(service="launcher", run_dir=directory)
-    stop = StopSignal()
-    processes = Processes(directory, recipe.launch.restarts, recipe.launch.stop_grace_s)
-    try:
+    with supervised(recipe, directory, console, f"start {spec.name} again to go on") as (processes, stop):
         processes.start(with_keys(spec, keys))
         while spec.name not in processes.watch():
             stop.check()
             time.sleep(POLL_S)
-    except KeyboardInterrupt:
-        raise Interrupted(f"stopped {spec.name}") from None
-    finally:
-        processes.stop(stop.again())
-        stop.restore()
 
 
 ORCHESTRATOR_WAIT_S = 3600.0
@@ -541,31 +505,22 @@ CONNECT_S = 3.0
 REPORT_S = 30.0
 
 
-def wait_for_orchestrator(place: str, silent_s: float, console: Console, wait_s: float = ORCHESTRATOR_WAIT_S) -> None:
+def wait_for_orchestrator(place: str, console: Console, wait_s: float = ORCHESTRATOR_WAIT_S) -> None:
     """Wait until the orchestrator at ``HOST:PORT`` reports SERVING; other processes may start before it.
 
     Raises:
         ConfigError: the host name cannot be resolved.
         AccessError: our keys or the peer's keys belong to another run, or are not valid now.
-        InfrastructureError: no machine answered at that address for ``silent_s``.
-        DeadlineError: a machine answers, but no orchestrator is ready there within ``wait_s``.
+        DeadlineError: no orchestrator is ready there within ``wait_s``.
     """
-    begun = answered_at = time.monotonic()
-    told_at = -math.inf
-    while (found := _obstacle(place)) is not None:
-        obstacle, is_silent = found
+    deadline, told_at = time.monotonic() + wait_s, -math.inf
+    while obstacle := _obstacle(place):
         now = time.monotonic()
-        if not is_silent:
-            answered_at = now
-        elif now - answered_at > silent_s:
-            raise InfrastructureError(
-                f"{obstacle}, for {now - answered_at:.0f} s: is node 0 up, is the address right, and does every firewall between "
-                "let the port through? (docs/deploy.md lists the ports)"
-            )
-        if now - begun > wait_s:
+        if now > deadline:
             raise DeadlineError(
-                f"the orchestrator at {place} did not answer within {wait_s:g} s ({obstacle}): is it running, and is the "
-                "address right? (deploy/launch/2_orchestrator.sh RECIPE)"
+                f"the orchestrator at {place} did not answer within {wait_s:g} s ({obstacle}): is it running "
+                "(deploy/launch/2_orchestrator.sh RECIPE), is the address right, and does every firewall between let the port "
+                "through? (docs/deploy.md lists the ports)"
             )
         if now - told_at > REPORT_S:
             say(console, f"waiting for the orchestrator at {place}: {obstacle}")
@@ -573,9 +528,9 @@ def wait_for_orchestrator(place: str, silent_s: float, console: Console, wait_s:
         time.sleep(POLL_S)
 
 
-def _obstacle(place: str) -> tuple[str, bool] | None:
-    """None where the orchestrator reports SERVING; else the obstacle, and whether the machine does not answer. Raises errors
-    that waiting cannot fix, such as ``AccessError`` for keys of another run."""
+def _obstacle(place: str) -> str:
+    """Empty where the orchestrator reports SERVING. Raises errors that waiting cannot fix, such as ``AccessError`` for keys
+    of another run."""
     host, port = host_and_port(place)
     try:
         socket.create_connection((host, port), CONNECT_S).close()
@@ -584,22 +539,21 @@ def _obstacle(place: str) -> tuple[str, bool] | None:
             f"this machine cannot resolve the name {host} ({error.strerror}): write a name or address of node 0 that it can"
         ) from None
     except ConnectionRefusedError:
-        return f"no process listens at {place} yet", False
+        return f"no process listens at {place} yet"
     except TimeoutError:
-        return f"no answer from {host} at port {port}", True
+        return f"no answer from {host} at port {port}"
     except OSError as error:
-        return f"{host} cannot be reached: {error.strerror}", True
+        return f"{host} cannot be reached: {error.strerror}"
     if (refusal := identity.refusal(place, identity.current(), Peer.ORCHESTRATOR)) is not None:
         raise refusal
-    with sync_channel(place, Peer.ORCHESTRATOR) as channel:
-        try:
-            with translated_errors(f"orchestrator {place}"):
-                request = health_pb2.HealthCheckRequest()
-                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=HEALTH_DEADLINE_S)
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                return None
-        except AccessError:
-            raise
-        except RollmillError:
-            pass  # it starts, or is another server
-    return f"a server answers at {place}, but no orchestrator that is ready", False
+    try:
+        with sync_channel(place, Peer.ORCHESTRATOR) as channel, translated_errors(f"orchestrator {place}"):
+            request = health_pb2.HealthCheckRequest()
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=HEALTH_DEADLINE_S)
+        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            return ""
+    except AccessError:
+        raise
+    except RollmillError:
+        pass  # it starts, or is another server
+    return f"a server answers at {place}, but no orchestrator that is ready"

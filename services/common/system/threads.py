@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -169,12 +168,13 @@ class DaemonThreads:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._num_places = 0  # that are taken
-        self._waiting: deque[asyncio.Future[None]] = deque()  # for a place, the first one first
+        self._places = asyncio.Semaphore(most)
         self._running: set[_Call] = set()  # given up or not
 
     def allow(self, most: int) -> None:
         """Let at least ``most`` calls run at once from now on."""
+        for _ in range(most - self._most):
+            self._places.release()
         self._most = max(self._most, most)
 
     @property
@@ -192,22 +192,10 @@ class DaemonThreads:
         Raises:
             RuntimeError: the machine has no thread to give, or the function raised it.
         """
-        loop = asyncio.get_running_loop()
-        if self._num_places < self._most:
-            self._num_places += 1
-        else:
-            turn = loop.create_future()
-            self._waiting.append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if not turn.cancelled():  # it got the place in the same moment
-                    self._hand_on_place()
-                raise
-        try:
+        async with self._places:
             if on_begin is not None:
                 on_begin()
-            call = _Call(function, loop.create_future())
+            call = _Call(function, asyncio.get_running_loop().create_future())
             bound = functools.partial(contextvars.copy_context().run, function, *arguments)
             thread = threading.Thread(
                 target=call.work, args=(bound, self._running.discard), name="call of foreign code", daemon=True
@@ -223,16 +211,6 @@ class DaemonThreads:
             except asyncio.CancelledError:
                 call.abandoned = True
                 raise
-        finally:
-            self._hand_on_place()
-
-    def _hand_on_place(self) -> None:
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():  # else its caller has left
-                turn.set_result(None)
-                return
-        self._num_places -= 1
 
     async def call(
         self, function: Callable[..., Any], *arguments: Any, on_begin: Callable[[], None] | None = None, **named: Any

@@ -16,9 +16,9 @@ from services.cli.inspect.plot import curves, grouped, plot_runs
 from services.cli.inspect.run_state import read_metrics
 from services.cli.inspect.standing import standing
 from services.cli.plan import plan
-from services.cli.run.evaluate import comparable, compare, evaluation_recipe, failed_items, plot_scores, scores_table
-from services.cli.run.launch import headline, how_training_ended
-from services.cli.watch import ProgressView, evaluations_table
+from services.cli.run.evaluate import comparable, compare, evaluation_recipe, plot_scores
+from services.cli.run.launch import headline
+from services.cli.watch import ProgressView, evaluations_table, threshold_words
 from services.common.config.loading import RESOLVED, load_recipe, save_resolved, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -123,14 +123,13 @@ def test_table_and_picture_show_every_dataset_with_its_interval(tmp_path: Path) 
         score("easy", ["1", "2"], [[1.0, 1.0], [1.0, 0.0]], [False, True], 1.0),
         score("hard", ["1", "2"], [[0.0, 0.0], [0.0, 0.0]], [False, False], 1.0),
     )
-    evaluations = {"start/greedy": evaluation_values(result_of(*scores))}
+    result = result_of(*scores)
     console = Console(width=120, record=True)
-    console.print(scores_table(evaluations))
+    console.print(evaluations_table([evaluation_to_proto(result)]))
     text = console.export_text()
-    for words in ("easy", "75.0 (k=2)", "@2 100.0", "hard", "overall", "37.5"):
+    for words in ("easy", "0.750", "@2 1.000", "hard", "overall", "0.375"):
         assert words in text
-    assert failed_items(evaluations) == ["start/greedy easy 2"]
-    assert plot_scores(evaluations, "pair", tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
+    assert plot_scores([result], "pair", tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_table_of_a_run_tells_each_change_from_the_first_evaluation_with_its_interval() -> None:
@@ -141,7 +140,7 @@ def test_the_table_of_a_run_tells_each_change_from_the_first_evaluation_with_its
     results = [result("start/greedy", 0, None), result("end/greedy", 9, Estimate(0.25, -0.125, 0.625))]
     progress = run_pb2.RunProgress(evaluations=[evaluation_to_proto(one) for one in results])
     console = Console(width=80, record=True)
-    console.print(evaluations_table(progress))
+    console.print(evaluations_table(progress.evaluations))
     lines = console.export_text().splitlines()
     assert "change (95%)" in lines[0]
     assert [("+0.250 (-0.125..+0.625)" in line) for line in lines[1:3]] == [False, True]
@@ -161,10 +160,9 @@ def test_an_evaluation_whose_rollouts_all_failed_shows_no_number_anywhere(tmp_pa
     console = Console(file=out, width=160)
     with ProgressView(console, "run") as view:
         view.show(progress)
-    console.print(evaluations_table(progress))
-    console.print(scores_table({"start/greedy": summary}))
+    console.print(evaluations_table(progress.evaluations))
     assert headline({"evaluations": {"start/greedy": summary}})["greedy_before"] is None
-    assert plot_scores({"start/greedy": summary}, "lost", tmp_path / "eval.png").is_file()
+    assert plot_scores([result], "lost", tmp_path / "eval.png").is_file()
     save_resolved(load_recipe(ROOT / "recipes/quickstart"), tmp_path)
     metrics = RunMetrics(tmp_path, tensorboard=False)
     metrics.evaluation(result)
@@ -202,24 +200,22 @@ def test_checkpoints_are_compared_item_by_item_with_the_evaluation_of_another_ru
     """Two `eval` runs draw common random numbers; their difference is shown with its interval, in table and picture."""
     base = comparable(finished(tmp_path / "one", {"easy": [0.0, 0.0, 1.0, 0.0], "hard": [0.0, 0.0]}))
     found = comparable(finished(tmp_path / "two", {"easy": [1.0, 0.0, 1.0, 0.0], "hard": [0.0, 0.0]}))
-    evaluations = {"start/greedy": evaluation_values(found["greedy"])}
-    assert compare(evaluations, found, base, "one") == []
-    assert evaluations["start/greedy"]["compared_with"] == "one start/greedy"
+    results, left_out = compare(found, base, "one")
+    assert left_out == [] and results[0].compared_with == "one start/greedy"
     console = Console(width=120, record=True)
-    console.print(scores_table(evaluations))
-    easy, hard, both = console.export_text().splitlines()[1:4]
-    assert "+25.0 (-54.6..+104.6)" in easy and "+0.0 (+0.0..+0.0)" in hard and "+12.5 (-27.3..+52.3)" in both
-    assert plot_scores(evaluations, "pair", tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
+    console.print(evaluations_table(map(evaluation_to_proto, results)))
+    both, easy, hard = console.export_text().splitlines()[1:4]
+    assert "+0.250 (-0.546..+1.046)" in easy and "+0.000 (+0.000..+0.000)" in hard
+    assert "+0.125 (-0.273..+0.523)" in both
+    assert plot_scores(results, "pair", tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_cannot_be_compared_is_told(tmp_path: Path) -> None:
     found = comparable(finished(tmp_path / "two", {"easy": [1.0, 0.0]}))
     others = comparable(finished(tmp_path / "one", {"easy": [1.0, 0.0]}, items="other tasks"))
-    evaluations = {"start/greedy": evaluation_values(found["greedy"])}
-    assert compare(evaluations, found, others, "one") == [
-        "greedy easy: its tasks are others, it has one alone, or every rollout failed"
-    ]
-    assert compare(evaluations, found, {"sampled": others["greedy"]}, "one") == ["greedy: there is only sampled"]
+    _, left_out = compare(found, others, "one")
+    assert left_out == ["greedy easy: its tasks are others, it has one alone, or every rollout failed"]
+    assert compare(found, {"sampled": others["greedy"]}, "one")[1] == ["greedy: there is only sampled"]
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ConfigError, match="is no run directory"):
@@ -324,8 +320,9 @@ def test_the_end_says_whether_the_threshold_was_reached() -> None:
     summary = {"steps": {"model0": 32}, "until": until, "seconds": 80.0}
     flat = headline(summary)
     assert (flat["threshold_reached"], flat["threshold_step"], flat["threshold_seconds"]) == (True, 30, 61.4)
-    assert how_training_ended(summary).startswith("threshold reached after training step 30, 61 s into the run")
+    told = threshold_words(run_pb2.Threshold(**until))
+    assert told == "threshold reached after training step 30, 61 s into the run: sampled reward at least 0.9"
     missed: dict[str, Any] = {**summary, "until": {**until, "newest": 0.5, "reached": False, "step": 0, "seconds": 0.0}}
     assert headline(missed)["threshold_reached"] is False and "threshold_step" not in headline(missed)
-    told = how_training_ended(missed)
-    assert told.startswith("threshold not reached in 32 training steps") and told.endswith("newest evaluation 0.500")
+    told = threshold_words(run_pb2.Threshold(**missed["until"]))
+    assert told == "threshold not reached: sampled reward at least 0.9 (newest: 0.500)"
