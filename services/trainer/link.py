@@ -40,7 +40,8 @@ from services.common.records import (
     WeightVersion,
     by_name,
 )
-from services.common.rpc.client import DEADLINES, channel, refusal_behind, translated_errors
+from services.common.rpc.client import channel, refusal_behind, translated_errors
+from services.common.security.identity import DEADLINES
 from services.common.security.keys import Peer
 from services.common.telemetry.accounts import (
     NOBODY,

@@ -19,7 +19,16 @@ from google.protobuf.message import DecodeError
 
 from services.common.errors import AccessError, InfrastructureError, InvalidRequestError, RollmillError
 from services.common.rpc.client import ids_from_metadata, to_status
-from services.common.security.identity import Caller, Identity, allowed, caller, permit
+from services.common.security.identity import (
+    MOST_BYTES,
+    REQUEST_BYTES,
+    SMALL_BYTES,
+    Caller,
+    Identity,
+    allowed,
+    caller,
+    permit,
+)
 from services.common.telemetry.accounts import AnyActivity, TimeAccount
 from services.common.telemetry.logs import LogEvent, Repeats
 
@@ -29,25 +38,9 @@ if TYPE_CHECKING:
 # --- Limits of messages and connections of gRPC. Independent of gRPC.
 
 
-KIB, MIB = 1 << 10, 1 << 20
-MOST_BYTES = 4 * MIB  # the largest message; larger ones are slower to move, and larger contents are streamed
-SMALL_BYTES = 64 * KIB  # the largest request of a method without an entry
-REQUEST_BYTES: dict[str, int] = {
-    "JoinPool": MIB,
-    "StreamReports": MIB,
-    "StreamTrajectories": MOST_BYTES,
-    "JoinTraining": MIB,
-    "ReportTrainer": MIB,
-    "PublishVersion": MIB,
-    "CreateEpisode": MOST_BYTES,
-    "StepEpisode": MOST_BYTES,
-    "ExecuteCode": MOST_BYTES,
-    "Judge": MOST_BYTES,
-    "ComputeReward": MOST_BYTES,
-}
 HANDSHAKE_S = 10.0  # for TLS and HTTP/2's first frames; connections without a call for as long are closed
 MOST_CONNECTIONS = 1024  # of one server; more are closed as they come
-METADATA_BYTES = 8 * KIB
+METADATA_BYTES = 8 << 10
 # A connection's memory is bounded by this times the largest message; calls above it wait at the caller.
 STREAMS_PER_CONNECTION = 2048
 _SMALL = ("inference", "publisher", "trainer")  # services whose requests are all small
