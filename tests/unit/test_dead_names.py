@@ -34,7 +34,7 @@ SEEN_BY_TESTS = {
 }  # fmt: skip
 CHECKS = REPOSITORY / "services" / "cli" / "check"
 READ_BY_CHECKS = {"gpu_memory_gib"}  # settings that no running process needs
-FOR_USERS = {"converse", "respond"}  # part of the users' API; their callers are outside this repository
+FOR_USERS = {"converse", "respond", "Tool"}  # part of the users' API; their callers are outside this repository
 
 
 @cache

@@ -183,10 +183,8 @@ class ReportedTransfer:
 
 EstimateSummary = dict[str, float]
 """A mean with its 95% interval: ``value``, ``low``, ``high``."""
-DatasetSummary = dict[str, Any]
-"""One dataset of an evaluation: the fields of ``journal.entries.DatasetScore``, with ``pass_at`` by k."""
 EvaluationSummary = dict[str, Any]
-"""A finished evaluation: the fields of ``journal.entries.EvaluationResult`` without its name."""
+"""A finished evaluation: the fields of ``journal.entries.EvaluationResult`` without its name, ``pass_at`` by k."""
 RunSummary = dict[str, Any]
 """The result of a run: ``run_id``, ``state``; ``steps`` by policy; ``evaluations`` by name; ``until``, the state of the
 threshold or None; ``overlap_share``, ``max_staleness``, ``seconds``, ``counters``; ``time``, component -> activity -> share;
