@@ -23,12 +23,12 @@ from services.common.security.identity import (
     MOST_BYTES,
     REQUEST_BYTES,
     SMALL_BYTES,
-    Caller,
     Identity,
     allowed,
     caller,
     permit,
 )
+from services.common.security.keys import Holder
 from services.common.telemetry.accounts import AnyActivity, TimeAccount
 from services.common.telemetry.logs import LogEvent, Repeats
 
@@ -128,7 +128,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
-    def _identify(self, method: str, metadata: Any, certificate: bytes | None) -> Caller:
+    def _identify(self, method: str, metadata: Any, certificate: bytes | None) -> Holder:
         """Raises ``AccessError``."""
         assert self._gatekeeper is not None, "asked with an identity only"
         found = self._gatekeeper.identify(_authorization(metadata), certificate)
@@ -136,7 +136,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         caller.set(found)
         return found
 
-    def _caller_of(self, method: str, context: Context) -> Caller | None:
+    def _caller_of(self, method: str, context: Context) -> Holder | None:
         """The holder of the certificate; the holder of a token is known already."""
         if self._who is None or self._by_token:
             return caller.get()
@@ -153,11 +153,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         take: Any = read_each if handler.request_streaming else read
 
-        async def unary(request: Any, context: Context, _: Caller | None) -> bytes:
+        async def unary(request: Any, context: Context, _: Holder | None) -> bytes:
             # Serialised here and not by gRPC, so that an answer that is too large becomes a structured error.
             return write(await behaviour(take(request), context))
 
-        async def streaming(request: Any, context: Context, found: Caller | None) -> None:
+        async def streaming(request: Any, context: Context, found: Holder | None) -> None:
             if self._who is None or found is None:
                 await _written(behaviour, take(request), context)
                 return

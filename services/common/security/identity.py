@@ -15,20 +15,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import structlog
 
 from services.common.errors import AccessError, ConfigError, PermissionDeniedError, UnauthenticatedError
 from services.common.net.hosts import host_and_port, is_loopback
 from services.common.security import keys as files
-from services.common.security.keys import SERVICES, Bundle, Peer, Role, moment
-
-if TYPE_CHECKING:
-    from services.common.security.certificates import Holder
-
+from services.common.security.keys import SERVICES, Bundle, Holder, Peer, Role, moment
 
 log = structlog.get_logger()
 LOOK_EVERY_S = 1.0  # for renewed files
@@ -97,7 +92,7 @@ class Identity:
         from services.common.security import tokens
 
         try:  # of this run, and signed by the key beside it; its times are checked at use
-            tokens.check(loaded.token, loaded.token_public, holder.run, tokens.read(loaded.token).issued_at)
+            tokens.check(loaded.token, loaded.token_public, holder.run, tokens.read(loaded.token).begins_at)
         except UnauthenticatedError:
             why = f"it is no run token, or does not fit {files.TOKEN_PUBLIC} and {files.CERTIFICATE} beside it"
             raise self._unusable(files.TOKEN, why) from None
@@ -181,23 +176,7 @@ def check_keys_are_there(needed: bool, identity: Identity | None) -> None:
         )
 
 
-# --- The caller of the request that is being served. No heavy imports: limits and logs use this module in processes
-# without keys.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
-    """The role of a caller, and its time of expiry."""
-
-    role: Role
-    name: str
-    """Tells callers apart in logs and limits: names the token or the certificate, and is no secret."""
-    begins_at: float
-    ends_at: float
-    shown: str  # "token" or "certificate"
-
-
-caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
+caller: ContextVar[Holder | None] = ContextVar("caller", default=None)
 """Of the call that is being served; None in a process without keys."""
 
 
@@ -287,9 +266,8 @@ def _distrusted(address: str, shown: bytes, who: Identity, peer: Peer) -> Access
             why="run",
         )
     holder = holder_of(shown)
-    what = f"the certificate at {address}"
     try:
-        files.check_times(what, holder.role, holder.begins_at, holder.ends_at, who.clock(), leeway_s=0.0)
+        holder.check_times(who.clock(), where=f" at {address}")
     except UnauthenticatedError as untimely:
         return untimely
     if peer in files.PEERS_OF.get(holder.role, ()):
@@ -409,7 +387,7 @@ def allowed(what: str) -> frozenset[Role]:
     return _ALLOWED.get(what, frozenset())
 
 
-def permit(found: Caller, what: str) -> None:
+def permit(found: Holder, what: str) -> None:
     """Raise ``PermissionDeniedError`` if the caller's role may not do ``what``."""
     roles = allowed(what)
     if found.role not in roles:
