@@ -14,7 +14,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 import threading
 import types
 import typing
@@ -33,7 +32,7 @@ from services.common.config.recipe import Recipe
 from services.common.dataset_rows import BuiltInWorkflow
 from services.common.errors import ConfigError
 from services.common.extras import absent
-from services.common.importing import look_in, new_name
+from services.common.importing import look_in
 
 # --- The key ``defaults`` of a recipe: settings of all its policies and of all its inference services, written once.
 
@@ -58,14 +57,28 @@ def spread_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def merge(base: Mapping[str, Any], top: Any) -> Any:
-    """``top`` over ``base``: mappings key by key, everything else replaced."""
+def merge(base: Mapping[str, Any], top: Any, place: tuple[str, ...] = ()) -> Any:
+    """``top`` over ``base``: mappings key by key, everything else replaced. ``place``: their path in the recipe.
+
+    A workflow of another name, and the source of a dataset of another kind, begin anew: the base's settings were for that
+    of the base.
+
+    >>> merge({"workflow": {"name": "tool_use", "settings": {"max_turns": 3}}}, {"workflow": {"name": "single_turn"}})
+    {'workflow': {'name': 'single_turn'}}
+    """
     if not isinstance(top, Mapping):
         return top
     merged = dict(base)
+    if place in (("workflow",), ("evaluation", "workflow")):
+        name, inherited = top.get("name"), base.get("name")
+        merged = {} if None not in (name, inherited) and name != inherited else merged
+    elif place == ("data", "train") or (place[:2] == ("data", "evaluation") and len(place) == 3):
+        named = [key for key in SOURCES if top.get(key) is not None]
+        if named and all(base.get(key) is None for key in named):
+            merged = {key: value for key, value in base.items() if key not in _OF_SOURCE}
     for key, value in top.items():
         old = merged.get(key)
-        merged[key] = merge(old, value) if isinstance(old, Mapping) else value
+        merged[key] = merge(old, value, (*place, key)) if isinstance(old, Mapping) else value
     return merged
 
 
@@ -311,55 +324,6 @@ def whole_names() -> list[str]:
     return sorted(file.parent.name for file in RECIPES.glob("*/recipe.yaml"))
 
 
-def inherit(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
-    """``child`` over ``parent``.
-
-    >>> inherit({"workflow": {"name": "tool_use", "settings": {"max_turns": 3}}}, {"workflow": {"name": "single_turn"}})
-    {'workflow': {'name': 'single_turn'}}
-    """
-    result = dict(parent)
-    _begin_workflow_anew(result, child)
-    result["evaluation"] = evaluation = dict(_mapping(result, "evaluation"))
-    _begin_workflow_anew(evaluation, _mapping(child, "evaluation"))
-    _begin_datasets_anew(result, _mapping(child, "data"))
-    merged: dict[str, Any] = merge({key: value for key, value in result.items() if key in parent}, child)
-    return merged
-
-
-def _begin_workflow_anew(parent: dict[str, Any], child: Mapping[str, Any]) -> None:
-    """Drop the parent's workflow where both name one, and not the same; settings without a name are for the child's."""
-    name, inherited = _mapping(child, "workflow").get("name"), _mapping(parent, "workflow").get("name")
-    if name is not None and inherited is not None and inherited != name:
-        parent.pop("workflow", None)
-
-
-def _begin_datasets_anew(parent: dict[str, Any], child: Mapping[str, Any]) -> None:
-    """Drop the source of each of the parent's datasets where the child names one of another kind."""
-    data = dict(_mapping(parent, "data"))
-    if not data:
-        return
-    if isinstance(data.get("train"), Mapping):  # a list of sources is replaced as a whole
-        data["train"] = _without_source(data["train"], _mapping(child, "train"))
-    new = _mapping(child, "evaluation")
-    data["evaluation"] = {
-        name: _without_source(section, _mapping(new, name)) if isinstance(section, Mapping) else section
-        for name, section in _mapping(data, "evaluation").items()
-    }
-    parent["data"] = {key: value for key, value in data.items() if key in _mapping(parent, "data")}
-
-
-def _without_source(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
-    named = [key for key in SOURCES if child.get(key) is not None]
-    if not named or any(parent.get(key) is not None for key in named):
-        return dict(parent)
-    return {key: value for key, value in parent.items() if key not in _OF_SOURCE}
-
-
-def _mapping(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = tree.get(key)
-    return found if isinstance(found, Mapping) else {}
-
-
 RESOLVED = "recipe.json"
 _MOST_DEPTH = 50  # of a setting in a recipe
 _MOST_SHOWN = 200  # characters of a text in an error
@@ -477,7 +441,7 @@ def _read(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     file = file.resolve()
     if file in seen:
         raise ConfigError(f"{file} extends itself: {' -> '.join(str(p) for p in (*seen, file))}")
-    read = read_yaml(file, own_paths=(file.parent / RESOLVED).exists())
+    read = read_yaml(file)
     if not isinstance(read, dict):
         raise ConfigError(f"{file} holds no mapping: a recipe begins with lines such as `name: my-recipe`")
     tree: dict[str, Any] = {str(key): _absolute(value, file.parent) for key, value in read.items()}
@@ -490,7 +454,7 @@ def _read(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
             raise ConfigError(f"{shown}: {error.strerror}: write a path, or a name such as base") from None
         parent = _read(named, (*seen, file))
         own_modules, inherited = tree.get("modules"), parent.get("modules")
-        tree = inherit(parent, tree)
+        tree = merge(parent, tree)
         if isinstance(own_modules, list) and isinstance(inherited, list):
             tree["modules"] = [*own_modules, *(place for place in inherited if place not in own_modules)]
     _add_modules(tree, file.parent)
@@ -528,7 +492,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     child: Any = value
     for part in reversed(path):
         child = {part: child}
-    below = inherit(tree, child)  # another workflow or source of data begins anew
+    below = merge(tree, child)  # another workflow or source of data begins anew
     tree.clear()
     tree.update(below)
     set_at(tree, path, value)  # replaces a mapping as a whole
@@ -641,29 +605,21 @@ def _gpus_of(kind: str, names: Iterable[str], environment: Mapping[str, str]) ->
         yield found[variable], [int(part) for part in parts]
 
 
-_OLD_PATH = re.compile(r"services(\.\w+)+:\w+(\.\w+)*")
-
-
-def read_yaml(file: Path, *, own_paths: bool = False) -> Any:
-    """The content of the file. ``own_paths``: the file is written by Rollmill, so names of modules of ``services`` are
-    allowed.
-
-    Raises:
-        ConfigError: no YAML, a key twice in one mapping, or an import path into ``services``; each with its line.
-    """
+def read_yaml(file: Path) -> Any:
+    """The content of the file. Raises ``ConfigError`` for what is no YAML and for a key twice in one mapping, with the line."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not valid YAML: {error}") from None
-    return _parsed(text, str(file), own_paths)
+    return _parsed(text, str(file))
 
 
 _NO_VALUE = (ValueError, LookupError, AttributeError, TypeError)  # of PyYAML, for a text that does not fit its tag
 
 
-def _parsed(text: str, where: str, own_paths: bool = True) -> Any:
+def _parsed(text: str, where: str) -> Any:
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
@@ -676,10 +632,6 @@ def _parsed(text: str, where: str, own_paths: bool = True) -> Any:
                 raise ConfigError(
                     f"{_line(where, scalar)}: {key or 'it'} is {scalar.value[:50]!r}, which cannot be read as {scalar.tag.rpartition(':')[2]}"
                 ) from None
-            if not own_paths and _OLD_PATH.fullmatch(scalar.value):
-                raise ConfigError(
-                    f"{_line(where, scalar)}: {key or scalar.value} names {scalar.value}, an inside of Rollmill: {new_name(scalar.value)}"
-                )
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from None
