@@ -26,10 +26,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, Tag, ValidationError
 
-from services.common.config.data import SOURCES
+from services.common.config.data import merge
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.recipe import Recipe
-from services.common.dataset_rows import BuiltInWorkflow
 from services.common.errors import ConfigError
 from services.common.extras import absent
 from services.common.importing import look_in
@@ -55,64 +54,6 @@ def spread_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
                 name: merge(settings, entry if entry is not None else {}) for name, entry in entries.items()
             }
     return result
-
-
-def merge(base: Mapping[str, Any], top: Any, place: tuple[str, ...] = ()) -> Any:
-    """``top`` over ``base``: mappings key by key, everything else replaced. ``place``: their path in the recipe.
-
-    A workflow of another name, and the source of a dataset of another kind, begin anew: the base's settings were for that
-    of the base.
-
-    >>> merge({"workflow": {"name": "tool_use", "settings": {"max_turns": 3}}}, {"workflow": {"name": "single_turn"}})
-    {'workflow': {'name': 'single_turn'}}
-    """
-    if not isinstance(top, Mapping):
-        return top
-    merged = dict(base)
-    if place in (("workflow",), ("evaluation", "workflow")):
-        name, inherited = top.get("name"), base.get("name")
-        merged = {} if None not in (name, inherited) and name != inherited else merged
-    elif place == ("data", "train") or (place[:2] == ("data", "evaluation") and len(place) == 3):
-        named = [key for key in SOURCES if top.get(key) is not None]
-        if named and all(base.get(key) is None for key in named):
-            merged = {key: value for key, value in base.items() if key not in _OF_SOURCE}
-    for key, value in top.items():
-        old = merged.get(key)
-        merged[key] = merge(old, value, (*place, key)) if isinstance(old, Mapping) else value
-    return merged
-
-
-def with_own_workflows(tree: Any) -> Any:
-    """The tree of a recipe in which each ``data.….workflow`` is whole.
-
-    One without a name, or with the name of the run's workflow, has the settings of that workflow below its own. Under
-    ``data.evaluation`` the run's workflow is ``evaluation.workflow`` where there is one. Completing it twice changes nothing.
-    """
-    data = tree.get("data") if isinstance(tree, Mapping) else None
-    if not isinstance(data, Mapping):
-        return tree
-    whole = dict(data)
-    training = tree.get("workflow") or {}
-    train = data.get("train")
-    if isinstance(train, list):
-        whole["train"] = [_completed(section, training) for section in train]
-    else:
-        whole["train"] = _completed(train, training)
-    sections = data.get("evaluation")
-    if isinstance(sections, Mapping):
-        evaluation = tree.get("evaluation")
-        own = evaluation.get("workflow") if isinstance(evaluation, Mapping) else None
-        whole["evaluation"] = {name: _completed(section, own or training) for name, section in sections.items()}
-    return {**tree, "data": {key: value for key, value in whole.items() if key in data}}
-
-
-def _completed(section: Any, base: Any) -> Any:
-    own = section.get("workflow") if isinstance(section, Mapping) else None
-    if not isinstance(own, Mapping) or not isinstance(base, Mapping):
-        return section
-    if "name" in own and own["name"] != base.get("name", BuiltInWorkflow.SINGLE_TURN):
-        return section
-    return {**section, "workflow": merge(base, own)}
 
 
 # --- Formats pydantic's errors: path, error, and the setting to write instead.
@@ -275,8 +216,6 @@ def _inner(annotation: Any) -> Any:
 
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"  # those that come with Rollmill
-# Settings of a dataset that belong to its source; the others (limit, samples_per_task, ...) are kept.
-_OF_SOURCE = (*SOURCES, "size", "settings", "subset", "split", "form", "id_field", "columns")
 
 
 def parent_of(file: Path, extends: object) -> Path:
@@ -363,7 +302,7 @@ def load_recipe(
 def validate(tree: Mapping[str, Any], source: str) -> Recipe:
     """Validate a merged tree; ``source`` is named in the error. From then on the recipe's modules are found."""
     try:
-        recipe = Recipe.model_validate(with_own_workflows(tree))
+        recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(
             f"{source} cannot run:\n" + "\n".join(f"  {line}" for line in explain(error, Recipe))
