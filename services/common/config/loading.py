@@ -511,20 +511,15 @@ def gpu_settings(tree: Mapping[str, Any], environment: Mapping[str, str]) -> lis
     # A recipe that names no inference service has one, "a".
     for name, gpus in _gpus_of("INFERENCE", tree.get("inference") or ["a"], environment):
         settings.append((("inference", name, "gpus"), gpus))
-    for name, gpus in _gpus_of("TRAINER", tree.get("policies") or (), environment):
+    policies = spread_defaults(tree).get("policies") or {}
+    for name, gpus in _gpus_of("TRAINER", policies, environment):
+        nodes = ((policies[name] or {}).get("trainer") or {}).get("nodes")
+        num_nodes = (
+            len(nodes) if nodes and isinstance(nodes, list) else 1
+        )  # an invalid value is refused later, with its path
         settings.append((("policies", name, "trainer", "gpus"), gpus))
-        settings.append((("policies", name, "trainer", "num_ranks"), len(gpus) * _num_nodes(tree, name)))
+        settings.append((("policies", name, "trainer", "num_ranks"), len(gpus) * num_nodes))
     return settings
-
-
-def _num_nodes(tree: Mapping[str, Any], policy: str) -> int:
-    """The nodes of a trainer in the recipe or its defaults; an invalid value is refused later, with its path."""
-    defaults = (tree.get("defaults") or {}).get("policies") or {}
-    for section in ((tree["policies"] or {}).get(policy) or {}, defaults):
-        nodes = (section.get("trainer") or {}).get("nodes")
-        if nodes:
-            return len(nodes) if isinstance(nodes, list) else 1
-    return 1
 
 
 def _gpus_of(kind: str, names: Iterable[str], environment: Mapping[str, str]) -> Iterator[tuple[str, list[int]]]:

@@ -131,7 +131,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _identify(self, method: str, metadata: Any, certificate: bytes | None) -> Holder:
         """Raises ``AccessError``."""
         assert self._gatekeeper is not None, "asked with an identity only"
-        found = self._gatekeeper.identify(_authorization(metadata), certificate)
+        found = self._gatekeeper.identify(dict(metadata or ()).get(AUTHORIZATION), certificate)
         permit(found, method)
         caller.set(found)
         return found
@@ -319,10 +319,3 @@ class _Ending:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
-
-
-def _authorization(metadata: Any) -> str | None:
-    for key, value in metadata or ():
-        if key == AUTHORIZATION:
-            return value if isinstance(value, str) else value.decode("latin-1")
-    return None
