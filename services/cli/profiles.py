@@ -102,8 +102,8 @@ def tiny(tree: Mapping[str, Any], find_rows: FindRows, find_world: FindWorld) ->
             batch["resample"]["keep"] = max(2, kept)
     rows_of_world: Mapping[str, Any] = {}
     if episodes and (world := find_world(made["workflow"]["settings"].get("environment", ""), made)) is not None:
-        for name, section in world[0].items():
-            made["envgateway"][name] |= section
+        for name, here in world[0].items():
+            made["envgateway"][name] |= here
         rows_of_world = {"path": None, "name": None, "subset": None, "id_field": "id", **world[1]}
 
     def few(dataset: Mapping[str, Any], limit: int) -> Tree:
