@@ -129,11 +129,8 @@ def check_dates(identity: Identity | None) -> None:
     if identity is None:
         return
     from services.common.security.certificates import holder_of
-    from services.common.security.keys import check_times
 
-    holder = holder_of(identity.bundle.certificate)
-    what = f"the certificate in {identity.folder}"
-    check_times(what, holder.role, holder.begins_at, holder.ends_at, identity.clock(), leeway_s=0.0)
+    holder_of(identity.bundle.certificate).check_times(identity.clock(), where=f" in {identity.folder}")
 
 
 KEYS_WAIT_S = 3600.0

@@ -310,7 +310,7 @@ def _policies(progress: run_pb2.RunProgress) -> RenderableType:
         table.add_row(
             *(Text(policy.policy), f"{step}/{policy.num_steps}", _bar(step, policy.num_steps), _reward(policy)),
             *("-" if loss is None else f"{loss:.3g}", f"max {policy.staleness_max}", str(policy.num_buffered)),
-            *(str(policy.num_expected), Text(policy.trainer_state.replace("_", " "))),
+            *(str(policy.num_expected), Text(policy.trainer_state)),
         )
     return table
 

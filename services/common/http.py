@@ -115,14 +115,6 @@ async def closed_to_pages(request: web.BaseRequest, answer: web.StreamResponse) 
 
 def check(request: web.Request, hosts: frozenset[str] | None) -> None:
     """Raises ``RefusedRequestError``; ``hosts`` None serves any Host."""
-    _check_target(request)
-    _check_host(request, hosts)
-    _check_origin(request)
-    if request.method not in _READING:
-        _check_body(request)
-
-
-def _check_target(request: web.Request) -> None:
     target = request.raw_path
     if request.method in ("OPTIONS", "TRACE", "CONNECT"):
         raise _refused("method", 405, f"{request.method} is not served: pages get no permission here")
@@ -130,20 +122,33 @@ def _check_target(request: web.Request) -> None:
         raise _refused("target", 400, f"the target {_shown(target)} is no path: ask for /PATH, not through a proxy")
     if "websocket" in request.headers.get("Upgrade", "").lower() or "Sec-WebSocket-Key" in request.headers:
         raise _refused("upgrade", 400, "there are no WebSockets here: send plain requests")
-
-
-def _check_host(request: web.Request, hosts: frozenset[str] | None) -> None:
     given = request.headers.getall("Host", [])
     if len(given) != 1:
         raise _refused("host_count", 400, f"the request has {len(given)} Host headers: send one")
-    if hosts is None or is_served(given[0], hosts):
+    if hosts is not None and not is_served(given[0], hosts):
+        raise _refused(
+            "host",
+            421,
+            f"Host is {_shown(given[0])}, and a process without keys answers to loopback's names alone (127.0.0.1, localhost, "
+            f"[::1]): ask for one of these, or name the host in {HOSTS_VARIABLE} where the process is started",
+        )
+    if (origin := request.headers.get("Origin")) is not None:
+        raise _denied("origin", f"the request has the Origin {_shown(origin)}, as pages in browsers send it")
+    for site in request.headers.getall("Sec-Fetch-Site", []):
+        if site.strip().lower() not in ("none", "same-origin"):
+            raise _denied("site", f"Sec-Fetch-Site is {_shown(site)}: a page of another site asks")
+    if request.method in _READING:
         return
-    raise _refused(
-        "host",
-        421,
-        f"Host is {_shown(given[0])}, and a process without keys answers to loopback's names alone (127.0.0.1, localhost, "
-        f"[::1]): ask for one of these, or name the host in {HOSTS_VARIABLE} where the process is started",
-    )
+    types = request.headers.getall("Content-Type", [])
+    if "Content-Encoding" in request.headers:
+        raise _refused("encoding", 415, "the body has a Content-Encoding: send it as it is")
+    if request.headers.get("Transfer-Encoding", "chunked").strip().lower() != "chunked":
+        raise _refused("encoding", 415, "the body has a Transfer-Encoding other than chunked: send it as it is")
+    if not request.can_read_body and not any(_OF_PAGES.match(each) for each in types):
+        return  # clients name types of their own for no body at all
+    if len(types) != 1 or not _JSON.fullmatch(types[0].strip()):
+        told = ", ".join(map(_shown, types)) or "missing"
+        raise _refused("type", 415, f"Content-Type is {told}: send JSON, with `Content-Type: application/json`")
 
 
 def is_served(host: str, hosts: frozenset[str]) -> bool:
@@ -159,27 +164,6 @@ def is_served(host: str, hosts: frozenset[str]) -> bool:
     if isinstance(address, IPv4Address):
         return address.is_loopback or name in hosts
     return address == IPv6Address("::1") and parts["host"].startswith("[")
-
-
-def _check_origin(request: web.Request) -> None:
-    if (origin := request.headers.get("Origin")) is not None:
-        raise _denied("origin", f"the request has the Origin {_shown(origin)}, as pages in browsers send it")
-    for site in request.headers.getall("Sec-Fetch-Site", []):
-        if site.strip().lower() not in ("none", "same-origin"):
-            raise _denied("site", f"Sec-Fetch-Site is {_shown(site)}: a page of another site asks")
-
-
-def _check_body(request: web.Request) -> None:
-    types = request.headers.getall("Content-Type", [])
-    if "Content-Encoding" in request.headers:
-        raise _refused("encoding", 415, "the body has a Content-Encoding: send it as it is")
-    if request.headers.get("Transfer-Encoding", "chunked").strip().lower() != "chunked":
-        raise _refused("encoding", 415, "the body has a Transfer-Encoding other than chunked: send it as it is")
-    if not request.can_read_body and not any(_OF_PAGES.match(each) for each in types):
-        return  # clients name types of their own for no body at all
-    if len(types) != 1 or not _JSON.fullmatch(types[0].strip()):
-        given = ", ".join(map(_shown, types)) or "missing"
-        raise _refused("type", 415, f"Content-Type is {given}: send JSON, with `Content-Type: application/json`")
 
 
 def _denied(kind: str, why: str) -> RefusedRequestError:

@@ -290,16 +290,3 @@ def public_names() -> dict[str, str]:
     tree = ast.parse(Path(_SERVICES).with_name("rollmill").joinpath("__init__.py").read_text(encoding="utf-8"))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.col_offset]
     return {str(alias.asname): f"{node.module}:{alias.name}" for node in imports for alias in node.names}
-
-
-def new_name(path: str) -> str:
-    """What to write instead of ``services.some.module:name``."""
-    name = path.partition(":")[2].partition(".")[0]
-    same = next((public for public, where in public_names().items() if where == path), None)
-    public = same or (name if name in public_names() else None)
-    if public:
-        return f"write rollmill:{public}"
-    return (
-        "built-in workflows, rewards, tools and environments go by their plain names, such as tool_use; anything else of "
-        "`services` may change at any time: copy it into a module of yours, which imports `rollmill` (docs/reference)"
-    )

@@ -25,7 +25,8 @@ from services.common.errors import (
 from services.common.pb import environment_pb2, environment_pb2_grpc, judge_pb2_grpc
 from services.common.pb import judge_pb2 as pb
 from services.common.records import Task
-from services.common.rpc.client import DEADLINES, channel, translated_errors
+from services.common.rpc.client import channel, translated_errors
+from services.common.security.identity import DEADLINES
 from services.common.security.keys import Peer
 from services.common.telemetry.accounts import GATEWAY, ActivityName, TimeAccount
 from services.common.wire import duration_to_proto

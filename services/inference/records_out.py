@@ -27,7 +27,7 @@ from services.common.errors import RollmillError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.records import RolloutFailure, Trajectory
 from services.common.rpc.client import translated_errors
-from services.common.rpc.interceptors import REQUEST_BYTES
+from services.common.security.identity import REQUEST_BYTES
 from services.common.telemetry.accounts import ORCHESTRATOR, Activity, ActivityName, TimeAccount, records, replica
 from services.common.telemetry.logs import LogEvent, Repeats
 from services.common.wire import REFUSAL_REASONS, write

@@ -51,7 +51,7 @@ from services.common.records import (
     Trajectory,
     counter_of,
 )
-from services.common.rpc.interceptors import REQUEST_BYTES
+from services.common.security.identity import REQUEST_BYTES
 from services.common.telemetry.logs import LogEvent, Repeats
 from services.orchestrator.groups import GroupBy, Incarnation, Outcome, TaskGroup, group_key
 from services.orchestrator.journal import entries

@@ -29,7 +29,7 @@ from services.common.rpc.server import Server
 from services.common.system.devices import chosen_device, log_device
 from services.common.system.machine import keep_freed_memory
 from services.common.system.threads import Watchdog
-from services.common.telemetry.accounts import TrainerState
+from services.common.telemetry.accounts import ActivityName
 from services.common.telemetry.accounts import publisher as publisher_of
 from services.common.telemetry.logs import bind, configure
 from services.common.text.chat import check_model_matches, check_same_vocabulary, load_tokenizer
@@ -307,7 +307,7 @@ def _train(
     if leaving and not link.leaving:
         raise PeerLostError("the ranks of another node got a signal to leave; a checkpoint is written")
     if config.trainer.export_final and not leaving and (device is None or device.wait_for_last()):
-        link.report.state = TrainerState.EXPORTING
+        link.report.state = ActivityName.EXPORTING
         directory, checkpoint = run_files.export(run_dir, policy), checkpoints.path(done)
         try:
             if step.model.adapter is None and has_other_names_in_files(step.model.causal_lm):

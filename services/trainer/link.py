@@ -40,7 +40,8 @@ from services.common.records import (
     WeightVersion,
     by_name,
 )
-from services.common.rpc.client import DEADLINES, channel, refusal_behind, translated_errors
+from services.common.rpc.client import channel, refusal_behind, translated_errors
+from services.common.security.identity import DEADLINES
 from services.common.security.keys import Peer
 from services.common.telemetry.accounts import (
     NOBODY,
@@ -50,7 +51,6 @@ from services.common.telemetry.accounts import (
     ActivityName,
     PeerState,
     TimeAccount,
-    TrainerState,
     publisher,
     trainer_component,
 )
@@ -93,7 +93,7 @@ class TrainerReport:
     """State of the training loop. The reporting task reads this every two seconds."""
 
     training_step: int = 0
-    state: TrainerState = TrainerState.STARTING
+    state: ActivityName = ActivityName.STARTING
     checkpoint_step: int = 0
     kept_checkpoint_steps: tuple[int, ...] = ()
     device_turn: int = 0  # that is carried out
@@ -215,15 +215,15 @@ class GrpcLink:
         with self.account.during(ActivityName.ANNOUNCING, on=ORCHESTRATOR):
             self._thread.call(self._publish(request))
 
-    def set_state(self, state: TrainerState, training_step: int) -> None:
+    def set_state(self, state: ActivityName, training_step: int) -> None:
         """Report a state. The account waits for the orchestrator where the state is a wait, other ranks for the first."""
         self.report.state, self.report.training_step = state, training_step
         on = NOBODY
-        if state is TrainerState.PUBLISHING:
+        if state is ActivityName.PUBLISHING:
             on = publisher(self.policy)
         elif state in _WAITS:
             on = ORCHESTRATOR if self.rank == 0 else trainer_component(self.policy)
-        self.account.enter(ActivityName[state.name], on=on)
+        self.account.enter(state, on=on)
 
     def set_gauge(self, name: str, value: float) -> None:
         self.report.gauges = {**self.report.gauges, name: value}  # the link's thread reads this
@@ -467,4 +467,4 @@ class GrpcLink:
             await self._stub.PublishVersion(request, timeout=DEADLINES["PublishVersion"])
 
 
-_WAITS = (TrainerState.WAITING_FOR_BATCH, TrainerState.REPLAYING, TrainerState.PAUSED, TrainerState.FINISHED)
+_WAITS = (ActivityName.WAITING_FOR_BATCH, ActivityName.REPLAYING, ActivityName.PAUSED, ActivityName.FINISHED)

@@ -27,7 +27,7 @@ from services.common.checkpoints import CheckpointGauge
 from services.common.errors import BatchLostError, ModelMismatchError, RollmillError, VersionConflictError
 from services.common.records import Interval, RankBatch
 from services.common.system.parking import Parked, return_freed_memory
-from services.common.telemetry.accounts import TrainerState
+from services.common.telemetry.accounts import ActivityName
 from services.common.telemetry.logs import LogEvent
 from services.trainer.checkpoints import CheckpointFailedError, Checkpoints
 from services.trainer.link import GrpcLink
@@ -174,7 +174,7 @@ class TrainingLoop:
         self._report_checkpoints()
         self._link.set_gauge(CheckpointGauge.DAMAGED.value, len(self._checkpoints.set_aside()))
         for training_step in range(checkpoint_step + 1, newest_version + 1):
-            batch = self._next_batch(training_step, TrainerState.REPLAYING)
+            batch = self._next_batch(training_step, ActivityName.REPLAYING)
             if batch is None:
                 return training_step - 1  # stopped while replaying
             if isinstance(batch, _LostBatch):
@@ -188,21 +188,21 @@ class TrainingLoop:
             self._step.run(batch)
             log.info(LogEvent.STEP_REPLAYED, step=training_step, newest_version=newest_version)
         done = max(checkpoint_step, newest_version, 0)
-        self._link.set_state(TrainerState.PUBLISHING, done)
+        self._link.set_state(ActivityName.PUBLISHING, done)
         self._publish(done, {}, [])
         return done
 
     def run(self, done: int) -> int:
         """Train until the last step or a command to leave; returns the last training step done."""
         while done < self._num_steps:
-            batch = self._next_batch(done + 1, TrainerState.WAITING_FOR_BATCH)
+            batch = self._next_batch(done + 1, ActivityName.WAITING_FOR_BATCH)
             if not isinstance(batch, RankBatch):
                 break
             try:
                 self._train(batch)
             except MismatchError as error:
                 # A person has to end the run. No deadline: the batch is recorded, so another try would find the same.
-                self._link.set_state(TrainerState.PAUSED, done + 1)
+                self._link.set_state(ActivityName.PAUSED, done + 1)
                 self._link.refuse(error.message)
                 while self._agreed_command() != _STOP:
                     self._follow_turns()
@@ -212,7 +212,7 @@ class TrainingLoop:
             if done % self._checkpoint_every == 0 or done == self._num_steps:
                 self._checkpoint_due = True
             self._checkpoint_if_due(done)
-        self._link.set_state(TrainerState.CHECKPOINTING, done)
+        self._link.set_state(ActivityName.CHECKPOINTING, done)
         for _ in range(2):  # no step follows that could try again
             if done != self._saved and (self._device is None or self._device.wait_for_last()):
                 self._begin_checkpoint(done)
@@ -225,13 +225,13 @@ class TrainingLoop:
 
         No deadline: an end evaluation may take any time, and the lease is renewed meanwhile.
         """
-        self._link.set_state(TrainerState.FINISHED, done)
+        self._link.set_state(ActivityName.FINISHED, done)
         while self._agreed_command() != _STOP:
             self._follow_turns()
             time.sleep(COMMAND_POLL_S)
 
     def _train(self, batch: RankBatch) -> None:
-        self._link.set_state(TrainerState.TRAINING, batch.training_step)
+        self._link.set_state(ActivityName.TRAINING, batch.training_step)
         started = time.time()
         metrics = self._step.run(batch, self._gate.check if self._gate is not None and self._gate.left else None)
         finished = time.time()
@@ -248,7 +248,7 @@ class TrainingLoop:
         self._link.set_gauge("memory_peak_gib", metrics.memory_peak_gib)
         if metrics.mfu is not None:
             self._link.set_gauge("mfu", metrics.mfu)
-        self._link.set_state(TrainerState.PUBLISHING, batch.training_step)
+        self._link.set_state(ActivityName.PUBLISHING, batch.training_step)
         flat = {name: float(value) for name, value in metrics.as_dict().items()}
         self._publish(batch.training_step, flat, [(started, finished)])
 
@@ -263,7 +263,7 @@ class TrainingLoop:
             # another digest, so the publisher sends the next one in full.
             log.warning(LogEvent.VERSION_DIFFERS, version=version, error=error.message)
 
-    def _next_batch(self, training_step: int, state: TrainerState) -> RankBatch | _LostBatch | None:
+    def _next_batch(self, training_step: int, state: ActivityName) -> RankBatch | _LostBatch | None:
         """Wait until every rank holds its share of the step's batch.
 
         Returns None on a command to leave, and ``_LostBatch`` for a recorded batch that the journal has lost (only while
@@ -276,10 +276,10 @@ class TrainingLoop:
                 return None
             held = self._follow_turns()
             if command == _PAUSE:
-                self._link.set_state(TrainerState.PAUSED, training_step)
+                self._link.set_state(ActivityName.PAUSED, training_step)
                 time.sleep(COMMAND_POLL_S)
                 continue
-            if state == TrainerState.REPLAYING or not held:
+            if state == ActivityName.REPLAYING or not held:
                 self._checkpoint_asked |= self._link.take_checkpoint_command()  # after the replay, or in the next turn
             else:
                 self._checkpoint_if_due(training_step - 1, again=False)
@@ -290,7 +290,7 @@ class TrainingLoop:
                 try:
                     batch = self._link.pull(training_step)
                 except BatchLostError as error:
-                    if state != TrainerState.REPLAYING:  # else its version exists already
+                    if state != ActivityName.REPLAYING:  # else its version exists already
                         raise
                     log.warning("batch.lost", step=training_step, error=error.message)
                     batch = _LostBatch()
@@ -335,7 +335,7 @@ class TrainingLoop:
         if done == self._saved:
             self._checkpoint_due = False
             return
-        self._link.set_state(TrainerState.CHECKPOINTING, done)
+        self._link.set_state(ActivityName.CHECKPOINTING, done)
         self._collect_checkpoint()  # at most one copy of the state at a time
         self._begin_checkpoint(done)
 

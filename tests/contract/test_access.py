@@ -32,8 +32,8 @@ from services.common.rpc.client import channel, channel_options, translated_erro
 from services.common.rpc.server import Server
 from services.common.security import identity, tokens
 from services.common.security import identity as handshake
-from services.common.security.identity import Caller, Identity, caller
-from services.common.security.keys import Peer, Role
+from services.common.security.identity import Identity, caller
+from services.common.security.keys import Holder, Peer, Role
 from tests.contract.run_servicer import RunServicer, get_run, make_server, remaining, watch
 from tests.keys import as_role, make_keys
 from tests.waiting import WAIT_S
@@ -287,7 +287,7 @@ async def test_a_peer_that_ends_in_the_middle_of_a_handshake_refuses_nobody(
 @MODES
 async def test_what_serves_a_call_may_know_who_makes_it(tmp_path: Path, certificates: bool) -> None:
     keys = make_keys(tmp_path / "keys", client_certificates=certificates)
-    seen: list[Caller | None] = []
+    seen: list[Holder | None] = []
 
     class Curious(RunServicer):
         async def GetRun(self, request: run_pb2.GetRunRequest, context: Any) -> run_pb2.GetRunResponse:

@@ -64,6 +64,35 @@ SOURCES = (
 )  # keys of a section, of which it has one
 
 
+# Settings of a dataset that belong to its source; the others (limit, samples_per_task, ...) are kept.
+_OF_SOURCE = (*SOURCES, "size", "settings", "subset", "split", "form", "id_field", "columns")
+
+
+def merge(base: Mapping[str, Any], top: Any, place: tuple[str, ...] = ()) -> Any:
+    """``top`` over ``base``: mappings key by key, everything else replaced. ``place``: their path in the recipe.
+
+    A workflow of another name, and the source of a dataset of another kind, begin anew: the base's settings were for that
+    of the base.
+
+    >>> merge({"workflow": {"name": "tool_use", "settings": {"max_turns": 3}}}, {"workflow": {"name": "single_turn"}})
+    {'workflow': {'name': 'single_turn'}}
+    """
+    if not isinstance(top, Mapping):
+        return top
+    merged = dict(base)
+    if place in (("workflow",), ("evaluation", "workflow")):
+        name, inherited = top.get("name"), base.get("name")
+        merged = {} if None not in (name, inherited) and name != inherited else merged
+    elif place == ("data", "train") or (place[:2] == ("data", "evaluation") and len(place) == 3):
+        named = [key for key in SOURCES if top.get(key) is not None]
+        if named and all(base.get(key) is None for key in named):
+            merged = {key: value for key, value in base.items() if key not in _OF_SOURCE}
+    for key, value in top.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value, (*place, key)) if isinstance(old, Mapping) else value
+    return merged
+
+
 def is_training(section: str) -> bool:
     """Whether a section of datasets is of training.
 

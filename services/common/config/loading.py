@@ -14,7 +14,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 import threading
 import types
 import typing
@@ -27,13 +26,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, Tag, ValidationError
 
-from services.common.config.data import SOURCES
+from services.common.config.data import merge
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.recipe import Recipe
-from services.common.dataset_rows import BuiltInWorkflow
 from services.common.errors import ConfigError
 from services.common.extras import absent
-from services.common.importing import look_in, new_name
+from services.common.importing import look_in
 
 # --- The key ``defaults`` of a recipe: settings of all its policies and of all its inference services, written once.
 
@@ -56,50 +54,6 @@ def spread_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
                 name: merge(settings, entry if entry is not None else {}) for name, entry in entries.items()
             }
     return result
-
-
-def merge(base: Mapping[str, Any], top: Any) -> Any:
-    """``top`` over ``base``: mappings key by key, everything else replaced."""
-    if not isinstance(top, Mapping):
-        return top
-    merged = dict(base)
-    for key, value in top.items():
-        old = merged.get(key)
-        merged[key] = merge(old, value) if isinstance(old, Mapping) else value
-    return merged
-
-
-def with_own_workflows(tree: Any) -> Any:
-    """The tree of a recipe in which each ``data.….workflow`` is whole.
-
-    One without a name, or with the name of the run's workflow, has the settings of that workflow below its own. Under
-    ``data.evaluation`` the run's workflow is ``evaluation.workflow`` where there is one. Completing it twice changes nothing.
-    """
-    data = tree.get("data") if isinstance(tree, Mapping) else None
-    if not isinstance(data, Mapping):
-        return tree
-    whole = dict(data)
-    training = tree.get("workflow") or {}
-    train = data.get("train")
-    if isinstance(train, list):
-        whole["train"] = [_completed(section, training) for section in train]
-    else:
-        whole["train"] = _completed(train, training)
-    sections = data.get("evaluation")
-    if isinstance(sections, Mapping):
-        evaluation = tree.get("evaluation")
-        own = evaluation.get("workflow") if isinstance(evaluation, Mapping) else None
-        whole["evaluation"] = {name: _completed(section, own or training) for name, section in sections.items()}
-    return {**tree, "data": {key: value for key, value in whole.items() if key in data}}
-
-
-def _completed(section: Any, base: Any) -> Any:
-    own = section.get("workflow") if isinstance(section, Mapping) else None
-    if not isinstance(own, Mapping) or not isinstance(base, Mapping):
-        return section
-    if "name" in own and own["name"] != base.get("name", BuiltInWorkflow.SINGLE_TURN):
-        return section
-    return {**section, "workflow": merge(base, own)}
 
 
 # --- Formats pydantic's errors: path, error, and the setting to write instead.
@@ -262,8 +216,6 @@ def _inner(annotation: Any) -> Any:
 
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"  # those that come with Rollmill
-# Settings of a dataset that belong to its source; the others (limit, samples_per_task, ...) are kept.
-_OF_SOURCE = (*SOURCES, "size", "settings", "subset", "split", "form", "id_field", "columns")
 
 
 def parent_of(file: Path, extends: object) -> Path:
@@ -311,55 +263,6 @@ def whole_names() -> list[str]:
     return sorted(file.parent.name for file in RECIPES.glob("*/recipe.yaml"))
 
 
-def inherit(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
-    """``child`` over ``parent``.
-
-    >>> inherit({"workflow": {"name": "tool_use", "settings": {"max_turns": 3}}}, {"workflow": {"name": "single_turn"}})
-    {'workflow': {'name': 'single_turn'}}
-    """
-    result = dict(parent)
-    _begin_workflow_anew(result, child)
-    result["evaluation"] = evaluation = dict(_mapping(result, "evaluation"))
-    _begin_workflow_anew(evaluation, _mapping(child, "evaluation"))
-    _begin_datasets_anew(result, _mapping(child, "data"))
-    merged: dict[str, Any] = merge({key: value for key, value in result.items() if key in parent}, child)
-    return merged
-
-
-def _begin_workflow_anew(parent: dict[str, Any], child: Mapping[str, Any]) -> None:
-    """Drop the parent's workflow where both name one, and not the same; settings without a name are for the child's."""
-    name, inherited = _mapping(child, "workflow").get("name"), _mapping(parent, "workflow").get("name")
-    if name is not None and inherited is not None and inherited != name:
-        parent.pop("workflow", None)
-
-
-def _begin_datasets_anew(parent: dict[str, Any], child: Mapping[str, Any]) -> None:
-    """Drop the source of each of the parent's datasets where the child names one of another kind."""
-    data = dict(_mapping(parent, "data"))
-    if not data:
-        return
-    if isinstance(data.get("train"), Mapping):  # a list of sources is replaced as a whole
-        data["train"] = _without_source(data["train"], _mapping(child, "train"))
-    new = _mapping(child, "evaluation")
-    data["evaluation"] = {
-        name: _without_source(section, _mapping(new, name)) if isinstance(section, Mapping) else section
-        for name, section in _mapping(data, "evaluation").items()
-    }
-    parent["data"] = {key: value for key, value in data.items() if key in _mapping(parent, "data")}
-
-
-def _without_source(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
-    named = [key for key in SOURCES if child.get(key) is not None]
-    if not named or any(parent.get(key) is not None for key in named):
-        return dict(parent)
-    return {key: value for key, value in parent.items() if key not in _OF_SOURCE}
-
-
-def _mapping(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = tree.get(key)
-    return found if isinstance(found, Mapping) else {}
-
-
 RESOLVED = "recipe.json"
 _MOST_DEPTH = 50  # of a setting in a recipe
 _MOST_SHOWN = 200  # characters of a text in an error
@@ -399,7 +302,7 @@ def load_recipe(
 def validate(tree: Mapping[str, Any], source: str) -> Recipe:
     """Validate a merged tree; ``source`` is named in the error. From then on the recipe's modules are found."""
     try:
-        recipe = Recipe.model_validate(with_own_workflows(tree))
+        recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(
             f"{source} cannot run:\n" + "\n".join(f"  {line}" for line in explain(error, Recipe))
@@ -477,7 +380,7 @@ def _read(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     file = file.resolve()
     if file in seen:
         raise ConfigError(f"{file} extends itself: {' -> '.join(str(p) for p in (*seen, file))}")
-    read = read_yaml(file, own_paths=(file.parent / RESOLVED).exists())
+    read = read_yaml(file)
     if not isinstance(read, dict):
         raise ConfigError(f"{file} holds no mapping: a recipe begins with lines such as `name: my-recipe`")
     tree: dict[str, Any] = {str(key): _absolute(value, file.parent) for key, value in read.items()}
@@ -490,7 +393,7 @@ def _read(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
             raise ConfigError(f"{shown}: {error.strerror}: write a path, or a name such as base") from None
         parent = _read(named, (*seen, file))
         own_modules, inherited = tree.get("modules"), parent.get("modules")
-        tree = inherit(parent, tree)
+        tree = merge(parent, tree)
         if isinstance(own_modules, list) and isinstance(inherited, list):
             tree["modules"] = [*own_modules, *(place for place in inherited if place not in own_modules)]
     _add_modules(tree, file.parent)
@@ -528,7 +431,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     child: Any = value
     for part in reversed(path):
         child = {part: child}
-    below = inherit(tree, child)  # another workflow or source of data begins anew
+    below = merge(tree, child)  # another workflow or source of data begins anew
     tree.clear()
     tree.update(below)
     set_at(tree, path, value)  # replaces a mapping as a whole
@@ -608,20 +511,15 @@ def gpu_settings(tree: Mapping[str, Any], environment: Mapping[str, str]) -> lis
     # A recipe that names no inference service has one, "a".
     for name, gpus in _gpus_of("INFERENCE", tree.get("inference") or ["a"], environment):
         settings.append((("inference", name, "gpus"), gpus))
-    for name, gpus in _gpus_of("TRAINER", tree.get("policies") or (), environment):
+    policies = spread_defaults(tree).get("policies") or {}
+    for name, gpus in _gpus_of("TRAINER", policies, environment):
+        nodes = ((policies[name] or {}).get("trainer") or {}).get("nodes")
+        num_nodes = (
+            len(nodes) if nodes and isinstance(nodes, list) else 1
+        )  # an invalid value is refused later, with its path
         settings.append((("policies", name, "trainer", "gpus"), gpus))
-        settings.append((("policies", name, "trainer", "num_ranks"), len(gpus) * _num_nodes(tree, name)))
+        settings.append((("policies", name, "trainer", "num_ranks"), len(gpus) * num_nodes))
     return settings
-
-
-def _num_nodes(tree: Mapping[str, Any], policy: str) -> int:
-    """The nodes of a trainer in the recipe or its defaults; an invalid value is refused later, with its path."""
-    defaults = (tree.get("defaults") or {}).get("policies") or {}
-    for section in ((tree["policies"] or {}).get(policy) or {}, defaults):
-        nodes = (section.get("trainer") or {}).get("nodes")
-        if nodes:
-            return len(nodes) if isinstance(nodes, list) else 1
-    return 1
 
 
 def _gpus_of(kind: str, names: Iterable[str], environment: Mapping[str, str]) -> Iterator[tuple[str, list[int]]]:
@@ -641,29 +539,21 @@ def _gpus_of(kind: str, names: Iterable[str], environment: Mapping[str, str]) ->
         yield found[variable], [int(part) for part in parts]
 
 
-_OLD_PATH = re.compile(r"services(\.\w+)+:\w+(\.\w+)*")
-
-
-def read_yaml(file: Path, *, own_paths: bool = False) -> Any:
-    """The content of the file. ``own_paths``: the file is written by Rollmill, so names of modules of ``services`` are
-    allowed.
-
-    Raises:
-        ConfigError: no YAML, a key twice in one mapping, or an import path into ``services``; each with its line.
-    """
+def read_yaml(file: Path) -> Any:
+    """The content of the file. Raises ``ConfigError`` for what is no YAML and for a key twice in one mapping, with the line."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not valid YAML: {error}") from None
-    return _parsed(text, str(file), own_paths)
+    return _parsed(text, str(file))
 
 
 _NO_VALUE = (ValueError, LookupError, AttributeError, TypeError)  # of PyYAML, for a text that does not fit its tag
 
 
-def _parsed(text: str, where: str, own_paths: bool = True) -> Any:
+def _parsed(text: str, where: str) -> Any:
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
@@ -676,10 +566,6 @@ def _parsed(text: str, where: str, own_paths: bool = True) -> Any:
                 raise ConfigError(
                     f"{_line(where, scalar)}: {key or 'it'} is {scalar.value[:50]!r}, which cannot be read as {scalar.tag.rpartition(':')[2]}"
                 ) from None
-            if not own_paths and _OLD_PATH.fullmatch(scalar.value):
-                raise ConfigError(
-                    f"{_line(where, scalar)}: {key or scalar.value} names {scalar.value}, an inside of Rollmill: {new_name(scalar.value)}"
-                )
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from None

@@ -17,6 +17,7 @@ from services.common.config.data import (
     SamplingConfig,
     WorkflowConfig,
     is_training,
+    merge,
 )
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.processes import (
@@ -240,16 +241,13 @@ def check_batches(recipe: Recipe) -> None:
 def check_environments(recipe: Recipe) -> None:
     """Tasks of verifiers environments and of Harbor are played by a workflow that can."""
     for where, source in recipe.data.sections().items():
-        played = recipe.workflow if is_training(where) else recipe.evaluation.workflow or recipe.workflow
-        if source.workflow is not None and "name" in source.workflow.model_fields_set:
-            played = source.workflow
+        played = recipe.workflow_of(where)
         if source.verifiers is not None and played.name != BuiltInWorkflow.VERIFIERS and ":" not in played.name:
             raise ValueError(
                 f"{where}.verifiers is {source.verifiers!r}, and the workflow {played.name} cannot play an environment: write "
                 f"workflow: {{name: {BuiltInWorkflow.VERIFIERS}}}"
             )
-        settings = {**played.settings, **(source.workflow.settings if source.workflow is not None else {})}
-        by_its_tests = played.name == BuiltInWorkflow.AGENT_ENV and settings.get("environment") == HARBOR
+        by_its_tests = played.name == BuiltInWorkflow.AGENT_ENV and played.settings.get("environment") == HARBOR
         if source.harbor is not None and not by_its_tests and ":" not in played.name:
             raise ValueError(
                 f"{where}.harbor is {source.harbor!r}, and the workflow {played.name} does not run its tests: write workflow: "
@@ -606,6 +604,12 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> Recipe:
+        # A dataset's workflow without a name, or with that of the run's, has the settings of that one below its own.
+        for section, config in self.data.sections().items():
+            own, base = config.workflow, self._common_workflow(section)
+            if own is not None and ("name" not in own.model_fields_set or own.name == base.name):
+                whole = WorkflowConfig(name=base.name, settings=merge(base.settings, own.settings))
+                object.__setattr__(config, "workflow", whole)
         for check in CHECKS:
             check(self)
         check_placement(self.inference, self.policies, self.placement)
@@ -631,9 +635,9 @@ class Recipe(Section):
 
     def workflow_of(self, section: str) -> WorkflowConfig:
         """The workflow that plays the tasks of a dataset's section (``data.train``, ``data.evaluation.NAME``)."""
-        own = self.data.sections()[section].workflow
-        if own is not None:
-            return own
+        return self.data.sections()[section].workflow or self._common_workflow(section)
+
+    def _common_workflow(self, section: str) -> WorkflowConfig:
         return self.workflow if is_training(section) else self.evaluation.workflow or self.workflow
 
     def workflows(self) -> dict[str, WorkflowConfig]:

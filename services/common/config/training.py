@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -39,46 +38,6 @@ class AdapterConfig(Section):
         if wrong := sorted({name for name in value if not name or value.count(name) > 1}):
             raise ValueError(f"targets has {wrong[0]!r} more than once, or empty: name each module once")
         return value
-
-
-def with_adapter_transfer(written: Any) -> Any:
-    """The policy's section as written, with ``weights.transfer: full`` if it has an adapter.
-
-    Every element of an adapter moves in every update, so a delta is no smaller than the adapter and costs its coding.
-    Raises ``ValueError`` for settings of deltas.
-    """
-    if not isinstance(written, dict) or written.get("adapter") is None:
-        return written
-    weights = written.get("weights", {})
-    if not isinstance(weights, dict):
-        return written
-    if weights.get("transfer", "auto") not in ("auto", "full"):
-        raise ValueError(
-            f"weights.transfer is {weights['transfer']}, and adapter is set: every element of an adapter moves in every "
-            "update, so that a delta saves nothing: write transfer: full, or leave it out"
-        )
-    if weights.get("full_every"):
-        raise ValueError(
-            f"weights.full_every is {weights['full_every']}, and adapter is set: each version of an adapter is sent in "
-            "full: leave full_every out"
-        )
-    return {**written, "weights": {**weights, "transfer": "full"}}
-
-
-def check_adapter(*, trained: bool, offload: Sequence[str], has_teacher: bool) -> None:
-    """Raise ``ValueError`` where other settings of a policy with an adapter make no sense."""
-    if not trained:
-        raise ValueError("adapter is set, and trained is false: there is no adapter to train; leave adapter out")
-    if "optimizer" in offload:
-        raise ValueError(
-            "trainer.offload has optimizer, and adapter is set: the base has no moments, and those of an adapter are "
-            "small; leave optimizer out"
-        )
-    if "reference" in offload and not has_teacher:
-        raise ValueError(
-            "trainer.offload has reference, and adapter is set: the reference is the model without its adapter, without "
-            "weights of its own; leave reference out"
-        )
 
 
 # --- The ``optimizer`` section of a recipe: AdamW, its schedule, gradient clipping. Plain pydantic, no torch.
@@ -378,7 +337,23 @@ class PolicyConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _adapters_travel_whole(cls, written: Any) -> Any:
-        return with_adapter_transfer(written)
+        """Every element of an adapter moves in every update, so a delta is no smaller than the adapter and costs its coding."""
+        if not isinstance(written, dict) or written.get("adapter") is None:
+            return written
+        weights = written.get("weights", {})
+        if not isinstance(weights, dict):
+            return written
+        if weights.get("transfer", "auto") not in ("auto", "full"):
+            raise ValueError(
+                f"weights.transfer is {weights['transfer']}, and adapter is set: every element of an adapter moves in every "
+                "update, so that a delta saves nothing: write transfer: full, or leave it out"
+            )
+        if weights.get("full_every"):
+            raise ValueError(
+                f"weights.full_every is {weights['full_every']}, and adapter is set: each version of an adapter is sent in "
+                "full: leave full_every out"
+            )
+        return {**written, "weights": {**weights, "transfer": "full"}}
 
     @property
     def published_dtype(self) -> DTypeName:
@@ -392,8 +367,21 @@ class PolicyConfig(Section):
             object.__setattr__(self, "weights", weights)
         distillation = self.algorithm.distillation
         if self.adapter is not None:
+            if not self.trained:
+                raise ValueError(
+                    "adapter is set, and trained is false: there is no adapter to train; leave adapter out"
+                )
+            if "optimizer" in self.trainer.offload:
+                raise ValueError(
+                    "trainer.offload has optimizer, and adapter is set: the base has no moments, and those of an adapter are "
+                    "small; leave optimizer out"
+                )
             has_teacher = distillation is not None and distillation.teacher_model is not None
-            check_adapter(trained=self.trained, offload=self.trainer.offload, has_teacher=has_teacher)
+            if "reference" in self.trainer.offload and not has_teacher:
+                raise ValueError(
+                    "trainer.offload has reference, and adapter is set: the reference is the model without its adapter, "
+                    "without weights of its own; leave reference out"
+                )
         if distillation is not None and self.batch.dynamic_sampling:
             raise ValueError(
                 "batch.dynamic_sampling drops groups of equal rewards, which algorithm.distillation can learn from: set "

@@ -251,7 +251,7 @@ class ReportTrainerRequest(google.protobuf.message.Message):
     training_step: builtins.int
     """The training step that it works on."""
     state: builtins.str
-    """waiting_for_batch, training, publishing, checkpointing, replaying or paused."""
+    """As in its time account: waiting for a batch, training, publishing, checkpointing, replaying or paused."""
     checkpoint_step: builtins.int
     """The step of the newest durable checkpoint."""
     rank: builtins.int

@@ -185,44 +185,8 @@ def _cut(text: str, size_bytes: int) -> str:
 
 _KEYS = {"run": "x-run-id", "request": "x-request-id"}
 
-# Seconds. None: a stream that a lease, a drain or the run's end closes.
-DEADLINES: dict[str, float | None] = {
-    "JoinPool": None,
-    "JoinTraining": None,
-    "StreamReports": None,  # each report is answered within ``REPORT_ANSWER_S``
-    "ReportTrainer": 5.0,
-    "StreamTrajectories": None,
-    "JoinGateway": None,
-    "PullBatch": 60.0,  # to the first message
-    "PublishVersion": 10.0,
-    "GetManifest": 10.0,
-    "FetchWeights": 30.0,  # without a chunk
-    "CreateEpisode": 60.0,
-    "StepEpisode": 60.0,
-    "CloseEpisode": 5.0,
-    "ExecuteCode": 10.0,  # plus the limits of the execution
-    "Judge": 60.0,  # plus the limits of its cases
-    "ComputeReward": 60.0,
-    "GetStatus": 5.0,
-    "GetRun": 5.0,
-    "PauseRun": 5.0,
-    "ResumeRun": 5.0,
-    "StopRun": 5.0,
-}
 REPORT_ANSWER_S = 5.0
 
-# Repeating these is harmless, so the channel waits for the peer (up to the call's deadline) and retries UNAVAILABLE.
-# The others are retried by their callers, which know the work done already, or not at all.
-RETRIED: dict[str, tuple[str, ...]] = {
-    "rollmill.v1.TrainingService": ("ReportTrainer", "PublishVersion"),
-    "rollmill.v1.WeightService": ("GetManifest",),
-    "rollmill.v1.EnvironmentService": ("CreateEpisode", "StepEpisode"),
-    "rollmill.v1.CodeExecutionService": ("ExecuteCode",),
-    "rollmill.v1.JudgeService": ("Judge",),
-    "rollmill.v1.RewardService": ("ComputeReward",),
-    "rollmill.v1.StatusService": ("GetStatus",),
-    "rollmill.v1.RunService": ("GetRun", "PauseRun", "ResumeRun", "StopRun"),
-}
 KEEPALIVE: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -370,7 +334,8 @@ def translated_errors(peer: str, stream: str = "") -> Iterator[None]:
 
 
 def _service_config() -> str:
-    names = [{"service": service, "method": method} for service, methods in RETRIED.items() for method in methods]
+    names = [{"service": service, "method": name} for service, methods in identity.RPCS.items()
+             for name, rpc in methods.items() if rpc.is_retried]  # fmt: skip
     policy = {
         "maxAttempts": 4,
         "initialBackoff": "0.1s",

@@ -19,7 +19,16 @@ from google.protobuf.message import DecodeError
 
 from services.common.errors import AccessError, InfrastructureError, InvalidRequestError, RollmillError
 from services.common.rpc.client import ids_from_metadata, to_status
-from services.common.security.identity import Caller, Identity, allowed, caller, permit
+from services.common.security.identity import (
+    MOST_BYTES,
+    REQUEST_BYTES,
+    SMALL_BYTES,
+    Identity,
+    allowed,
+    caller,
+    permit,
+)
+from services.common.security.keys import Holder
 from services.common.telemetry.accounts import AnyActivity, TimeAccount
 from services.common.telemetry.logs import LogEvent, Repeats
 
@@ -29,25 +38,9 @@ if TYPE_CHECKING:
 # --- Limits of messages and connections of gRPC. Independent of gRPC.
 
 
-KIB, MIB = 1 << 10, 1 << 20
-MOST_BYTES = 4 * MIB  # the largest message; larger ones are slower to move, and larger contents are streamed
-SMALL_BYTES = 64 * KIB  # the largest request of a method without an entry
-REQUEST_BYTES: dict[str, int] = {
-    "JoinPool": MIB,
-    "StreamReports": MIB,
-    "StreamTrajectories": MOST_BYTES,
-    "JoinTraining": MIB,
-    "ReportTrainer": MIB,
-    "PublishVersion": MIB,
-    "CreateEpisode": MOST_BYTES,
-    "StepEpisode": MOST_BYTES,
-    "ExecuteCode": MOST_BYTES,
-    "Judge": MOST_BYTES,
-    "ComputeReward": MOST_BYTES,
-}
 HANDSHAKE_S = 10.0  # for TLS and HTTP/2's first frames; connections without a call for as long are closed
 MOST_CONNECTIONS = 1024  # of one server; more are closed as they come
-METADATA_BYTES = 8 * KIB
+METADATA_BYTES = 8 << 10
 # A connection's memory is bounded by this times the largest message; calls above it wait at the caller.
 STREAMS_PER_CONNECTION = 2048
 _SMALL = ("inference", "publisher", "trainer")  # services whose requests are all small
@@ -135,15 +128,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
-    def _identify(self, method: str, metadata: Any, certificate: bytes | None) -> Caller:
+    def _identify(self, method: str, metadata: Any, certificate: bytes | None) -> Holder:
         """Raises ``AccessError``."""
         assert self._gatekeeper is not None, "asked with an identity only"
-        found = self._gatekeeper.identify(_authorization(metadata), certificate)
+        found = self._gatekeeper.identify(dict(metadata or ()).get(AUTHORIZATION), certificate)
         permit(found, method)
         caller.set(found)
         return found
 
-    def _caller_of(self, method: str, context: Context) -> Caller | None:
+    def _caller_of(self, method: str, context: Context) -> Holder | None:
         """The holder of the certificate; the holder of a token is known already."""
         if self._who is None or self._by_token:
             return caller.get()
@@ -160,11 +153,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         take: Any = read_each if handler.request_streaming else read
 
-        async def unary(request: Any, context: Context, _: Caller | None) -> bytes:
+        async def unary(request: Any, context: Context, _: Holder | None) -> bytes:
             # Serialised here and not by gRPC, so that an answer that is too large becomes a structured error.
             return write(await behaviour(take(request), context))
 
-        async def streaming(request: Any, context: Context, found: Caller | None) -> None:
+        async def streaming(request: Any, context: Context, found: Holder | None) -> None:
             if self._who is None or found is None:
                 await _written(behaviour, take(request), context)
                 return
@@ -326,10 +319,3 @@ class _Ending:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
-
-
-def _authorization(metadata: Any) -> str | None:
-    for key, value in metadata or ():
-        if key == AUTHORIZATION:
-            return value if isinstance(value, str) else value.decode("latin-1")
-    return None

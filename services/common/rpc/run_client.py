@@ -24,7 +24,8 @@ from services.common.config.recipe import Recipe
 from services.common.errors import DeadlineError, InfrastructureError, RollmillError, UserError
 from services.common.net.hosts import check_place
 from services.common.pb import run_pb2, run_pb2_grpc, status_pb2, status_pb2_grpc
-from services.common.rpc.client import DEADLINES, channel, refusal_behind, translated_errors
+from services.common.rpc.client import channel, refusal_behind, translated_errors
+from services.common.security.identity import DEADLINES
 from services.common.security.keys import Peer
 from services.common.telemetry.accounts import AccountState, Component, PeerState
 from services.common.wire import read

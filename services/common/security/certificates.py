@@ -8,6 +8,7 @@ certificate of another run fails in the handshake.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import ipaddress
 import re
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from services.common.errors import ConfigError
-from services.common.security.keys import PEERS_OF, Role
+from services.common.security.keys import PEERS_OF, Holder, Role
 
 BACKDATE_S = 300.0  # for machines whose clocks differ a little
 AUTHORITY_DAYS = 730.0
@@ -37,16 +38,6 @@ class Pair:
 
     certificate: bytes
     key: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """The holder of a certificate and its validity. Times are seconds since the epoch."""
-
-    run: str
-    role: Role
-    begins_at: float
-    ends_at: float
 
 
 def make_key() -> bytes:
@@ -152,7 +143,14 @@ def holder_of(certificate: bytes) -> Holder:
         run, role = _from_uri(uris)
     except (ValueError, x509.ExtensionNotFound) as error:
         raise ConfigError(f"this is no certificate of a run: {error}") from None
-    return Holder(run, role, read.not_valid_before_utc.timestamp(), read.not_valid_after_utc.timestamp())
+    return Holder(
+        run=run,
+        role=role,
+        name=f"{role.value}/{hashlib.sha256(certificate).hexdigest()[:16]}",
+        begins_at=read.not_valid_before_utc.timestamp(),
+        ends_at=read.not_valid_after_utc.timestamp(),
+        shown="certificate",
+    )
 
 
 def is_pair(certificate: bytes, key: bytes) -> bool:

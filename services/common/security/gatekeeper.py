@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from services.common.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from services.common.security import certificates, tokens
-from services.common.security.identity import Caller, Identity
-from services.common.security.keys import LEEWAY_S, check_times
+from services.common.security.identity import Identity
+from services.common.security.keys import LEEWAY_S, Holder
 
 _CACHED = 256  # tokens and certificates that were found good; signatures are not checked again for each call
 _BEARER = "bearer "
@@ -23,65 +21,44 @@ class Gatekeeper:
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
-        self._known: dict[str | bytes, Caller] = {}  # by the header as it came, or the digest of a certificate
+        self._known: dict[str | bytes, Holder] = {}  # by the header or the certificate as it came
         self._generation = identity.generation
 
-    def by_token(self, authorization: str) -> Caller:
-        """The caller of a header ``Bearer TOKEN``. Raises ``UnauthenticatedError``.
+    def by_token(self, authorization: str) -> Holder:
+        """The holder of a header ``Bearer TOKEN``. Raises ``UnauthenticatedError``.
 
         Limits the speed of small calls, so a header that was seen before costs a lookup and a look at the clock.
         """
-        found = self._known_as(authorization) or self._keep(authorization, self._holder_of(authorization))
-        check_times("the token", found.role, found.begins_at, found.ends_at, self._identity.clock(), leeway_s=LEEWAY_S)
+        found = self._known_as(authorization)
+        if found is None:
+            if authorization[: len(_BEARER)].lower() != _BEARER:
+                raise UnauthenticatedError(
+                    "the header `authorization` is not of the form `Bearer TOKEN`: send the token of your role",
+                    why="malformed",
+                )
+            token, who = authorization[len(_BEARER) :].strip(), self._identity
+            found = self._keep(authorization, tokens.check(token, who.bundle.token_public, who.run, who.clock()))
+        found.check_times(self._identity.clock(), LEEWAY_S)
         return found
 
-    def _holder_of(self, authorization: str) -> Caller:
-        if authorization[: len(_BEARER)].lower() != _BEARER:
-            raise UnauthenticatedError(
-                "the header `authorization` is not of the form `Bearer TOKEN`: send the token of your role",
-                why="malformed",
-            )
-        token = authorization[len(_BEARER) :].strip()
-        claims = tokens.check(token, self._identity.bundle.token_public, self._identity.run, self._identity.clock())
-        return Caller(
-            role=claims.role,
-            name=f"{claims.role.value}/{claims.token_id[:16]}",
-            begins_at=claims.issued_at,
-            ends_at=claims.ends_at,
-            shown="token",
-        )
-
-    def by_certificate(self, certificate: bytes) -> Caller:
+    def by_certificate(self, certificate: bytes) -> Holder:
         """The holder of a certificate (PEM or DER); the handshake has verified its chain. Raises
         ``UnauthenticatedError``."""
-        digest = hashlib.sha256(certificate).digest()
-        found = self._known_as(digest)
+        found = self._known_as(certificate)
         if found is None:
             try:
-                holder = certificates.holder_of(certificate)
+                found = certificates.holder_of(certificate)
             except ConfigError as error:
                 raise UnauthenticatedError(error.message, why="malformed") from None
-            if holder.run != self._identity.run:
+            if found.run != self._identity.run:
                 raise UnauthenticatedError(
-                    f"the certificate is of another run ({holder.run!r}); this is run {self._identity.run!r}", why="run"
+                    f"the certificate is of another run ({found.run!r}); this is run {self._identity.run!r}", why="run"
                 )
-            found = self._keep(
-                digest,
-                Caller(
-                    role=holder.role,
-                    name=f"{holder.role.value}/{digest.hex()[:16]}",
-                    begins_at=holder.begins_at,
-                    ends_at=holder.ends_at,
-                    shown="certificate",
-                ),
-            )
-        # A connection may outlive the certificate that it was made with.
-        check_times(
-            "the certificate", found.role, found.begins_at, found.ends_at, self._identity.clock(), leeway_s=LEEWAY_S
-        )
+            self._keep(certificate, found)
+        found.check_times(self._identity.clock(), LEEWAY_S)  # a connection may outlive the certificate of its handshake
         return found
 
-    def identify(self, authorization: str | None, certificate: bytes | None) -> Caller:
+    def identify(self, authorization: str | None, certificate: bytes | None) -> Holder:
         """The caller, from its credentials. A certificate and a token of different roles are refused.
 
         Raises ``UnauthenticatedError`` or ``PermissionDeniedError``.
@@ -97,13 +74,13 @@ class Gatekeeper:
             raise UnauthenticatedError(_NOTHING_SHOWN, why="missing")
         return self.by_token(authorization)
 
-    def _known_as(self, key: str | bytes) -> Caller | None:
+    def _known_as(self, key: str | bytes) -> Holder | None:
         if self._generation != self._identity.generation:  # perhaps another key to check with
             self._generation = self._identity.generation
             self._known.clear()
         return self._known.get(key)
 
-    def _keep(self, key: str | bytes, found: Caller) -> Caller:
+    def _keep(self, key: str | bytes, found: Holder) -> Holder:
         if len(self._known) >= _CACHED:
             self._known.clear()
         self._known[key] = found

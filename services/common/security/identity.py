@@ -15,20 +15,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import structlog
 
 from services.common.errors import AccessError, ConfigError, PermissionDeniedError, UnauthenticatedError
 from services.common.net.hosts import host_and_port, is_loopback
 from services.common.security import keys as files
-from services.common.security.keys import SERVICES, Bundle, Peer, Role, moment
-
-if TYPE_CHECKING:
-    from services.common.security.certificates import Holder
-
+from services.common.security.keys import SERVICES, Bundle, Holder, Peer, Role, moment
 
 log = structlog.get_logger()
 LOOK_EVERY_S = 1.0  # for renewed files
@@ -97,7 +92,7 @@ class Identity:
         from services.common.security import tokens
 
         try:  # of this run, and signed by the key beside it; its times are checked at use
-            tokens.check(loaded.token, loaded.token_public, holder.run, tokens.read(loaded.token).issued_at)
+            tokens.check(loaded.token, loaded.token_public, holder.run, tokens.read(loaded.token).begins_at)
         except UnauthenticatedError:
             why = f"it is no run token, or does not fit {files.TOKEN_PUBLIC} and {files.CERTIFICATE} beside it"
             raise self._unusable(files.TOKEN, why) from None
@@ -181,23 +176,7 @@ def check_keys_are_there(needed: bool, identity: Identity | None) -> None:
         )
 
 
-# --- The caller of the request that is being served. No heavy imports: limits and logs use this module in processes
-# without keys.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
-    """The role of a caller, and its time of expiry."""
-
-    role: Role
-    name: str
-    """Tells callers apart in logs and limits: names the token or the certificate, and is no secret."""
-    begins_at: float
-    ends_at: float
-    shown: str  # "token" or "certificate"
-
-
-caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
+caller: ContextVar[Holder | None] = ContextVar("caller", default=None)
 """Of the call that is being served; None in a process without keys."""
 
 
@@ -287,9 +266,8 @@ def _distrusted(address: str, shown: bytes, who: Identity, peer: Peer) -> Access
             why="run",
         )
     holder = holder_of(shown)
-    what = f"the certificate at {address}"
     try:
-        files.check_times(what, holder.role, holder.begins_at, holder.ends_at, who.clock(), leeway_s=0.0)
+        holder.check_times(who.clock(), where=f" at {address}")
     except UnauthenticatedError as untimely:
         return untimely
     if peer in files.PEERS_OF.get(holder.role, ()):
@@ -323,54 +301,75 @@ def _anyone() -> ssl.SSLContext:
     return context
 
 
-# --- The table of permissions: which roles may call each RPC and each group of HTTP routes. Unlisted methods are denied.
+# --- The table of RPCs: who may call each, for how long, and with how large a request; and of groups of HTTP routes. A method
+# that is not listed is denied.
+
+
+SMALL_BYTES = 64 << 10  # the largest request of most methods
+MOST_BYTES = 4 << 20  # the largest message; larger ones are slower to move, and larger contents are streamed
+
+
+class Rpc(NamedTuple):
+    roles: Iterable[Role]
+    """Those that may call it."""
+    deadline_s: float | None = None
+    """None: a stream that a lease, a drain or the run's end closes."""
+    is_retried: bool = False
+    """Repeating it is harmless, so the channel waits for the peer (up to the call's deadline) and retries UNAVAILABLE. The
+    others are retried by their callers, which know the work done already, or not at all."""
+    request_bytes: int = SMALL_BYTES
+    """Of one message of the request."""
 
 
 _LOOKING = {Role.OPERATOR, Role.VIEWER}
-RPCS: dict[str, dict[str, Iterable[Role]]] = {
+_PLAYING = {Role.INFERENCE, Role.OPERATOR}
+_JUDGED = {Role.INFERENCE, Role.CLIENT, Role.OPERATOR}
+RPCS: dict[str, dict[str, Rpc]] = {
     "rollmill.v1.PoolService": {
-        "JoinPool": {Role.INFERENCE},
-        "StreamReports": {Role.INFERENCE},
-        "StreamTrajectories": {Role.INFERENCE},
-        "JoinGateway": {Role.ENVGATEWAY},  # which learns from it that the run has ended, and nothing else of the run
+        "JoinPool": Rpc({Role.INFERENCE}, request_bytes=1 << 20),
+        "StreamReports": Rpc({Role.INFERENCE}, request_bytes=1 << 20),  # each is answered within ``REPORT_ANSWER_S``
+        "StreamTrajectories": Rpc({Role.INFERENCE}, request_bytes=MOST_BYTES),
+        "JoinGateway": Rpc(
+            {Role.ENVGATEWAY}
+        ),  # which learns from it that the run has ended, and nothing else of the run
     },
     "rollmill.v1.TrainingService": {
-        "JoinTraining": {Role.TRAINER},
-        "ReportTrainer": {Role.TRAINER},
-        "PullBatch": {Role.TRAINER},
-        "PublishVersion": {Role.TRAINER},
+        "JoinTraining": Rpc({Role.TRAINER}, request_bytes=1 << 20),
+        "ReportTrainer": Rpc({Role.TRAINER}, 5.0, True, 1 << 20),
+        "PullBatch": Rpc({Role.TRAINER}, 60.0),  # to the first message
+        "PublishVersion": Rpc({Role.TRAINER}, 10.0, True, 1 << 20),
     },
     "rollmill.v1.WeightService": {
-        "GetManifest": {Role.INFERENCE},
-        "FetchWeights": {Role.INFERENCE},
+        "GetManifest": Rpc({Role.INFERENCE}, 10.0, True),
+        "FetchWeights": Rpc({Role.INFERENCE}, 30.0),  # without a chunk
     },
     "rollmill.v1.EnvironmentService": {
-        "CreateEpisode": {Role.INFERENCE, Role.OPERATOR},
-        "StepEpisode": {Role.INFERENCE, Role.OPERATOR},
-        "CloseEpisode": {Role.INFERENCE, Role.OPERATOR},
+        "CreateEpisode": Rpc(_PLAYING, 60.0, True, MOST_BYTES),
+        "StepEpisode": Rpc(_PLAYING, 60.0, True, MOST_BYTES),
+        "CloseEpisode": Rpc(_PLAYING, 5.0),
     },
-    "rollmill.v1.CodeExecutionService": {
-        "ExecuteCode": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
-    },
-    "rollmill.v1.JudgeService": {
-        "Judge": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
-    },
-    "rollmill.v1.RewardService": {
-        "ComputeReward": {Role.INFERENCE, Role.OPERATOR},
-    },
+    # plus the limits of the execution, or of the cases
+    "rollmill.v1.CodeExecutionService": {"ExecuteCode": Rpc(_JUDGED, 10.0, True, MOST_BYTES)},
+    "rollmill.v1.JudgeService": {"Judge": Rpc(_JUDGED, 60.0, True, MOST_BYTES)},
+    "rollmill.v1.RewardService": {"ComputeReward": Rpc(_PLAYING, 60.0, True, MOST_BYTES)},
     "rollmill.v1.RunService": {
-        "GetRun": {Role.INFERENCE, Role.TRAINER, *_LOOKING},  # how a joining process learns its settings
-        "PauseRun": {Role.OPERATOR},
-        "ResumeRun": {Role.OPERATOR},
-        "StopRun": {Role.OPERATOR},
+        # how a joining process learns its settings
+        "GetRun": Rpc({Role.INFERENCE, Role.TRAINER, *_LOOKING}, 5.0, True),
+        "PauseRun": Rpc({Role.OPERATOR}, 5.0, True),
+        "ResumeRun": Rpc({Role.OPERATOR}, 5.0, True),
+        "StopRun": Rpc({Role.OPERATOR}, 5.0, True),
     },
     # A replica polls the status of its gateway, a trainer that of its publisher.
-    "rollmill.v1.StatusService": {"GetStatus": {*_LOOKING, Role.ORCHESTRATOR, Role.INFERENCE, Role.TRAINER}},
+    "rollmill.v1.StatusService": {
+        "GetStatus": Rpc({*_LOOKING, Role.ORCHESTRATOR, Role.INFERENCE, Role.TRAINER}, 5.0, True)
+    },
     # A container is probed with the bundle of its own process.
-    "grpc.health.v1.Health": {"Check": {*SERVICES, *_LOOKING}, "List": _LOOKING, "Watch": _LOOKING},
-    "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": _LOOKING},
-    "grpc.reflection.v1.ServerReflection": {"ServerReflectionInfo": _LOOKING},
+    "grpc.health.v1.Health": {"Check": Rpc({*SERVICES, *_LOOKING}), "List": Rpc(_LOOKING), "Watch": Rpc(_LOOKING)},
+    "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": Rpc(_LOOKING)},
+    "grpc.reflection.v1.ServerReflection": {"ServerReflectionInfo": Rpc(_LOOKING)},
 }
+DEADLINES = {name: rpc.deadline_s for methods in RPCS.values() for name, rpc in methods.items()}
+REQUEST_BYTES = {name: rpc.request_bytes for methods in RPCS.values() for name, rpc in methods.items()}
 HTTP: dict[str, Iterable[Role]] = {
     "endpoint": {Role.AGENT, Role.OPERATOR},
     "judge": {Role.CLIENT, Role.OPERATOR},
@@ -379,7 +378,7 @@ HTTP: dict[str, Iterable[Role]] = {
     "page": _LOOKING,
 }
 _ALLOWED: dict[str, frozenset[Role]] = {
-    f"/{service}/{method}": frozenset(roles) for service, methods in RPCS.items() for method, roles in methods.items()
+    f"/{service}/{name}": frozenset(rpc.roles) for service, methods in RPCS.items() for name, rpc in methods.items()
 } | {f"http:{group}": frozenset(roles) for group, roles in HTTP.items()}
 
 
@@ -388,7 +387,7 @@ def allowed(what: str) -> frozenset[Role]:
     return _ALLOWED.get(what, frozenset())
 
 
-def permit(found: Caller, what: str) -> None:
+def permit(found: Holder, what: str) -> None:
     """Raise ``PermissionDeniedError`` if the caller's role may not do ``what``."""
     roles = allowed(what)
     if found.role not in roles:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Literal
 
 from services.common.errors import ConfigError, UnauthenticatedError
 
@@ -207,28 +208,42 @@ def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name != VARIABLE}
 
 
-# --- Checks the validity period of a certificate or token, with messages that reveal two differing clocks.
+# --- The holder of a certificate or token.
 
 
 LEEWAY_S = 60.0  # by which clocks of two machines may differ
 
 
-def check_times(what: str, role: Role, begins_at: float, ends_at: float, now: float, *, leeway_s: float) -> None:
-    """Raise ``UnauthenticatedError`` with the validity period, the local time, and the remedy."""
-    if now > ends_at + leeway_s:
-        raise UnauthenticatedError(
-            f"{what} of role {role.value} expired at {moment(ends_at)} (the clock here says {moment(now)}): make new "
-            "keys with `rollmill keys ... --renew` and copy them to where the process of this role finds its own",
-            why="expired",
-            clock=f"{now:.0f}",
-        )
-    if now < begins_at - leeway_s:
-        raise UnauthenticatedError(
-            f"{what} of role {role.value} is valid only from {moment(begins_at)}, and the clock here says {moment(now)}, "
-            f"{begins_at - now:.0f} s before: set the clocks of the two machines right",
-            why="not_yet_valid",
-            clock=f"{now:.0f}",
-        )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """What a certificate or token says. Times are seconds since the epoch."""
+
+    run: str
+    role: Role
+    name: str
+    """Tells holders apart in logs and limits: names the token or the certificate, and is no secret."""
+    begins_at: float
+    ends_at: float
+    shown: Literal["token", "certificate"]
+
+    def check_times(self, now: float, leeway_s: float = 0.0, where: str = "") -> None:
+        """Raise ``UnauthenticatedError`` with the validity period, the local time, which reveals two differing clocks, and the
+        remedy."""
+        what = f"the {self.shown}{where} of role {self.role.value}"
+        if now > self.ends_at + leeway_s:
+            raise UnauthenticatedError(
+                f"{what} expired at {moment(self.ends_at)} (the clock here says {moment(now)}): make new "
+                "keys with `rollmill keys ... --renew` and copy them to where the process of this role finds its own",
+                why="expired",
+                clock=f"{now:.0f}",
+            )
+        if now < self.begins_at - leeway_s:
+            raise UnauthenticatedError(
+                f"{what} is valid only from {moment(self.begins_at)}, and the clock here says {moment(now)}, "
+                f"{self.begins_at - now:.0f} s before: set the clocks of the two machines right",
+                why="not_yet_valid",
+                clock=f"{now:.0f}",
+            )
 
 
 def moment(seconds: float) -> str:

@@ -6,12 +6,11 @@ Services hold the public key only, so none can create a token. Imports ``jwt`` (
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 
 import jwt
 
 from services.common.errors import ConfigError, UnauthenticatedError
-from services.common.security.keys import LEEWAY_S, Role, check_times
+from services.common.security.keys import LEEWAY_S, Holder, Role
 
 TOKEN_BYTES = 4096  # a longer one is refused unread
 LONGEST_S = 10 * 366 * 86_400.0  # between a token's times; it cannot be revoked, so it must end
@@ -19,17 +18,6 @@ _LAST = 253_402_300_799  # 9999-12-31 23:59:59 UTC, the last valid time
 
 _ISSUER = "rollmill"
 _ALGORITHM = "ES256"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claims:
-    """The claims of a token. Times are seconds since the epoch."""
-
-    run: str
-    role: Role
-    issued_at: float
-    ends_at: float
-    token_id: str  # names the token in logs
 
 
 def mint(key: bytes, run: str, role: Role, now: float, hours: float) -> str:
@@ -47,24 +35,24 @@ def mint(key: bytes, run: str, role: Role, now: float, hours: float) -> str:
     return jwt.encode(claims, key, algorithm=_ALGORITHM)
 
 
-def read(token: str) -> Claims:
-    """The claims of a token, without checking signature and times: for its own bearer, and for display."""
-    return _claims(token, None)
+def read(token: str) -> Holder:
+    """The holder of a token, without checking signature and times: for its own bearer, and for display."""
+    return _holder(token, None)
 
 
-def check(token: str, public_key: bytes, run: str, now: float) -> Claims:
-    """The claims of a token, if valid now and of this run.
+def check(token: str, public_key: bytes, run: str, now: float) -> Holder:
+    """The holder of a token, if valid now and of this run.
 
     Raises ``UnauthenticatedError``, which has no part of the token.
     """
-    claims = _claims(token, public_key)
-    if claims.run != run:
-        raise UnauthenticatedError(f"the token is of another run ({claims.run!r}); this is run {run!r}", why="run")
-    check_times("the token", claims.role, claims.issued_at, claims.ends_at, now, leeway_s=LEEWAY_S)
-    return claims
+    found = _holder(token, public_key)
+    if found.run != run:
+        raise UnauthenticatedError(f"the token is of another run ({found.run!r}); this is run {run!r}", why="run")
+    found.check_times(now, LEEWAY_S)
+    return found
 
 
-def _claims(token: str, public_key: bytes | None) -> Claims:
+def _holder(token: str, public_key: bytes | None) -> Holder:
     if len(token) > TOKEN_BYTES:
         raise UnauthenticatedError("this is no run token: it is too long", why="malformed")
     try:
@@ -85,13 +73,8 @@ def _claims(token: str, public_key: bytes | None) -> Claims:
         issued_at, ends_at = _whole_seconds(said["iat"]), _whole_seconds(said["exp"])
         if not 0 <= ends_at - issued_at <= LONGEST_S:
             raise ValueError("it ends before it begins, or later than any token does")
-        return Claims(
-            run=_text(said["run"]),
-            role=Role(said["role"]),
-            issued_at=issued_at,
-            ends_at=ends_at,
-            token_id=_text(said["jti"]),
-        )
+        role, name = Role(said["role"]), f"{said['role']}/{_text(said['jti'])[:16]}"
+        return Holder(run=_text(said["run"]), role=role, name=name, begins_at=issued_at, ends_at=ends_at, shown="token")
     except jwt.InvalidSignatureError:
         raise UnauthenticatedError(
             "the token was signed with another run's key: take one of this run (rollmill keys token)", why="signature"

@@ -36,7 +36,7 @@ class ActivityName(enum.StrEnum):
     IDLE = "idle"
     STARTING = "starting"
     PAUSED = "paused"
-    # of a trainer's ranks
+    # of a trainer's ranks, which report them as their state too
     WAITING_FOR_BATCH = "waiting for a batch"
     TRAINING = "training"
     REPLAYING = "replaying"
@@ -94,20 +94,6 @@ class ActivityName(enum.StrEnum):
 
 
 AnyActivity = ActivityName | ActivityLabel
-
-
-class TrainerState(enum.StrEnum):
-    """State of a trainer's rank, reported every two seconds; each has the name of an activity of its time account."""
-
-    STARTING = "starting"
-    REPLAYING = "replaying"
-    WAITING_FOR_BATCH = "waiting_for_batch"
-    PAUSED = "paused"
-    TRAINING = "training"
-    PUBLISHING = "publishing"
-    CHECKPOINTING = "checkpointing"
-    EXPORTING = "exporting"
-    FINISHED = "finished"
 
 
 # --- Names of components in time accounts, stalls and metrics: built and recognised here only.

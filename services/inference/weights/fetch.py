@@ -36,7 +36,8 @@ from services.common.errors import (
 from services.common.net.hosts import bracketed, host_identity, host_of, is_loopback
 from services.common.pb import weights_pb2, weights_pb2_grpc
 from services.common.records import FetchPlan, WeightVersion
-from services.common.rpc.client import DEADLINES, channel, translated_errors
+from services.common.rpc.client import channel, translated_errors
+from services.common.security.identity import DEADLINES
 from services.common.security.keys import Peer
 from services.common.telemetry.logs import LogEvent
 from services.common.transfer.bulk import (

@@ -18,7 +18,7 @@ from services.common.pb import (
     training_pb2_grpc,
 )
 from services.common.records import DeviceTurn, Interval, WeightVersion
-from services.common.telemetry.accounts import AccountState, PeerState, TrainerState
+from services.common.telemetry.accounts import AccountState, ActivityName, PeerState
 from services.common.telemetry.logs import LogEvent
 from services.common.wire import batch_chunks, duration_to_proto, read, write
 from services.orchestrator.buffer.assembly import MOST_AT_ONCE, Batch
@@ -194,7 +194,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         trainer.note_checkpoints(newest, checkpoint_step, request.kept_checkpoint_steps)
         trainer.gauges = {name: value for name, value in request.gauges.items() if math.isfinite(value)}
         trainer.accounts[0], trainer.peers, trainer.device_turn = accounts, peers, request.device_turn
-        if request.state == TrainerState.FINISHED:
+        if request.state == ActivityName.FINISHED:
             self._core.turns.trainer_finished(request.policy)
         self._core.turns.settle()
         return training_pb2.ReportTrainerResponse(lease=duration_to_proto(self._core.trainers.lease_s))

@@ -148,7 +148,7 @@ async def test_commands_reach_a_trainer_that_waits_for_a_batch_and_it_reports_th
     await orchestrator.until(
         lambda: bool(orchestrator.reports) and orchestrator.reports[-1].training_step == 3, "no report"
     )
-    assert orchestrator.reports[-1].state == "waiting_for_batch"
+    assert orchestrator.reports[-1].state == "waiting for a batch"
     assert {"waited_s", "step_seconds"} <= set(orchestrator.reports[-1].gauges)
     assert {"loss", "mismatch_abs", "mismatch_kl", "grad_norm"} <= orchestrator.metrics[2].keys()
     (interval,) = orchestrator.intervals[2]

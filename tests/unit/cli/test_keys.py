@@ -130,7 +130,7 @@ def test_a_token_more_is_of_the_role_and_the_hours_asked_for(tmp_path: Path) -> 
     claims = check(token, (ring.folder / "token.pub").read_bytes(), "r1", time.time())
     assert claims.role is Role.AGENT
     assert abs(claims.ends_at - time.time() - 7200) < 60
-    assert read(token).token_id != read(keys("token", ring.folder, "--role", "agent").output.strip()).token_id
+    assert read(token).name != read(keys("token", ring.folder, "--role", "agent").output.strip()).name
 
 
 def test_a_bundle_that_was_copied_makes_no_token(tmp_path: Path) -> None:

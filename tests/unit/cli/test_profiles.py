@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from services.cli.check.worlds import index_problems, world_problems
-from services.cli.profiles import load_with_profile, rows_here, world_here
+from services.cli.profiles import load_with_profile, rows_here, tiny, world_here
 from services.common.config.data import DatasetConfig
 from services.common.config.loading import load_recipe, validate
-from services.common.config.profiles.tiny import tiny
 from services.common.errors import ConfigError, DatasetError
 from services.common.tiny import programs, sums
 from services.orchestrator.tasks.datasets import open_source

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from services.common.telemetry.accounts import (
     Activity,
-    ActivityName,
     TimeAccount,
-    TrainerState,
 )
 
 # --- accounts
@@ -121,8 +119,3 @@ def test_what_nothing_occupies_is_in_the_rest_and_a_call_without_a_lane_is_nobod
             Activity("waiting for weights", "publisher/model0"): 0.5,
         }
     )
-
-
-@pytest.mark.parametrize("state", TrainerState)
-def test_every_state_of_a_trainer_is_an_activity(state: TrainerState) -> None:
-    assert state.name in ActivityName.__members__

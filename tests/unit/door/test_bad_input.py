@@ -211,22 +211,6 @@ workflow:
 """
 
 
-@pytest.mark.parametrize(
-    ("path", "told"),
-    [
-        ("services.inference.workflows.base:Outcome", "write rollmill:Outcome"),
-        ("services.common.dataset_rows:truth_in", "write rollmill:answer_of"),
-        ("services.envgateway.rewards.registry:MathReward", "go by their plain names, such as tool_use"),
-    ],
-)
-def test_an_old_import_path_in_a_recipe_is_told_with_the_new_one(path: str, told: str, folder: Path) -> None:
-    (folder / "recipe.yaml").write_text(RECIPE.replace("NAME", path))
-    with pytest.raises(ConfigError) as caught:
-        load_recipe(folder, (), {})
-    assert caught.value.message.startswith(f"{folder}/recipe.yaml:13: workflow.settings.reward names {path}")
-    assert told in caught.value.message
-
-
 def test_a_key_that_stands_twice_is_told_with_both_lines(folder: Path) -> None:
     file = folder / "twice.yaml"
     file.write_text(

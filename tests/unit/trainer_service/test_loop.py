@@ -143,7 +143,7 @@ def test_a_checkpoint_that_is_asked_for_does_not_wait_for_the_next_batch(tmp_pat
     link = Waiting()
     assert Trainer(tmp_path, link).live() == 3
     assert link.kept == [[], [2], [2, 3]]
-    assert link.states[-5:] == ["checkpointing", *["waiting_for_batch"] * 3, "checkpointing"]
+    assert link.states[-5:] == ["checkpointing", *["waiting for a batch"] * 3, "checkpointing"]
 
 
 def test_a_refused_batch_is_neither_trained_nor_published_and_replayed_ones_are_not_checked(tmp_path: Path) -> None:

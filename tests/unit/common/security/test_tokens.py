@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from services.common.errors import ConfigError, UnauthenticatedError
 from services.common.security import tokens
 from services.common.security.certificates import make_key, public_part
-from services.common.security.keys import LEEWAY_S, Role
+from services.common.security.keys import LEEWAY_S, Holder, Role
 
 KEY = make_key()
 PUBLIC = public_part(KEY)
 NOW = 1_790_000_000.0
 
 
-def check(token: str, now: float = NOW, run: str = "r1") -> tokens.Claims:
+def check(token: str, now: float = NOW, run: str = "r1") -> Holder:
     return tokens.check(token, PUBLIC, run, now)
 
 

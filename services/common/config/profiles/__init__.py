@@ -1,1 +1,0 @@
-"""Transformations of a whole recipe, chosen on the command line: ``--profile NAME``."""
