@@ -1,6 +1,6 @@
 """Jobs and results as bytes, for Redis: trees of plain data (``bare.plain``) in JSON, with two tags more.
 
-    ["R", name, {field: tree, ...}] ["E", name, value]     a record, and a member of an enumeration, by the name of the class
+["R", name, {field: tree, ...}] ["E", name, value]     a record, and a member of an enumeration, by the name of the class
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 from services.common.text.literals import NotLiteralError, to_tree, tree_of
 from services.common.text.programs import parsed_expression
 from services.envgateway.judge.records import Comparison, ComparisonMode
+from services.envgateway.sandbox.bare import plain
 
 # --- Compares plain data in its tree form (``bare.plain``): of a tree from untrusted code only built-in values are made.
 
@@ -121,14 +122,8 @@ def _value(tree: Tree, strict: bool) -> Any:
         return tree
     tag, parts = tree[0], tree[1:]
     match tag:
-        case "i":
-            return int(parts[0], 16)
-        case "f":
-            return float.fromhex(parts[0])
-        case "c":
-            return complex(float.fromhex(parts[0]), float.fromhex(parts[1]))
-        case "b":
-            return bytes.fromhex(parts[0])
+        case "i" | "f" | "c" | "b":
+            return plain.LEAVES[tag](parts)
         case "F":
             return Fraction(*_whole(parts))
         case "D":
