@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import sys
-from pathlib import Path
 
-from services.common.config.loading import load_recipe, load_resolved
 from services.common.config.reading.unread import unread_variables
-from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, RollmillError
 from services.common.system.child import die_with_parent_if_asked
 from services.common.telemetry import logs
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.variables import VARIABLES, with_variables
+from services.envgateway.variables import parser_of, recipe_of, with_variables
 
 _DESCRIPTION = """\
 Run programs for environment gateways, in a sandbox on this node. Gateway and workers meet in one Redis only; start as
@@ -29,21 +25,10 @@ Where Redis is away the worker waits for it, for ever; it ends by itself only ov
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m extras.farm",
-        description=_DESCRIPTION,
-        epilog=VARIABLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--run-dir", type=Path, help="take the section envgateway of this run directory")
-    source.add_argument("--recipe", type=Path, help="take the section envgateway of this recipe")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c",
-                        help="with --recipe: override a setting")  # fmt: skip
-    arguments = parser.parse_args()
+    arguments = parser_of("python -m extras.farm", _DESCRIPTION).parse_args()
     die_with_parent_if_asked()
     try:
-        recipe = _recipe(arguments)
+        recipe = recipe_of(arguments)
         config, redis_uri = with_variables(recipe.envgateway if recipe else None)
         if not redis_uri:
             raise ConfigError(
@@ -61,18 +46,6 @@ def main() -> None:
         asyncio.run(work(redis_uri, config.queue, sandbox, metrics=metrics, run_id=run_id, run_dir=arguments.run_dir))
     except RollmillError as error:
         sys.exit(f"error: {error.message}")
-
-
-def _recipe(arguments: argparse.Namespace) -> Recipe | None:
-    if arguments.run_dir is not None:
-        recipe = load_resolved(arguments.run_dir)
-    elif arguments.recipe is not None:
-        recipe = load_recipe(arguments.recipe, arguments.overrides)
-    else:
-        return None
-    if recipe.envgateway is None:
-        raise ConfigError("the recipe has no gateway: write envgateway: {}")
-    return recipe
 
 
 if __name__ == "__main__":

@@ -6,14 +6,12 @@ import argparse
 import asyncio
 import os
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 from services.common.config.envgateway import EnvGatewayConfig
-from services.common.config.loading import load_recipe, load_resolved
 from services.common.config.processes import MetricsConfig
 from services.common.config.reading.unread import unread_variables
-from services.common.errors import ConfigError, DeadlineError, InfrastructureError, RollmillError
+from services.common.errors import DeadlineError, InfrastructureError, RollmillError
 from services.common.extras import provided
 from services.common.security import identity
 from services.common.security.identity import check_keys_are_there
@@ -22,7 +20,7 @@ from services.common.system.child import START_AGAIN, die_with_parent_if_asked, 
 from services.common.telemetry import logs
 from services.common.telemetry.logs import settle
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.variables import VARIABLES, port_variables, runs_worker, with_variables
+from services.envgateway.variables import VARIABLES, parser_of, port_variables, recipe_of, runs_worker, with_variables
 
 _DESCRIPTION = """\
 Serve environments, sandboxed code execution and rewards, as a recipe's `envgateway` says; without a recipe as a judge
@@ -39,17 +37,7 @@ _PORTS = """\
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m services.envgateway",
-        description=_DESCRIPTION,
-        epilog=VARIABLES + _PORTS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--run-dir", type=Path, help="a run directory, as the launcher makes it")
-    source.add_argument("--recipe", type=Path, help="a recipe: serve without a run")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c",
-                        help="with --recipe: override a setting")  # fmt: skip
+    parser = parser_of("python -m services.envgateway", _DESCRIPTION, VARIABLES + _PORTS)
     parser.add_argument("--orchestrator", metavar="HOST:PORT",
                         help="serve the run of this orchestrator, until it has ended; left out, serve until SIGTERM")  # fmt: skip
     parser.add_argument("--host", help="bind this address instead of the recipe's")
@@ -102,13 +90,7 @@ class _Settings(NamedTuple):
 
 def _settings(arguments: argparse.Namespace) -> _Settings:
     section, run_id, needs_keys, metrics, runs_none = None, "", False, MetricsConfig(), False
-    if arguments.run_dir is not None or arguments.recipe is not None:
-        if arguments.run_dir is not None:
-            recipe = load_resolved(arguments.run_dir)
-        else:
-            recipe = load_recipe(arguments.recipe, arguments.overrides)
-        if recipe.envgateway is None:
-            raise ConfigError("the recipe has no gateway: write envgateway: {}")
+    if (recipe := recipe_of(arguments)) is not None:
         section, run_id, metrics = recipe.envgateway, recipe.run.id or "", recipe.metrics
         needs_keys, runs_none = recipe.needs_keys, recipe.where_programs_run() is None
     config, redis_uri = with_variables(section)

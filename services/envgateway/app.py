@@ -153,22 +153,13 @@ class Gateway:
             run_id=run_id,
             around=[by_client, booked(self._account, _ACTIVITIES)],
         )
-        self.server.add(
-            pb_grpc.add_EnvironmentServiceServicer_to_server,
-            EnvironmentServicer(self._episodes),
-            "rollmill.v1.EnvironmentService",
-        )
-        self.server.add(
-            pb_grpc.add_CodeExecutionServiceServicer_to_server,
-            CodeExecutionServicer(self.queue),
-            "rollmill.v1.CodeExecutionService",
-        )
-        self.server.add(
-            judge_pb2_grpc.add_JudgeServiceServicer_to_server, JudgeServicer(self.queue), "rollmill.v1.JudgeService"
-        )
-        self.server.add(
-            pb_grpc.add_RewardServiceServicer_to_server, RewardServicer(self._rewards), "rollmill.v1.RewardService"
-        )
+        for name, add, servicer in (
+            ("Environment", pb_grpc.add_EnvironmentServiceServicer_to_server, EnvironmentServicer(self._episodes)),
+            ("CodeExecution", pb_grpc.add_CodeExecutionServiceServicer_to_server, CodeExecutionServicer(self.queue)),
+            ("Judge", judge_pb2_grpc.add_JudgeServiceServicer_to_server, JudgeServicer(self.queue)),
+            ("Reward", pb_grpc.add_RewardServiceServicer_to_server, RewardServicer(self._rewards)),
+        ):
+            self.server.add(add, servicer, f"rollmill.v1.{name}Service")
         self.server.set_accounts(lambda: [self._account.state()])
         self.server.set_gauges(self._gauges, lambda: {"isolation_tier": sandbox.tier})
         self.http = self.task_server = None  # where the recipe gives them a port

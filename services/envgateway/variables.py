@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import ValidationError
 
 from services.common.config.envgateway import EnvGatewayConfig
-from services.common.config.loading import explain
+from services.common.config.loading import explain, load_recipe, load_resolved
+from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.extras import absent, provided
 from services.common.net.hosts import is_loopback
@@ -30,6 +33,32 @@ variables (over what a recipe says):
 
 
 _MOST = 10**9  # of a variable: 30 years, a pebibyte
+
+
+def parser_of(prog: str, description: str, variables: str = VARIABLES) -> argparse.ArgumentParser:
+    """A parser with the options that ``recipe_of`` reads, and the ``variables`` below its help."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, epilog=variables, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--run-dir", type=Path, help="take the section envgateway of this run directory")
+    source.add_argument("--recipe", type=Path, help="take the section envgateway of this recipe: serve without a run")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c",
+                        help="with --recipe: override a setting")  # fmt: skip
+    return parser
+
+
+def recipe_of(arguments: argparse.Namespace) -> Recipe | None:
+    """The recipe that the options name, None for none. Raises ``ConfigError`` for one that has no gateway."""
+    if arguments.run_dir is not None:
+        recipe = load_resolved(arguments.run_dir)
+    elif arguments.recipe is not None:
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+    else:
+        return None
+    if recipe.envgateway is None:
+        raise ConfigError("the recipe has no gateway: write envgateway: {}")
+    return recipe
 
 
 def with_variables(

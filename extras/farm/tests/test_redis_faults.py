@@ -31,7 +31,7 @@ async def test_entries_of_the_same_id_in_both_lanes_are_two_jobs(farm: Farm, red
     await until(lambda: worker.counts["answered"] == 2, "both are answered")
     await until(lambda: len(worker.held) == 0, "both are let go")
     answers = await redis.lrange("rollmill:results:other", 0, -1)
-    assert {answer.split(b"{")[0] for answer in answers} == {f"{lane}".encode() for lane in Lane}
+    assert {answer.split(b"[")[0] for answer in answers} == {f"{lane}".encode() for lane in Lane}
     assert (await farm.execute("next")).stdout == b"next"
 
 

@@ -132,17 +132,14 @@ class EnvironmentRegistry:
     ) -> None:
         """``worlds`` maps a world that the config cannot offer to the reason."""
         self._context = context
+        worlds = worlds or {}
         self._factories = dict(ENVIRONMENTS)
-        self._worlds: dict[str, World] = {}
+        self._worlds: dict[str, World] = {name: one for name, one in worlds.items() if not isinstance(one, str)}
+        # unavailable worlds, with the missing part of each
+        self.absent = {name: why for name, why in worlds.items() if isinstance(why, str)}
         self.failed_actions: Counter[str] = Counter()
-        self._absent: dict[str, str] = {}
-        for name, world in (worlds or {}).items():
-            if isinstance(world, str):
-                self._absent[name] = world
-            else:
-                self._worlds[name] = world
         for name, path in paths.items():
-            if name in ENVIRONMENTS or name in (worlds or {}):
+            if name in ENVIRONMENTS or name in worlds:
                 raise ConfigError(
                     f"envgateway.environments.{name}: Rollmill has an environment of this name: write another name before {path}"
                 )
@@ -161,11 +158,6 @@ class EnvironmentRegistry:
         """Environments whose tasks are numbered."""
         return sorted(name for name, world in self._worlds.items() if getattr(world, "is_indexed", False))
 
-    @property
-    def absent(self) -> Mapping[str, str]:
-        """Unavailable worlds, with the missing part of each."""
-        return self._absent
-
     def build(self, name: str) -> EnvironmentLike:
         """Build an environment. Raises ``UnknownEnvironmentError``, which names a missing part."""
         self.require(name)
@@ -177,8 +169,8 @@ class EnvironmentRegistry:
         """Raises ``UnknownEnvironmentError``, which names a missing part."""
         if name in self._worlds or name in self._factories:
             return
-        if name in self._absent:
-            raise UnknownEnvironmentError(f"the environment {name!r} is not set up here: {self._absent[name]}")
+        if name in self.absent:
+            raise UnknownEnvironmentError(f"the environment {name!r} is not set up here: {self.absent[name]}")
         raise UnknownEnvironmentError(f"no environment {name!r}; this gateway has {', '.join(self.names)}")
 
     @property

@@ -20,17 +20,20 @@ from __future__ import annotations
 import ast
 import json
 import math
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from typing import Any, TypeAlias
 
 from services.common.text.literals import NotLiteralError, to_tree, tree_of
 from services.common.text.programs import parsed_expression
 from services.envgateway.judge.records import Comparison, ComparisonMode
+from services.envgateway.sandbox.bare import plain
 
 # --- Compares plain data in its tree form (``bare.plain``): of a tree from untrusted code only built-in values are made.
 
@@ -121,14 +124,8 @@ def _value(tree: Tree, strict: bool) -> Any:
         return tree
     tag, parts = tree[0], tree[1:]
     match tag:
-        case "i":
-            return int(parts[0], 16)
-        case "f":
-            return float.fromhex(parts[0])
-        case "c":
-            return complex(float.fromhex(parts[0]), float.fromhex(parts[1]))
-        case "b":
-            return bytes.fromhex(parts[0])
+        case "i" | "f" | "c" | "b":
+            return plain.LEAVES[tag](parts)
         case "F":
             return Fraction(*_whole(parts))
         case "D":
@@ -321,22 +318,23 @@ def difference(expected: str, printed: bytes, comparison: Comparison) -> str:
     except UnicodeEncodeError:  # a lone surrogate: no bytes encode one
         return "the expected output is no text"
     if mode is ComparisonMode.EXACT:
-        return "" if wanted == printed else _first_difference([wanted], [printed], "output")
+        return _first_difference([wanted], [printed], "output")
     wanted, printed = wanted.replace(b"\r\n", b"\n"), printed.replace(b"\r\n", b"\n")
     if mode is ComparisonMode.FLOAT:
-        return _float_difference(wanted.split(), printed.split(), comparison.tolerance)
+        same = partial(_close_words, tolerance=comparison.tolerance)
+        return _first_difference(wanted.split(), printed.split(), "word", same)
     if mode is ComparisonMode.JSON:
         return _parsed_difference(lambda text: to_tree(json.loads(text)), "JSON", wanted, printed)
     if mode is ComparisonMode.LITERAL:
         return _parsed_difference(_literal_tree, "literal", wanted, printed)
     if mode is ComparisonMode.LINES:
-        return _lines_difference(_filled_lines(wanted), _filled_lines(printed))
+        return _first_difference(_filled_lines(wanted), _filled_lines(printed), "line", _same_line)
     split, ordered, what = _RULES[mode]
     wanted_parts, printed_parts = split(wanted), split(printed)
-    if wanted_parts == printed_parts or (not ordered and Counter(wanted_parts) == Counter(printed_parts)):
-        return ""
     if ordered:
         return _first_difference(wanted_parts, printed_parts, what)
+    if Counter(wanted_parts) == Counter(printed_parts):
+        return ""
     return f"other {what}s than expected, or not as often: {len(printed_parts)} instead of {len(wanted_parts)}"
 
 
@@ -355,23 +353,18 @@ _RULES: dict[ComparisonMode, tuple[Callable[[bytes], list[bytes]], bool, str]] =
 }
 
 
-def _first_difference(wanted: list[bytes], printed: list[bytes], what: str) -> str:
+def _first_difference(
+    wanted: list[bytes], printed: list[bytes], what: str, same: Callable[[bytes, bytes], bool] = operator.eq
+) -> str:
     for number, (expected, actual) in enumerate(zip(wanted, printed, strict=False), start=1):
-        if expected != actual:
+        if not same(expected, actual):
             where = what if what == "output" else f"{what} {number}"
             return f"{where}: expected {_shown(expected)}, got {_shown(actual)}"
-    return f"{len(printed)} {what}s instead of {len(wanted)}"
+    return "" if len(wanted) == len(printed) else f"{len(printed)} {what}s instead of {len(wanted)}"
 
 
 def _filled_lines(text: bytes) -> list[bytes]:
     return [stripped for line in text.split(b"\n") if (stripped := line.strip())]
-
-
-def _lines_difference(wanted: list[bytes], printed: list[bytes]) -> str:
-    if len(wanted) == len(printed) and all(map(_same_line, wanted, printed)):
-        return ""
-    same = [a if _same_line(e, a) else e for e, a in zip(wanted, printed, strict=False)]
-    return _first_difference([*same, *wanted[len(same) :]], printed, "line")
 
 
 def _same_line(expected: bytes, actual: bytes) -> bool:
@@ -402,15 +395,6 @@ def _are_both(form: re.Pattern[bytes], expected: bytes, actual: bytes) -> bool:
 
 def _shown(text: bytes) -> str:
     return repr(text[:_SHOWN_BYTES].decode(errors="replace")) + ("…" if len(text) > _SHOWN_BYTES else "")
-
-
-def _float_difference(wanted: list[bytes], printed: list[bytes], tolerance: float) -> str:
-    if len(wanted) != len(printed):
-        return f"{len(printed)} words instead of {len(wanted)}"
-    for number, (expected, actual) in enumerate(zip(wanted, printed, strict=True), start=1):
-        if not _close_words(expected, actual, tolerance):
-            return f"word {number}: expected {_shown(expected)}, got {_shown(actual)}"
-    return ""
 
 
 def _close_words(expected: bytes, actual: bytes, tolerance: float) -> bool:

@@ -44,15 +44,9 @@ _SHORTEST_WAIT_S = 0.05
 class WorkerOverdue(ChildFailed):
     """The worker has used the CPU time of a grading."""
 
-    def __init__(self) -> None:
-        super().__init__("is overdue")
-
 
 class WorkerStarved(ChildFailed):
     """The worker got no processor time: the machine is at fault."""
-
-    def __init__(self) -> None:
-        super().__init__("got no processor")
 
 
 class MathProcess(Child):
@@ -78,9 +72,9 @@ class MathProcess(Child):
     def _look(self) -> None:
         used_s = procfs.usage([self.pid]).cpu_s - self._cpu_before_s
         if used_s >= self._cpu_s:
-            self._fail(WorkerOverdue())
+            self._fail(WorkerOverdue("is overdue"))
         elif self._loop.time() - self._turned_s >= _STARVED_FACTOR * self._cpu_s:
-            self._fail(WorkerStarved())
+            self._fail(WorkerStarved("got no processor"))
         else:
             self._watch = self._loop.call_later(max(self._cpu_s - used_s, _SHORTEST_WAIT_S), self._look)
 
@@ -148,8 +142,10 @@ class MathPool:
         return result.detail
 
     async def close(self) -> None:
-        for worker in list(self._workers):
-            self._end(worker)
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
+        self._idle.clear()
 
     async def _is_sound(self, truth: str) -> bool:
         if truth not in self._sound:
@@ -193,31 +189,23 @@ class MathPool:
             InfrastructureError: no worker starts.
         """
         worker = self._idle.pop() if self._idle else MathProcess(self._config.timeout_s, self._grader)
+        is_fit = False
         try:
             if worker not in self._workers:
                 self._workers.add(worker)
                 await worker.start(f"the grader {self._grader or 'math'}")
             answer = await worker.ask(frame)
+            is_fit = not answer["worn"]
         except asyncio.CancelledError:
-            self._leave(worker, is_fit=worker.failure is None)  # it may go on with the question
+            is_fit = worker.failure is None  # it may go on with the question
             raise
-        except BaseException:
-            self._leave(worker, is_fit=False)
-            raise
-        self._leave(worker, is_fit=not answer["worn"])
+        finally:
+            if is_fit:
+                self._idle.append(worker)
+            else:
+                self._workers.discard(worker)
+                worker.kill()
         return answer
-
-    def _leave(self, worker: MathProcess, *, is_fit: bool) -> None:
-        if is_fit:
-            self._idle.append(worker)
-        else:
-            self._end(worker)
-
-    def _end(self, worker: MathProcess) -> None:
-        self._workers.discard(worker)
-        if worker in self._idle:
-            self._idle.remove(worker)
-        worker.kill()
 
     def _judged(self, failure: ChildFailed, crashes: int) -> RewardResult | None:
         """The result of a grading that did not end well; None when the grading should be tried again."""

@@ -141,9 +141,9 @@ class SupervisorLauncher:
         self._tiers = tiers if tiers is not None else _allowed_tiers(config)
         self._num_users = config.num_slots + config.num_live
         self._users = SlotUsers(self._num_users)
-        for path in Path(tempfile.gettempdir()).glob(
-            f"{_PREFIX}*"
-        ):  # of gateways that were killed: the names carry their pids
+        self.user_ids = frozenset(self._users.uids)  # empty without the rights to have some
+        # of gateways that were killed: the names carry their pids
+        for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
             match = re.fullmatch(rf"{_PREFIX}(\d+)-.*", path.name)
             if match and not os.path.exists(f"/proc/{match[1]}"):
                 with contextlib.suppress(FileNotFoundError):  # another gateway that starts now was quicker
@@ -151,10 +151,6 @@ class SupervisorLauncher:
                         remove_tree(str(path))
         self.base_dir = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
         os.chmod(self.base_dir, 0o711)  # slot users pass through, and cannot list each other's directories
-
-    @property
-    def user_ids(self) -> frozenset[int]:
-        return frozenset(self._users.uids)
 
     def launch(self) -> LaunchedSupervisor:
         """Start a supervisor and wait for its hello.

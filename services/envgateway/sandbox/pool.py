@@ -9,11 +9,10 @@ A program is a lease with one run.
 from __future__ import annotations
 
 import asyncio
-import collections
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import structlog
 
@@ -98,13 +97,11 @@ _ANSWER_GRACE_S = 40.0  # a fork server's start, the wipe of a slot
 class SlotLease:
     """One slot's turn. The slot is free again when the holder has left and all its runs have ended."""
 
-    def __init__(
-        self, pool: SandboxPool, on_empty: Callable[[], None], count: Callable[[ExecutionResult], None]
-    ) -> None:
-        """``on_empty`` is called once, when no run uses the slot any more; ``count`` at the end of each run."""
+    def __init__(self, pool: SandboxPool, on_empty: Callable[[], None], counts: Counter[str]) -> None:
+        """``on_empty`` is called once, when no run uses the slot any more; ``counts`` has ended runs by status."""
         self._pool = pool
         self._on_empty = on_empty
-        self._count = count
+        self._counts = counts
         self._live: set[SubmittedRun] = set()
         self._left = False
         self._given_back = False
@@ -151,7 +148,7 @@ class SlotLease:
         self._release_when_empty()
 
     def _ended(self, run: SubmittedRun) -> None:
-        self._count(run.result.result())
+        self._counts[run.result.result().status.lower()] += 1
         self._live.discard(run)
         self._release_when_empty()
 
@@ -167,9 +164,9 @@ class LiveSlots:
     def __init__(self, pool: SandboxPool, num: int) -> None:
         self._pool = pool
         self._num = num
-        self._free = num
-        self.config: SandboxConfig = pool.config
-        self.counts: collections.Counter[str] = collections.Counter()
+        self._taken = 0
+        self.config = pool.config
+        self.counts: Counter[str] = Counter()
 
     def lease(self) -> SlotLease:
         """A place, until the lease is left and its process has ended.
@@ -177,25 +174,19 @@ class LiveSlots:
         Raises:
             CapacityError: all are taken; says when to come back.
         """
-        if not self._free:
+        if self._taken == self._num:
             self.counts["refused"] += 1
             raise CapacityError(f"all {self._num} live processes of the sandbox are in use", retry_after_s=_RETRY_S)
-        self._free -= 1
-        return SlotLease(self._pool, self._give_back, self._count)
+        self._taken += 1
+        return SlotLease(self._pool, self._give_back, self.counts)
 
     @property
     def gauges(self) -> dict[str, float]:
         """Numbers for GetStatus."""
-        return {
-            "live_processes": float(self._num - self._free),
-            **{f"live_{k}": float(n) for k, n in self.counts.items()},
-        }
-
-    def _count(self, result: ExecutionResult) -> None:
-        self.counts[result.status.lower()] += 1
+        return {"live_processes": float(self._taken), **{f"live_{k}": float(n) for k, n in self.counts.items()}}
 
     def _give_back(self) -> None:
-        self._free += 1
+        self._taken -= 1
 
 
 # --- The pool.
@@ -210,8 +201,10 @@ class SandboxPool:
     def __init__(
         self, config: SandboxConfig, launcher: SupervisorLauncher, supervisor: LaunchedSupervisor | SandboxRefusedError
     ) -> None:
-        self._config = config
+        self.config = config
         self._launcher = launcher
+        self.base_dir = launcher.base_dir
+        self.user_ids = launcher.user_ids
         self._refused = supervisor if isinstance(supervisor, SandboxRefusedError) else None
         self._supervisor = supervisor if isinstance(supervisor, LaunchedSupervisor) else None
         self._connection: SupervisorConnection | None = None
@@ -219,10 +212,9 @@ class SandboxPool:
         self.scheduler = Scheduler(num_slots=config.num_slots, batch_slots=batch_share(config.num_slots))
         self._last_start = 0.0
         self._closed = False
-        facts = {} if self._supervisor is None else self._supervisor.facts
         self.tier = "none" if self._supervisor is None else self._supervisor.tier
-        self._has_cpp = bool(facts.get("cpp"))
-        self.counts: collections.Counter[str] = collections.Counter()
+        self.has_cpp = self._supervisor is not None and bool(self._supervisor.facts["cpp"])
+        self.counts: Counter[str] = Counter()
         self.live = LiveSlots(self, config.num_live)
 
     @classmethod
@@ -260,7 +252,7 @@ class SandboxPool:
         """
         if unusable := why_unusable(request.code, request.language):
             return ExecutionResult(status=RunStatus.INVALID_REQUEST, detail=unusable)
-        source, limits = request.code.encode(), request.limits.within(self._config)
+        source, limits = request.code.encode(), request.limits.within(self.config)
         async with self.lease(lane, wait_s) as slot:
             if request.language == "cpp":
                 artefact = await compile_cpp(slot, request.code)
@@ -281,35 +273,16 @@ class SandboxPool:
         """
         await self.scheduler.take(lane, wait_s)
         began = time.monotonic()
-        lease = SlotLease(self, lambda: self.scheduler.give(lane, time.monotonic() - began), self._count)
+        lease = SlotLease(self, lambda: self.scheduler.give(lane, time.monotonic() - began), self.counts)
         try:
             yield lease
         finally:
             lease.leave()
 
     @property
-    def config(self) -> SandboxConfig:
-        return self._config
-
-    @property
     def supervisor_pid(self) -> int | None:
         """None while a dead supervisor is replaced."""
         return None if self._supervisor is None else self._supervisor.process.pid
-
-    @property
-    def base_dir(self) -> Path:
-        """The directory of the slots' own directories."""
-        return self._launcher.base_dir
-
-    @property
-    def user_ids(self) -> frozenset[int]:
-        """Users of the slots; empty without the rights to have some."""
-        return self._launcher.user_ids
-
-    @property
-    def has_cpp(self) -> bool:
-        """Whether there is a C++ compiler."""
-        return self._has_cpp
 
     async def submit(self, job: Job) -> SubmittedRun:
         """For leases: a run on its way.
@@ -338,12 +311,9 @@ class SandboxPool:
         return {
             "sandbox_busy_slots": float(self.scheduler.num_running),
             "sandbox_queued": float(sum(map(self.scheduler.num_waiting, Lane))),
-            **{f"sandbox_{status.lower()}": float(count) for status, count in self.counts.items()},
+            **{f"sandbox_{name}": float(count) for name, count in self.counts.items()},
             **{f"sandbox_{name}": value for name, value in self.live.gauges.items()},
         }
-
-    def _count(self, result: ExecutionResult) -> None:
-        self.counts[result.status.value] += 1
 
     # -- the supervisor -----------------------------------------------------------------------------------------
 

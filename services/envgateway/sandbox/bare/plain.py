@@ -189,7 +189,7 @@ def _tree_values(root: Any) -> list[Any]:
     return values
 
 
-_READ: dict[str, Callable[[list[Any]], Any]] = {
+LEAVES: dict[str, Callable[[list[Any]], Any]] = {
     "i": lambda parts: int(parts[0], 16),
     "f": lambda parts: float.fromhex(parts[0]),
     "c": lambda parts: complex(float.fromhex(parts[0]), float.fromhex(parts[1])),
@@ -197,7 +197,7 @@ _READ: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-_READ_ALL: dict[str, Callable[[list[Any]], Any]] = {
+_HOLDERS: dict[str, Callable[[list[Any]], Any]] = {
     "l": list,
     "t": tuple,
     "s": set,
@@ -218,7 +218,7 @@ def from_tree(tree: Any) -> Any:
         return tree
     try:
         tag, parts = tree[0], tree[1:]
-        return _READ[tag](parts) if tag in _READ else _READ_ALL[tag]([from_tree(part) for part in parts])
+        return LEAVES[tag](parts) if tag in LEAVES else _HOLDERS[tag]([from_tree(part) for part in parts])
     except (KeyError, IndexError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"no tree of plain data: {error!r}") from error
 

@@ -38,6 +38,12 @@ def _read(path: str) -> bytes:
         os.close(fd)
 
 
+def _words_behind(path: str, name: bytes) -> list[bytes]:
+    """The words behind a name at the begin of a line; empty when the process is gone, or the kernel tells no such thing."""
+    _, _, rest = (b"\n" + _read(path)).partition(b"\n" + name)
+    return rest.partition(b"\n")[0].split()
+
+
 # Whether this kernel lists children (CONFIG_PROC_CHILDREN); without them every look is a scan of /proc.
 _HAS_CHILDREN_FILES = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
@@ -123,13 +129,8 @@ def waited_cpu_s(pid: int) -> float:
 
 def proportional_bytes(pids: Iterable[int]) -> int:
     """Memory with each shared page counted once, divided among the sharing processes (PSS); slower than ``usage``."""
-    total = 0
-    for pid in pids:
-        for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
-            if line.startswith(b"Pss:"):
-                total += int(line.split()[1]) * 1024
-                break
-    return total
+    shares = [_words_behind(f"/proc/{pid}/smaps_rollup", b"Pss:") for pid in pids]
+    return sum(int(share[0]) * 1024 for share in shares if share)
 
 
 def buffer_bytes(pids: Iterable[int]) -> int:
@@ -154,17 +155,14 @@ def resident_bytes(pid: int) -> int:
 
 def written_bytes(pid: int) -> int:
     """Bytes written to disk by a process and its reaped children; 0 when unknown."""
-    for line in _read(f"/proc/{pid}/io").splitlines():
-        if line.startswith(b"write_bytes:"):
-            return int(line.split()[1])
-    return 0
+    found = _words_behind(f"/proc/{pid}/io", b"write_bytes:")
+    return int(found[0]) if found else 0
 
 
 def oom_kills() -> int:
     """Processes that the kernel has killed for want of memory, on the whole machine; 0 where that is unknown."""
-    data = _read("/proc/vmstat")
-    _, _, found = data.partition(b"\noom_kill ")
-    return int(found.split()[0]) if found else 0
+    found = _words_behind("/proc/vmstat", b"oom_kill ")
+    return int(found[0]) if found else 0
 
 
 def is_live_child(pid: int) -> bool:
@@ -201,36 +199,24 @@ def num_threads(pid: int) -> int:
 def user(pid: int) -> int:
     """The real uid; -1 when the process is gone. (The owner of /proc/<pid> tells less: root, for processes that must
     not be dumped.)"""
-    for line in _read(f"/proc/{pid}/status").splitlines():
-        if line.startswith(b"Uid:"):
-            return int(line.split()[1])
-    return -1
+    found = _words_behind(f"/proc/{pid}/status", b"Uid:")
+    return int(found[0]) if found else -1
 
 
 def live_user(pid: int) -> int:
     """The real uid of a live process; -1 when gone, or ended and not reaped yet."""
-    status = _read(f"/proc/{pid}/status")
-    return -1 if b"\nState:\tZ" in status else user(pid)
+    return -1 if _words_behind(f"/proc/{pid}/status", b"State:")[:1] == [b"Z"] else user(pid)
 
 
 def mark(pid: int) -> int:
     """The hard RLIMIT_MSGQUEUE, which the sandbox uses as a mark of the slot; -1 when unknown."""
-    for line in _read(f"/proc/{pid}/limits").splitlines():
-        if line.startswith(b"Max msgqueue size"):
-            hard = line.split()[4]
-            return int(hard) if hard.isdigit() else -1
-    return -1
+    found = _words_behind(f"/proc/{pid}/limits", b"Max msgqueue size")  # soft, hard, unit
+    return int(found[1]) if found and found[1].isdigit() else -1
 
 
 def num_tasks_of(uid: int) -> int:
     """Processes and threads of a user, as RLIMIT_NPROC counts them: checks every process."""
-    total = 0
-    for pid in all_pids():
-        lines = _read(f"/proc/{pid}/status").splitlines()
-        fields = {name: rest for name, _, rest in (line.partition(b":") for line in lines)}
-        if b"Uid" in fields and int(fields[b"Uid"].split()[0]) == uid:
-            total += int(fields.get(b"Threads", b"1"))
-    return total
+    return sum(num_threads(pid) for pid in all_pids() if user(pid) == uid)
 
 
 def all_pids() -> list[int]:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import procfs, wire
 from .fork_server import ForkServer
@@ -17,29 +17,16 @@ from .statuses import RunStatus
 # --- The status of a program, from the end of its first process.
 
 
-class Ending(NamedTuple):
-    """How a process ended, and why."""
-
-    status: RunStatus
-    detail: str
-    exit_code: int | None
-    signal: int | None
-
-
-def ending(wait_status: int, notes: bytes, cpu_s: float, cpu_limit_s: float) -> Ending:
-    """The ending of a process that was not stopped. ``notes``: the harness's notes behind the ready note."""
-    killed_by = os.WTERMSIG(wait_status) if os.WIFSIGNALED(wait_status) else None
-    exit_code = os.WEXITSTATUS(wait_status) if os.WIFEXITED(wait_status) else None
-    status, detail = RunStatus.RUNTIME_ERROR, ""
+def ending(exit_code: int, notes: bytes, cpu_s: float, cpu_limit_s: float) -> RunStatus:
+    """The status of a process that was not stopped. ``exit_code``: minus the signal where one has killed it; ``notes``: the
+    harness's notes behind the ready note."""
     if wire.NO_COMPILE_NOTE in notes and exit_code != 0:
-        status = RunStatus.COMPILE_ERROR
-    elif wire.OUT_OF_MEMORY_NOTE in notes:
-        status = RunStatus.MEMORY_LIMIT
-    elif killed_by is None and exit_code == 0:
-        status = RunStatus.OK
-    elif killed_by in (signal.SIGXCPU, signal.SIGKILL) and cpu_s >= cpu_limit_s:
-        status, detail = RunStatus.TIME_LIMIT, "CPU time"
-    return Ending(status, detail, exit_code, killed_by)
+        return RunStatus.COMPILE_ERROR
+    if wire.OUT_OF_MEMORY_NOTE in notes:
+        return RunStatus.MEMORY_LIMIT
+    if exit_code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_s >= cpu_limit_s:
+        return RunStatus.TIME_LIMIT
+    return RunStatus.RUNTIME_ERROR if exit_code else RunStatus.OK
 
 
 # --- Input and output of a program.
@@ -85,6 +72,8 @@ class CappedPipe:
             chunk = os.read(self.fd, _READ_BYTES)
         except BlockingIOError:
             return b""
+        except ConnectionResetError:  # of a socket: the end of a process that has left a question unread
+            chunk = b""
         if not chunk:
             self.close()
         return chunk
@@ -396,14 +385,14 @@ class Run:
 
     def result(self, tier: str) -> tuple[dict[str, Any], list[bytes]]:
         """The answer's head and blobs. The supervisor's own reason comes before the exit status."""
-        end = ending(self.wait_status, self._note[1:64], self.cpu_s, self.limits.cpu_s)
-        status = self._status(end)
+        exit_code = os.waitstatus_to_exitcode(self.wait_status)
+        status = self._status(exit_code)
         head = {
             "kind": "result",
             "id": self.id,
             "status": status,
-            "exit_code": end.exit_code,
-            "signal": end.signal,
+            "exit_code": exit_code if exit_code >= 0 else None,
+            "signal": -exit_code if exit_code < 0 else None,
             "truncated": self.is_flooded,
             "wall_s": (self.ended or self.started) - self.started,
             "cpu_s": self.cpu_s,
@@ -414,7 +403,7 @@ class Run:
         }
         return head, [bytes(self.stdout.data), bytes(self.stderr.data), bytes(self.answer.data)]
 
-    def _status(self, end: Ending) -> RunStatus:
+    def _status(self, exit_code: int) -> RunStatus:
         if self.stop_status is not None:
             return self.stop_status
         if self._printed_too_much() and not self.is_live:
@@ -426,17 +415,20 @@ class Run:
             return RunStatus.INFRA_ERROR
         if self.peak_memory_bytes > self.limits.memory_bytes:
             return RunStatus.MEMORY_LIMIT
-        self.detail = end.detail or self.detail
-        if end.status in (RunStatus.RUNTIME_ERROR, RunStatus.COMPILE_ERROR) and (lack := self._lack(end)):
-            self.detail = lack
-            return RunStatus.INFRA_ERROR
-        return end.status
+        status = ending(exit_code, self._note[1:64], self.cpu_s, self.limits.cpu_s)
+        if status is RunStatus.TIME_LIMIT:
+            self.detail = "CPU time"
+        if status in (RunStatus.RUNTIME_ERROR, RunStatus.COMPILE_ERROR):
+            # A compiler tells of a part of itself that was killed as of an error.
+            may_be_killed = exit_code == -signal.SIGKILL or status is RunStatus.COMPILE_ERROR
+            if lack := self._lack(may_be_killed):
+                self.detail = lack
+                return RunStatus.INFRA_ERROR
+        return status
 
-    def _lack(self, end: Ending) -> str:
+    def _lack(self, may_be_killed: bool) -> str:
         """What the machine had too little of, for a program that has failed; empty when the program is at fault."""
         if self._disk_was_full:
             place = os.path.dirname(os.path.dirname(self.slot.directory))
             return f"{place} has no room for envgateway.sandbox.disk_bytes ({self.limits.disk_bytes}): free space there"
-        # A compiler tells of a part of itself that was killed as of an error.
-        may_be_killed = end.signal == signal.SIGKILL or end.status is RunStatus.COMPILE_ERROR
         return _NO_MEMORY if may_be_killed and procfs.oom_kills() > self._oom_kills_before else ""

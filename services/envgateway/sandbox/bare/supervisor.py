@@ -36,17 +36,38 @@ from .wire import Start
 _READ_BYTES = 1 << 16  # at once: a buffer below the size from which each is a mapping of its own
 
 
-class GatewayEnd:
-    """Registered with the supervisor's epoll."""
+class Outlet:
+    """An end of a stream, registered with the supervisor's epoll. What the other end does not take at once waits; what an
+    end that has gone does not take is dropped, for a read tells."""
 
-    def __init__(self, epoll: select.epoll, channel: socket.socket) -> None:
+    def __init__(self, epoll: select.epoll, fd: int) -> None:
         self._epoll = epoll
-        self._channel = channel
-        self._frames = wire.FrameReader()
+        self.fd = fd
         self.unsent = bytearray()
         self._waits_to_send = False
-        self.fd = channel.fileno()
-        epoll.register(channel, select.EPOLLIN)
+        os.set_blocking(fd, False)
+        epoll.register(fd, select.EPOLLIN)
+
+    def flush(self) -> None:
+        try:
+            sent = os.write(self.fd, self.unsent)
+        except BlockingIOError:
+            sent = 0
+        except (BrokenPipeError, ConnectionResetError):
+            sent = len(self.unsent)
+        del self.unsent[:sent]
+        if bool(self.unsent) is not self._waits_to_send:
+            self._waits_to_send = bool(self.unsent)
+            self._epoll.modify(self.fd, select.EPOLLIN | (select.EPOLLOUT if self.unsent else 0))
+
+
+class GatewayEnd(Outlet):
+    """The channel of the gateway."""
+
+    def __init__(self, epoll: select.epoll, channel: socket.socket) -> None:
+        super().__init__(epoll, channel.fileno())
+        self._channel = channel
+        self._frames = wire.FrameReader()
 
     def receive(self) -> Iterator[tuple[dict[str, Any], list[bytes]]] | None:
         """The requests that have come; None when the gateway has closed its end."""
@@ -61,66 +82,33 @@ class GatewayEnd:
         if head["id"]:  # the probe's run has none: no gateway asked
             self.flush()
 
-    def flush(self) -> None:
-        try:
-            sent = self._channel.send(self.unsent, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            sent = 0
-        except (BrokenPipeError, ConnectionResetError):  # the gateway has gone: the next read says so
-            sent = len(self.unsent)
-        del self.unsent[:sent]
-        if bool(self.unsent) is not self._waits_to_send:
-            self._waits_to_send = bool(self.unsent)
-            self._epoll.modify(self._channel, select.EPOLLIN | (select.EPOLLOUT if self.unsent else 0))
-
 
 _FRAME = struct.Struct("!I")
 
 
-class InteractiveChannel:
-    """Registered with the supervisor's epoll for as long as the run lasts."""
+class InteractiveChannel(Outlet):
+    """The socket of a live process, whose other end is the harness's."""
 
-    def __init__(self, epoll: select.epoll, run: Run, ask_fd: int) -> None:
-        self._epoll = epoll
+    def __init__(self, epoll: select.epoll, run: Run) -> None:
+        super().__init__(epoll, run.answer.fd)
         self.run = run
-        self.ask_fd = ask_fd
-        self.answer_fd = run.answer.fd
         self.received = bytearray()
-        self._unsent = bytearray()
-        self._writing = False
-        self._listening = True
-        os.set_blocking(ask_fd, False)
-        epoll.register(self.answer_fd, select.EPOLLIN)
+        self.is_open = True
 
     def write(self, data: bytes) -> None:
-        """Write to the harness, as far as its pipe accepts; the rest when the pipe is writable."""
-        self._unsent += data
-        self.flush()
-
-    def flush(self) -> None:
-        while self._unsent:
-            try:
-                sent = os.write(self.ask_fd, self._unsent[: 1 << 16])
-            except BlockingIOError:
-                break
-            except BrokenPipeError:  # the harness reads no more; its end gives the reason
-                self._unsent.clear()
-                break
-            del self._unsent[:sent]
-        if bool(self._unsent) != self._writing:
-            self._writing = bool(self._unsent)
-            if self._writing:
-                self._epoll.register(self.ask_fd, select.EPOLLOUT)
-            else:
-                self._epoll.unregister(self.ask_fd)
+        """Write to the harness; to one that reads no more without effect: its end gives the reason."""
+        if self.is_open:
+            self.unsent += data
+            self.flush()
 
     def read(self) -> None:
         """Add the harness's new output to ``received``."""
-        self.run.answer.drain()
-        if self._listening and (not self.run.answer.open or self.run.answer.truncated):
-            self._stop_listening()
-        if not self.run.answer.truncated:
-            self.received += self.run.answer.take()
+        answer = self.run.answer
+        answer.drain()
+        if not answer.truncated:
+            self.received += answer.take()
+        if not answer.open or answer.truncated:
+            self.close()
 
     def is_whole_frame(self, largest: int) -> bool | None:
         """Whether ``received`` is one frame; None while more data may complete one, False when no data can."""
@@ -131,23 +119,11 @@ class InteractiveChannel:
             return False
         return True if len(self.received) == size else None
 
-    def take(self) -> bytes:
-        """Return and clear ``received``."""
-        data = bytes(self.received)
-        self.received.clear()
-        return data
-
-    def _stop_listening(self) -> None:
-        self._listening = False
-        if self.run.answer.open:
-            self._epoll.unregister(self.answer_fd)  # a closed descriptor has left by itself
-
     def close(self) -> None:
-        if self._writing:
-            self._epoll.unregister(self.ask_fd)
-        os.close(self.ask_fd)
-        if self._listening:
-            self._stop_listening()
+        """Listen no more; the run closes the descriptor."""
+        if self.is_open and self.run.answer.open:
+            self._epoll.unregister(self.fd)  # a closed descriptor has left by itself
+        self.is_open = False
 
 
 # --- The supervisor.
@@ -252,10 +228,10 @@ class Supervisor:
                 if event & ~select.EPOLLOUT and not self._receive_requests():
                     return False
             else:
-                for channel in list(self._channels.values()):
-                    if fd == channel.ask_fd:
+                for channel in [one for one in self._channels.values() if one.fd == fd and one.is_open]:
+                    if event & select.EPOLLOUT:
                         channel.flush()
-                    elif fd == channel.answer_fd:
+                    if event & ~select.EPOLLOUT:
                         self._send_output(channel)
         now = time.monotonic()
         due = [run for run in self._runs.values() if run.next_look <= now]
@@ -316,7 +292,8 @@ class Supervisor:
                 return
             if whole is None:  # the turn, and with the turn the time limit, continues
                 return
-        said = channel.take()
+        said = bytes(channel.received)
+        channel.received.clear()
         told, output = run.end_turn()
         self._gateway.send({"kind": "said", "id": run.id, **told}, [said, *output])
 
@@ -329,7 +306,7 @@ class Supervisor:
         answers = head["mode"] not in _WITHOUT_ANSWER
         pipes = [os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC), _no_pipe()]
         if answers:
-            pipes.append(os.pipe2(os.O_CLOEXEC))
+            pipes.append(_no_pipe() if limits.turn_s else os.pipe2(os.O_CLOEXEC))
         for read_end, _ in pipes:
             os.set_blocking(read_end, False)
         (out, write_out), (err, write_err), (note, write_note) = pipes[:3]
@@ -339,8 +316,8 @@ class Supervisor:
         run.adopted_before_s = slot.adopted_cpu_s()
         self._runs[run.id] = run
         if run.is_live:
-            ask_fd, say_fd = os.pipe2(os.O_CLOEXEC)
-            self._channels[run.id] = InteractiveChannel(self._epoll, run, say_fd)
+            ask_fd = write_answer  # questions and answers, on one socket
+            self._channels[run.id] = InteractiveChannel(self._epoll, run)
         elif answers:
             ask_fd = sealed(payload) if payload else _empty_input()
         else:
@@ -459,10 +436,8 @@ def _empty_input() -> int:
 
 def _no_pipe() -> tuple[int, int]:
     """A socket pair for the note: where programs run as our own user they could open a pipe by name, and read written
-    notes."""
-    ours, theirs = _socket.socketpair(
-        socket.AF_UNIX, socket.SOCK_STREAM
-    )  # without the wrapper's questions about each end
+    notes. Without the wrapper of ``socket``, which asks about each end."""
+    ours, theirs = _socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return ours.detach(), theirs.detach()
 
 
