@@ -194,7 +194,9 @@ class Decoder:
     def load(self, prepared: PreparedUpdate) -> None:
         """Write an update into the existing tensors; ``prepare`` has validated the update."""
         prepared.apply()
-        self.blocks.refresh()
+        for layer in self.blocks.layers:
+            if layer.norms is not None and layer.qk_norm is not None:
+                layer.qk_norm[: self.heads], layer.qk_norm[self.heads :] = layer.norms
         if self._fast is not None:
             self._fast.refresh()
 
