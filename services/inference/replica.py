@@ -508,8 +508,7 @@ METRICS = (
 def gauges(player: RolloutPlayer, sender: TrajectorySender, policies: Mapping[str, LoadedPolicy]) -> dict[str, float]:
     """Values by name. A name with a slash belongs to one policy, or to one kind of answer to a record."""
     counters = player.counters
-    health = {policy: loaded.served.engine.health() for policy, loaded in policies.items()}
-    return {
+    found: dict[str, float] = {
         "slots": player.num_slots,
         "free_slots": player.num_free_slots,
         "running_rollouts": player.num_running,
@@ -519,24 +518,18 @@ def gauges(player: RolloutPlayer, sender: TrajectorySender, policies: Mapping[st
         "retries": counters.retries,
         "cancelled": counters.cancelled,
         "record_streams": sender.num_streams,
-        **{
-            f"acknowledged/{outcome.removeprefix('RECORD_OUTCOME_').lower()}": number
-            for outcome, number in sender.outcomes.items()
-        },
-        **{f"refused/{reason}": number for reason, number in sender.refused.items()},
-        **{f"tokens_generated/{policy}": found.generated_tokens for policy, found in health.items()},
-        **{f"requests_running/{policy}": found.running for policy, found in health.items()},
-        **{f"requests_waiting/{policy}": found.waiting for policy, found in health.items()},
-        **{
-            f"kv_{name}/{policy}": float(value)
-            for policy, found in health.items()
-            if found.kv is not None
-            for name, value in dataclasses.asdict(found.kv).items()
-        },
-        **{f"version_{policy}": loaded.weights.held().number for policy, loaded in policies.items()},
-        **{
-            f"weights/{policy}/{k}": v
-            for policy, loaded in policies.items()
-            for k, v in loaded.weights.gauges().items()
-        },
     }
+    for outcome, number in sender.outcomes.items():
+        found[f"acknowledged/{outcome.removeprefix('RECORD_OUTCOME_').lower()}"] = number
+    for reason, number in sender.refused.items():
+        found[f"refused/{reason}"] = number
+    for policy, loaded in policies.items():
+        health = loaded.served.engine.health()
+        found[f"tokens_generated/{policy}"] = health.generated_tokens
+        found[f"requests_running/{policy}"] = health.running
+        found[f"requests_waiting/{policy}"] = health.waiting
+        found[f"version_{policy}"] = loaded.weights.held().number
+        if health.kv is not None:
+            found |= {f"kv_{name}/{policy}": float(value) for name, value in dataclasses.asdict(health.kv).items()}
+        found |= {f"weights/{policy}/{name}": value for name, value in loaded.weights.gauges().items()}
+    return found
