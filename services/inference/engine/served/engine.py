@@ -533,7 +533,7 @@ def engine_of(
         stage,
         transfer(stage),
         context_length=setup.context_length,
-        vocab_size=_vocab_size(setup.model_path),
+        vocab_size=read_model_config(setup.model_path).get("vocab_size"),
         kv_policy=kv_policy,
         on_tokens=setup.on_tokens,
     )
@@ -552,8 +552,3 @@ def read_model_config(model_path: str) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model_path}: no model that can be read there: {error}") from error
     return {**read.get("text_config", {}), **read}
-
-
-def _vocab_size(model_path: str) -> int | None:
-    found = read_model_config(model_path).get("vocab_size")
-    return found if isinstance(found, int) else None

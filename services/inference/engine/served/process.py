@@ -215,16 +215,16 @@ class ServerProcess:
             DeadlineError: the server did not answer in time.
         """
         key = secrets.token_hex(32)  # a program takes one that begins with "-" for an option
-        key_file = _private_file(f"api-key: {key}\n")
-        try:
+        # Its owner alone may read the file: a key must not be on a command line or in a log.
+        with tempfile.NamedTemporaryFile("w", prefix="rollmill-server-", suffix=".yaml") as key_file:
+            key_file.write(f"api-key: {key}\n")
+            key_file.flush()
             for _ in range(PORTS_TRIED - 1):
                 try:
-                    return await self._start(version, key, key_file)
+                    return await self._start(version, key, Path(key_file.name))
                 except _PortTakenError:
                     log.warning("engine_server.port_taken", server=self.name)
-            return await self._start(version, key, key_file)
-        finally:
-            key_file.unlink()
+            return await self._start(version, key, Path(key_file.name))
 
     async def _start(self, version: int, key: str, key_file: Path) -> ServerClient:
         port = free_ports(1 + next(_starts) % _NEIGHBOURS)[-1]
@@ -317,11 +317,3 @@ def _explained(output: str, hints: Sequence[tuple[str, str]]) -> str:
         if found is not None:
             return f": {hint}\n  {found[-400:]}"
     return ""
-
-
-def _private_file(text: str) -> Path:
-    """A file that only its owner may read, for text that must not be on a command line or in a log."""
-    descriptor, name = tempfile.mkstemp(prefix="rollmill-server-", suffix=".yaml")
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    return Path(name)
