@@ -65,7 +65,33 @@ class SglangClient(ServerClient):
         self.devices = tuple(devices)
 
     def body(self, call: CallRequest) -> dict[str, Any]:
-        return _request_body(call)
+        sampling, masked = call.sampling, call.sampling.is_truncated
+        parameters: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "max_new_tokens": call.max_new_tokens,
+            "stream_interval": call.chunk_tokens,
+        }
+        if masked:
+            top_k = sampling.top_k or MASK_TOKENS
+            parameters |= {"top_p": sampling.top_p, "top_k": top_k, "min_p": sampling.min_p}
+        if call.suppress_stop or not call.stop_token_ids:
+            parameters["ignore_eos"] = True
+        else:
+            parameters["stop_token_ids"] = list(call.stop_token_ids)
+        if call.suppress_stop:
+            parameters["logit_bias"] = {str(token): _SUPPRESSED for token in call.stop_token_ids}
+        body: dict[str, Any] = {
+            "rid": call.rid,
+            "input_ids": list(call.input_ids),
+            "sampling_params": parameters,
+            "return_logprob": True,
+            "stream": True,
+        }
+        if call.adapter:
+            body["lora_path"] = call.adapter
+        if masked:
+            body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+        return body
 
     def reader(self, call: CallRequest) -> Reader:
         return partial(_read_chunk, call)
@@ -129,37 +155,6 @@ class SglangClient(ServerClient):
 
     async def is_generating(self, timeout_s: float) -> bool:
         return await self._succeeds("GET", "/health_generate", timeout_s)
-
-
-def _request_body(call: CallRequest) -> dict[str, Any]:
-    """The body of a request to ``/generate``."""
-    sampling, masked = call.sampling, call.sampling.is_truncated
-    parameters: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "max_new_tokens": call.max_new_tokens,
-        "stream_interval": call.chunk_tokens,
-    }
-    if masked:
-        top_k = sampling.top_k or MASK_TOKENS
-        parameters |= {"top_p": sampling.top_p, "top_k": top_k, "min_p": sampling.min_p}
-    if call.suppress_stop or not call.stop_token_ids:
-        parameters["ignore_eos"] = True
-    else:
-        parameters["stop_token_ids"] = list(call.stop_token_ids)
-    if call.suppress_stop:
-        parameters["logit_bias"] = {str(token): _SUPPRESSED for token in call.stop_token_ids}
-    body: dict[str, Any] = {
-        "rid": call.rid,
-        "input_ids": list(call.input_ids),
-        "sampling_params": parameters,
-        "return_logprob": True,
-        "stream": True,
-    }
-    if call.adapter:
-        body["lora_path"] = call.adapter
-    if masked:
-        body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
-    return body
 
 
 def _read_chunk(call: CallRequest, row: dict[str, Any]) -> Chunk:

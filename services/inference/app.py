@@ -103,7 +103,11 @@ class _Process:
         )
         self._gateway = GatewayClient(self._account)
         self._gateway_watch = PeerWatch(GATEWAY, lambda: self._gateway.address)
-        self._endpoint = _endpoint(config, name)
+        self._endpoint: EndpointServer | None = None
+        if config.endpoint.port is not None:
+            from services.inference.endpoint.server import EndpointServer  # a run without an endpoint needs no HTTP
+
+            self._endpoint = EndpointServer(config.endpoint, config.host, setting=f"inference.{name}.endpoint.port")
         self._policies: dict[str, LoadedPolicy] = {}
         self._relays: dict[str, PayloadSource] = {}  # by policy: payloads that other replicas may fetch from here
 
@@ -240,11 +244,3 @@ class _Process:
                     await membership
             finally:
                 await player.close()
-
-
-def _endpoint(config: InferenceConfig, name: str) -> EndpointServer | None:
-    if config.endpoint.port is None:
-        return None
-    from services.inference.endpoint.server import EndpointServer  # a run without an endpoint needs no HTTP
-
-    return EndpointServer(config.endpoint, config.host, setting=f"inference.{name}.endpoint.port")

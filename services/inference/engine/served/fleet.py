@@ -292,7 +292,10 @@ class Fleet:
         await server.start(self._stage.version)
         try:
             async with self._lock:
-                await self._whole_stage(server)
+                # For a complete stage, with the lock held; `switch` can take the lock meanwhile.
+                what = f"waiting for an update that completes the weights of {server.program.name} server {server.name} (the last one broke off)"
+                async with deadline(WHOLE_STAGE_S, what):
+                    await self._written.wait_for(lambda: not self._stage.dirty)
                 await server.load(self._transfer, self._stage.version)
                 server.serving = True
         except BaseException:
@@ -300,12 +303,6 @@ class Fleet:
             raise
         log.info("engine_server.serving", server=server.name, pid=server.process.pid, version=server.version)
         self._changed.set()
-
-    async def _whole_stage(self, server: Server) -> None:
-        """Wait for a complete stage with the lock held; `switch` can take the lock meanwhile. Raises ``DeadlineError``."""
-        what = f"waiting for an update that completes the weights of {server.program.name} server {server.name} (the last one broke off)"
-        async with deadline(WHOLE_STAGE_S, what):
-            await self._written.wait_for(lambda: not self._stage.dirty)
 
     async def _supervise(self, server: Server) -> None:
         delays, deaths = backoff(1.0, 30.0), 0
