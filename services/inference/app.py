@@ -35,7 +35,7 @@ from services.common.telemetry.logs import bind, configure
 from services.common.transfer.bulk import PayloadSource
 from services.common.transfer.servicer import add_weight_service
 from services.inference.gateway import GatewayClient
-from services.inference.loading import BaseModels, LoadedPolicy, load_policy, replica_config
+from services.inference.loading import LoadedPolicy, load_policy, replica_config
 from services.inference.records_out import TrajectorySender
 from services.inference.replica import METRICS, EmissionLog, EngineTurns, Replica, ReplicaIdentity, gauges
 from services.inference.rollouts import RolloutPlayer
@@ -144,13 +144,11 @@ class _Process:
             await self._server.stop()
 
     async def _load_policies(self) -> None:
-        bases = BaseModels()
         for policy in self._config.policies or self._settings.recipe.policies:
             # In a thread, so that health is answered (NOT_SERVING) meanwhile.
             loaded = await asyncio.to_thread(
-                load_policy, policy, self._settings, self._config, self._emissions.on_tokens, owner=self._replica_id,
-                bases=bases,
-            )  # fmt: skip
+                load_policy, policy, self._settings, self._config, self._emissions.on_tokens, owner=self._replica_id
+            )
             self._policies[policy] = loaded
             await loaded.served.engine.start()
             if loaded.relay is not None:
