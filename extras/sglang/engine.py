@@ -36,19 +36,14 @@ from services.inference.engine.served.client import (
     finish_of,
     kept_of,
 )
-from services.inference.engine.served.engine import ServedEngine, ServedSetup, engine_of
-from services.inference.engine.served.fleet import DiskTransfer, Transfer
+from services.inference.engine.served.engine import ServedEngine, ServedSetup, commands_of, engine_of
+from services.inference.engine.served.fleet import Transfer
 from services.inference.engine.served.process import (
     Program,
     ServerCommand,
-    cpu_environment,
     hints_of,
-    interpreter,
     own_arguments,
-    own_ranks,
     runs_on_cpu,
-    seen_device,
-    server_environment,
     spelled,
 )
 from services.inference.engine.served.stage import FILE, Stage
@@ -70,7 +65,33 @@ class SglangClient(ServerClient):
         self.devices = tuple(devices)
 
     def body(self, call: CallRequest) -> dict[str, Any]:
-        return _request_body(call)
+        sampling, masked = call.sampling, call.sampling.is_truncated
+        parameters: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "max_new_tokens": call.max_new_tokens,
+            "stream_interval": call.chunk_tokens,
+        }
+        if masked:
+            top_k = sampling.top_k or MASK_TOKENS
+            parameters |= {"top_p": sampling.top_p, "top_k": top_k, "min_p": sampling.min_p}
+        if call.suppress_stop or not call.stop_token_ids:
+            parameters["ignore_eos"] = True
+        else:
+            parameters["stop_token_ids"] = list(call.stop_token_ids)
+        if call.suppress_stop:
+            parameters["logit_bias"] = {str(token): _SUPPRESSED for token in call.stop_token_ids}
+        body: dict[str, Any] = {
+            "rid": call.rid,
+            "input_ids": list(call.input_ids),
+            "sampling_params": parameters,
+            "return_logprob": True,
+            "stream": True,
+        }
+        if call.adapter:
+            body["lora_path"] = call.adapter
+        if masked:
+            body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+        return body
 
     def reader(self, call: CallRequest) -> Reader:
         return partial(_read_chunk, call)
@@ -136,37 +157,6 @@ class SglangClient(ServerClient):
         return await self._succeeds("GET", "/health_generate", timeout_s)
 
 
-def _request_body(call: CallRequest) -> dict[str, Any]:
-    """The body of a request to ``/generate``."""
-    sampling, masked = call.sampling, call.sampling.is_truncated
-    parameters: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "max_new_tokens": call.max_new_tokens,
-        "stream_interval": call.chunk_tokens,
-    }
-    if masked:
-        top_k = sampling.top_k or MASK_TOKENS
-        parameters |= {"top_p": sampling.top_p, "top_k": top_k, "min_p": sampling.min_p}
-    if call.suppress_stop or not call.stop_token_ids:
-        parameters["ignore_eos"] = True
-    else:
-        parameters["stop_token_ids"] = list(call.stop_token_ids)
-    if call.suppress_stop:
-        parameters["logit_bias"] = {str(token): _SUPPRESSED for token in call.stop_token_ids}
-    body: dict[str, Any] = {
-        "rid": call.rid,
-        "input_ids": list(call.input_ids),
-        "sampling_params": parameters,
-        "return_logprob": True,
-        "stream": True,
-    }
-    if call.adapter:
-        body["lora_path"] = call.adapter
-    if masked:
-        body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
-    return body
-
-
 def _read_chunk(call: CallRequest, row: dict[str, Any]) -> Chunk:
     if (error := row.get("error")) is not None:
         message = error.get("message", "") if isinstance(error, dict) else str(error)
@@ -192,14 +182,14 @@ def _read_finish(meta: dict[str, Any]) -> Finish | None:
     if reason is None:
         return None
     message = str(reason.get("message") or "")
-    return finish_of(reason["type"], meta, reason.get("matched"), message, reason.get("status_code"))
+    return finish_of(reason["type"], meta, message, reason.get("status_code"))
 
 
 LOADED_AT_ONCE = 2  # the current version and the one before, whose last calls may still end
 _numbers = itertools.count()
 
 
-class AdapterTransfer:
+class AdapterTransfer(Transfer):
     """Loads versions of an adapter into a server, each under a name of its own, beside the base that the server has loaded.
 
     A call names its adapter, and never moves to another version while the call runs. After a load the engine ends the
@@ -214,8 +204,7 @@ class AdapterTransfer:
     way = "adapter"
 
     def __init__(self, stage: Stage, files: Mapping[str, bytes]) -> None:
-        self._stage = stage
-        self.size_bytes = stage.size_bytes
+        super().__init__(stage)
         self._config = files[PEFT_CONFIG]
         self._loaded: dict[SglangClient, list[str]] = {}
 
@@ -225,7 +214,7 @@ class AdapterTransfer:
         while len(names) >= LOADED_AT_ONCE:
             await self._unload(client, names.pop(0))
         name = f"version-{version}-{next(_numbers)}"  # never used twice: a load in doubt is repeated under another
-        directory = self._stage.directory / name
+        directory = self.stage.directory / name
         try:
             await asyncio.to_thread(self._write, directory)
             await client.load_adapter(name, str(directory))
@@ -236,7 +225,7 @@ class AdapterTransfer:
 
     def _write(self, directory: Path) -> None:
         directory.mkdir(mode=0o700)
-        shutil.copyfile(self._stage.directory / FILE, directory / ADAPTER_WEIGHTS)
+        shutil.copyfile(self.stage.directory / FILE, directory / ADAPTER_WEIGHTS)
         (directory / PEFT_CONFIG).write_bytes(self._config)
 
     async def _unload(self, client: SglangClient, name: str) -> None:
@@ -329,21 +318,10 @@ def server_commands(setup: ServedSetup, environment: Mapping[str, str] = os.envi
         arguments["enable_fp32_lm_head"] = True
     arguments |= own_arguments("sglang", settings.extra_arguments, OURS)
     launcher = [str(_CPU_LAUNCHER)] if on_cpu else ["-m", "sglang.launch_server"]
-    python = interpreter("sglang", settings.python, environment, on_cpu=on_cpu)
-    argv = (python, *launcher, *spelled(arguments), "--host", "127.0.0.1")
-    if adapter is not None:
-        argv = (*argv, "--lora-target-modules", *adapter.targets)
-    commands = []
-    ranks = own_ranks("SGLang", setup.number, parallel, setup.gpus)
-    for index, own in enumerate(ranks):
-        env = server_environment(setup.model_path, own) | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-        if on_cpu:
-            env |= cpu_environment("SGLANG", index, parallel, config.threads)
-        numbers = own or range(index * parallel, (index + 1) * parallel)
-        devices = ["cpu"] * parallel if on_cpu else [seen_device(gpu, environment) for gpu in numbers]
-        name = f"sglang-{setup.name}-{index}"
-        commands.append(ServerCommand(name=name, argv=argv, program=sglang_program(devices), env=env))
-    return commands
+    targets = () if adapter is None else ("--lora-target-modules", *adapter.targets)
+    words = (*launcher, *spelled(arguments), "--host", "127.0.0.1", *targets)
+    env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    return commands_of(setup, words, sglang_program, env, environment)
 
 
 def build_engine(setup: ServedSetup) -> ServedEngine:
@@ -356,7 +334,7 @@ def _transfer(setup: ServedSetup, stage: Stage) -> Transfer:
     if setup.adapter is not None:
         return AdapterTransfer(stage, adapter_files(setup.adapter, setup.model_path, config.dtype, {}))
     if config.sglang.update == "disk":
-        return DiskTransfer(stage)
+        return Transfer(stage)
     from extras.sglang.tensors import TensorTransfer  # needs torch, which `disk` does not
 
     return TensorTransfer(stage)

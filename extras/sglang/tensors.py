@@ -22,6 +22,7 @@ from torch.multiprocessing import reductions
 
 from services.common.errors import in_buckets
 from services.inference.engine.served.client import Refused
+from services.inference.engine.served.fleet import Transfer
 from services.inference.engine.served.stage import Stage, StagedTensor
 
 AnyClient = Any  # a ``SglangClient``: its module loads this one, so the type is not imported
@@ -30,18 +31,17 @@ DEVICE_PLACE = 6  # of ``storage_device`` among the arguments of ``rebuild_cuda_
 _ALIGNED = 256  # bytes between tensors of a buffer, for every type
 
 
-class TensorTransfer:
+class TensorTransfer(Transfer):
     """Each client names the devices of its server's ranks, as this process sees them."""
 
     way = "tensors"
 
     def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-        self.size_bytes = stage.size_bytes
+        super().__init__(stage)
         self._buffers: dict[str, torch.Tensor] = {}
 
     async def load(self, client: AnyClient, version: int, *, flush: bool) -> str:
-        shapes = self._stage.shapes
+        shapes = self.stage.shapes
         buckets = list(in_buckets(shapes, lambda name: _aligned(shapes[name].bits.nbytes), BUCKET_BYTES))
         largest = max(sum(_aligned(shapes[name].bits.nbytes) for name in names) for names in buckets)
         try:
@@ -57,7 +57,7 @@ class TensorTransfer:
 
     def _packed(self, devices: Sequence[str], names: Sequence[str], size_bytes: int) -> list[str]:
         """A bucket in each rank's memory, as one payload per rank."""
-        shapes = self._stage.shapes
+        shapes = self.stage.shapes
         payloads = []
         for rank, device in enumerate(devices):
             rows = placed(self._buffer(device, size_bytes), {name: shapes[name] for name in names})

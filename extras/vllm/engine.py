@@ -35,19 +35,15 @@ from services.inference.engine.served.client import (
     finish_of,
     kept_of,
 )
-from services.inference.engine.served.engine import ServedEngine, ServedSetup, engine_of, read_model_config
-from services.inference.engine.served.fleet import DiskTransfer
+from services.inference.engine.served.engine import ServedEngine, ServedSetup, commands_of, engine_of, read_model_config
+from services.inference.engine.served.fleet import Transfer
 from services.inference.engine.served.process import (
     Argument,
     Program,
     ServerCommand,
-    cpu_environment,
     hints_of,
-    interpreter,
     own_arguments,
-    own_ranks,
     runs_on_cpu,
-    server_environment,
     spelled,
 )
 
@@ -175,7 +171,7 @@ def _read_finish(choice: dict[str, Any]) -> Finish | None:
     if reason is None:
         return None
     message = "" if reason in ("stop", "length", "abort") else str(reason)
-    return finish_of(reason, choice, choice.get("stop_reason"), message)
+    return finish_of(reason, choice, message)
 
 
 def _raise(error: Any) -> None:
@@ -270,20 +266,9 @@ def server_commands(
         # Log-probabilities of bf16 logits are off by up to .03, which the ratio of a loss would take for staleness.
         arguments["hf_overrides"] = json.dumps({"head_dtype": "float32"})
     arguments |= own_arguments("vllm", settings.extra_arguments, OURS)
-    argv = (
-        interpreter("vllm", settings.python, environment, on_cpu=on_cpu),
-        str(LAUNCHER),
-        *spelled(arguments, negated=True),
-    )
-    commands = []
-    for index, own in enumerate(own_ranks("vLLM", setup.number, parallel, setup.gpus)):
-        env = server_environment(setup.model_path, own)
-        env |= {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_NO_USAGE_STATS": "1"}
-        if on_cpu:
-            env |= cpu_environment("VLLM", index, parallel, config.threads)
-        name = f"vllm-{setup.name}-{index}"
-        commands.append(ServerCommand(name=name, argv=argv, program=vllm_program(most_kept), env=env))
-    return commands
+    words = (str(LAUNCHER), *spelled(arguments, negated=True))
+    env = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return commands_of(setup, words, lambda devices: vllm_program(most_kept), env, environment)
 
 
 def _cpu_cache_bytes(setup: ServedSetup, model_config: Mapping[str, Any], most_running: int) -> int:
@@ -304,4 +289,4 @@ def _cpu_cache_bytes(setup: ServedSetup, model_config: Mapping[str, Any], most_r
 def build_engine(setup: ServedSetup) -> ServedEngine:
     """Starts no process. Raises ``ConfigError`` for settings that cannot work. The recipe refuses adapters."""
     assert setup.adapter is None
-    return engine_of(setup, server_commands(setup, read_model_config(setup.model_path)), DiskTransfer)
+    return engine_of(setup, server_commands(setup, read_model_config(setup.model_path)), Transfer)

@@ -35,7 +35,7 @@ from services.common.telemetry.logs import bind, configure
 from services.common.transfer.bulk import PayloadSource
 from services.common.transfer.servicer import add_weight_service
 from services.inference.gateway import GatewayClient
-from services.inference.loading import BaseModels, LoadedPolicy, load_policy, replica_config
+from services.inference.loading import LoadedPolicy, load_policy, replica_config
 from services.inference.records_out import TrajectorySender
 from services.inference.replica import METRICS, EmissionLog, EngineTurns, Replica, ReplicaIdentity, gauges
 from services.inference.rollouts import RolloutPlayer
@@ -103,7 +103,11 @@ class _Process:
         )
         self._gateway = GatewayClient(self._account)
         self._gateway_watch = PeerWatch(GATEWAY, lambda: self._gateway.address)
-        self._endpoint = _endpoint(config, name)
+        self._endpoint: EndpointServer | None = None
+        if config.endpoint.port is not None:
+            from services.inference.endpoint.server import EndpointServer  # a run without an endpoint needs no HTTP
+
+            self._endpoint = EndpointServer(config.endpoint, config.host, setting=f"inference.{name}.endpoint.port")
         self._policies: dict[str, LoadedPolicy] = {}
         self._relays: dict[str, PayloadSource] = {}  # by policy: payloads that other replicas may fetch from here
 
@@ -140,13 +144,11 @@ class _Process:
             await self._server.stop()
 
     async def _load_policies(self) -> None:
-        bases = BaseModels()
         for policy in self._config.policies or self._settings.recipe.policies:
             # In a thread, so that health is answered (NOT_SERVING) meanwhile.
             loaded = await asyncio.to_thread(
-                load_policy, policy, self._settings, self._config, self._emissions.on_tokens, owner=self._replica_id,
-                bases=bases,
-            )  # fmt: skip
+                load_policy, policy, self._settings, self._config, self._emissions.on_tokens, owner=self._replica_id
+            )
             self._policies[policy] = loaded
             await loaded.served.engine.start()
             if loaded.relay is not None:
@@ -240,11 +242,3 @@ class _Process:
                     await membership
             finally:
                 await player.close()
-
-
-def _endpoint(config: InferenceConfig, name: str) -> EndpointServer | None:
-    if config.endpoint.port is None:
-        return None
-    from services.inference.endpoint.server import EndpointServer  # a run without an endpoint needs no HTTP
-
-    return EndpointServer(config.endpoint, config.host, setting=f"inference.{name}.endpoint.port")

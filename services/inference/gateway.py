@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import grpc
 import orjson
+from google.protobuf.message import Message
 
 from services.common.aio import deadline
 from services.common.errors import (
@@ -24,12 +25,13 @@ from services.common.errors import (
 )
 from services.common.pb import environment_pb2, environment_pb2_grpc, judge_pb2_grpc
 from services.common.pb import judge_pb2 as pb
-from services.common.records import Task
+from services.common.records import PhaseKind, Task
 from services.common.rpc.client import channel, translated_errors
 from services.common.security.identity import DEADLINES
 from services.common.security.keys import Peer
 from services.common.telemetry.accounts import GATEWAY, ActivityName, TimeAccount
 from services.common.wire import duration_to_proto
+from services.inference.rollouts import phase_here
 from services.inference.workflows.base import (
     CaseOutcome,
     Episode,
@@ -105,33 +107,25 @@ def outcomes_from_proto(response: pb.JudgeResponse, num_cases: int) -> tuple[Cas
 
 
 class GatewayClient:
-    """One channel for all rollouts of a replica. The replica calls ``connect`` with the address from the orchestrator."""
+    """One channel for all rollouts of a replica. The replica calls ``connect`` with the address from the orchestrator.
+
+    Each call is a phase of the rollout whose task makes it.
+    """
 
     def __init__(self, account: TimeAccount) -> None:
         self._account = account
         self._channels: list[grpc.aio.Channel] = []
-        self._environments: environment_pb2_grpc.EnvironmentServiceAsyncStub | None = None
-        self._executions: environment_pb2_grpc.CodeExecutionServiceAsyncStub | None = None
-        self._rewards: environment_pb2_grpc.RewardServiceAsyncStub | None = None
-        self._judge: judge_pb2_grpc.JudgeServiceAsyncStub | None = None
         self.address = ""
 
     def connect(self, address: str) -> None:
         """Use the gateway at ``address``; calls in flight at another one go on there."""
-        if address == self.address or not address:
-            return
-        self.address = address
-        connection = channel(address, Peer.ENVGATEWAY)
-        self._channels.append(connection)
-        self._environments = environment_pb2_grpc.EnvironmentServiceStub(connection)
-        self._executions = environment_pb2_grpc.CodeExecutionServiceStub(connection)
-        self._rewards = environment_pb2_grpc.RewardServiceStub(connection)
-        self._judge = judge_pb2_grpc.JudgeServiceStub(connection)
+        if address and address != self.address:
+            self.address = address
+            self._channels.append(channel(address, Peer.ENVGATEWAY))
 
     async def execute_code(
         self, code: str, *, stdin: bytes = b"", print_trailing_expression: bool = False
     ) -> Execution:
-        stub = self._connected(self._executions)
         request = environment_pb2.ExecuteCodeRequest(
             request_id=uuid.uuid4().hex,
             language="python",
@@ -139,12 +133,14 @@ class GatewayClient:
             stdin=stdin,
             print_trailing_expression=print_trailing_expression,
         )
-        timeout = (DEADLINES["ExecuteCode"] or 0.0) + EXECUTION_MARGIN_S
-        response = await self._call("execution", timeout, lambda: stub.ExecuteCode(request, timeout=timeout))
-        status = _STATUS.get(response.status)
-        if status is None:
-            name = environment_pb2.ExecutionStatus.Name(response.status)
-            raise InfrastructureError(f"code execution ended with {name}: {response.detail}")
+        with phase_here(PhaseKind.EXECUTE_CODE) as phase:
+            call = self._stub(environment_pb2_grpc.CodeExecutionServiceStub).ExecuteCode
+            response = await self._call("execution", call, request, _limit("ExecuteCode") + EXECUTION_MARGIN_S)
+            status = _STATUS.get(response.status)
+            if status is None:
+                name = environment_pb2.ExecutionStatus.Name(response.status)
+                raise InfrastructureError(f"code execution ended with {name}: {response.detail}")
+            phase.detail = status.value
         return Execution(
             status=status,
             stdout=response.stdout,
@@ -155,12 +151,13 @@ class GatewayClient:
         )
 
     async def create_episode(self, environment: str, task: Task, seed: int) -> Episode:
-        stub = self._connected(self._environments)
         request = environment_pb2.CreateEpisodeRequest(
             request_id=uuid.uuid4().hex, environment=environment, task_json=orjson.dumps(task.data), seed=seed
         )
-        timeout = DEADLINES["CreateEpisode"] or 0.0
-        response = await self._call("environment", timeout, lambda: stub.CreateEpisode(request, timeout=timeout))
+        with phase_here(PhaseKind.CREATE_EPISODE) as phase:
+            call = self._stub(environment_pb2_grpc.EnvironmentServiceStub).CreateEpisode
+            response = await self._call("environment", call, request, _limit("CreateEpisode"))
+            phase.detail = environment
         return Episode(
             episode_id=response.episode_id,
             observation=response.observation,
@@ -170,10 +167,11 @@ class GatewayClient:
         )
 
     async def step(self, episode_id: str, turn: int, action: str) -> Step:
-        stub = self._connected(self._environments)
         request = environment_pb2.StepEpisodeRequest(episode_id=episode_id, turn=turn, action=_encodable(action))
-        timeout = DEADLINES["StepEpisode"] or 0.0
-        response = await self._call("environment", timeout, lambda: stub.StepEpisode(request, timeout=timeout))
+        with phase_here(PhaseKind.STEP) as phase:
+            call = self._stub(environment_pb2_grpc.EnvironmentServiceStub).StepEpisode
+            response = await self._call("environment", call, request, _limit("StepEpisode"))
+            phase.detail = f"turn {turn}, reward {response.reward:g}" + (", done" if response.done else "")
         return Step(
             observation=response.observation,
             reward=response.reward,
@@ -183,71 +181,79 @@ class GatewayClient:
         )
 
     async def close(self, episode_id: str) -> None:
-        stub = self._connected(self._environments)
         request = environment_pb2.CloseEpisodeRequest(episode_id=episode_id)
-        timeout = DEADLINES["CloseEpisode"] or 0.0
-        await self._call("environment", timeout, lambda: stub.CloseEpisode(request, timeout=timeout))
+        with phase_here(PhaseKind.CLOSE_EPISODE):
+            call = self._stub(environment_pb2_grpc.EnvironmentServiceStub).CloseEpisode
+            await self._call("environment", call, request, _limit("CloseEpisode"))
 
     async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward:
-        stub = self._connected(self._rewards)
         request = environment_pb2.ComputeRewardRequest(
             request_id=uuid.uuid4().hex,
             reward=reward,
             task_json=orjson.dumps(task.data),
             completion=_encodable(completion),
         )
-        timeout = JUDGING_S if reward == "code" else DEADLINES["ComputeReward"] or 0.0
-        wait_s = JUDGING_WAIT_S if reward == "code" else CAPACITY_WAIT_S
-        response = await self._call("reward", timeout, lambda: stub.ComputeReward(request, timeout=timeout), wait_s)
-        if response.outcome in (
-            environment_pb2.REWARD_OUTCOME_GRADER_FAILED,
-            environment_pb2.REWARD_OUTCOME_UNSPECIFIED,
-        ):
-            raise GraderFailedError(f"the grader of reward {reward!r} failed: {response.detail}")
-        return Reward(
-            value=response.reward,
-            unparsed=response.outcome == environment_pb2.REWARD_OUTCOME_UNPARSED,
-            detail=response.detail,
-            opaque=response.opaque,
-        )
+        limits = (JUDGING_S, JUDGING_WAIT_S) if reward == "code" else (_limit("ComputeReward"), CAPACITY_WAIT_S)
+        with phase_here(PhaseKind.COMPUTE_REWARD) as phase:
+            call = self._stub(environment_pb2_grpc.RewardServiceStub).ComputeReward
+            response = await self._call("reward", call, request, *limits)
+            if response.outcome in (
+                environment_pb2.REWARD_OUTCOME_GRADER_FAILED,
+                environment_pb2.REWARD_OUTCOME_UNSPECIFIED,
+            ):
+                raise GraderFailedError(f"the grader of reward {reward!r} failed: {response.detail}")
+            is_unparsed = response.outcome == environment_pb2.REWARD_OUTCOME_UNPARSED
+            phase.detail = f"{reward}: {response.reward:g}" + (", unparsed" if is_unparsed else "")
+        return Reward(value=response.reward, unparsed=is_unparsed, detail=response.detail, opaque=response.opaque)
 
     async def judge(
         self, code: str, cases: Sequence[JudgeCase], *, entry_point: str = "", case_time_s: float = 6.0
     ) -> tuple[CaseOutcome, ...]:
-        stub = self._connected(self._judge)
         request = judge_request(
             _encodable(code), cases, entry_point=entry_point, case_time_s=case_time_s, request_id=uuid.uuid4().hex
         )
-        timeout = (DEADLINES["Judge"] or 0.0) + EXECUTION_MARGIN_S + len(cases) * case_time_s
-        response = await self._call("judge", timeout, lambda: stub.Judge(request, timeout=timeout))
-        return outcomes_from_proto(response, len(cases))
+        with phase_here(PhaseKind.JUDGE) as phase:
+            call = self._stub(judge_pb2_grpc.JudgeServiceStub).Judge
+            time_s = _limit("Judge") + EXECUTION_MARGIN_S + len(cases) * case_time_s
+            found = outcomes_from_proto(await self._call("judge", call, request, time_s), len(cases))
+            phase.detail = f"{sum(outcome.passed for outcome in found)} of {len(found)} cases passed"
+        return found
 
     async def stop(self) -> None:
         for connection in self._channels:
             await connection.close()
 
     async def _call(
-        self, what: str, timeout: float, call: Callable[[], Awaitable[T]], wait_s: float = CAPACITY_WAIT_S
+        self,
+        what: str,
+        call: Callable[..., Awaitable[T]],
+        request: Message,
+        timeout_s: float,
+        wait_s: float = CAPACITY_WAIT_S,
     ) -> T:
         """Call with a deadline; while the gateway is full, wait as long as its answer asks and call again, up to ``wait_s``."""
         with self._account.during(ActivityName.WAITING_FOR_GATEWAY.of(what), on=GATEWAY) as wait:
-            async with deadline(wait_s + timeout, f"{what} at the environment gateway {self.address}"):
+            async with deadline(wait_s + timeout_s, f"{what} at the environment gateway {self.address}"):
                 while True:
                     try:
                         with translated_errors(f"environment gateway {self.address}"):
-                            return await call()
+                            return await call(request, timeout=timeout_s)
                     except CapacityError as error:
                         wait.note(error.message)
                         await asyncio.sleep(error.retry_after_s or DEFAULT_RETRY_S)
         raise AssertionError("unreachable: the loop returns or raises")
 
-    def _connected(self, stub: T | None) -> T:
-        if stub is None:
+    def _stub(self, service: Callable[[grpc.aio.Channel], T]) -> T:
+        if not self._channels:
             raise ConfigError(
                 "this run has no environment gateway, but its workflow asks for one: "
                 "remove `envgateway: null` from the recipe, or write a reward by import path (package.module:function)"
             )
-        return stub
+        return service(self._channels[-1])
+
+
+def _limit(call: str) -> float:
+    return DEADLINES[call] or 0.0
 
 
 def _encodable(text: str) -> str:

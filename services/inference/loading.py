@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from services.common.config.processes import InferenceConfig, engine_numbers
 from services.common.config.recipe import Recipe
-from services.common.config.training import PolicyConfig
 from services.common.errors import ConfigError
 from services.common.extras import load_extra
 from services.common.importing import load_object
@@ -22,7 +22,7 @@ from services.common.rpc.run_client import RunSettings
 from services.common.telemetry.accounts import TimeAccount, weights
 from services.common.text.chat import Chat
 from services.common.transfer.bulk import PayloadSource
-from services.common.weights.snapshot import AdapterIdentity, DigestAlgorithm, version_digest
+from services.common.weights.snapshot import AdapterIdentity, version_digest
 from services.inference.engine.base import ByteTokenizer, Engine, KvPolicy
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.engine.streaming import EngineSetup, check_engine
@@ -65,56 +65,39 @@ def replica_config(
 # --- The models below adapters: each is loaded once in a process, for all policies that have an adapter on it.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseModel:
-    """A loaded base and the digest of its weights in the trainer's type."""
-
-    model: Any  # in the engine's type
-    digest: str
+# By path, types and digest's algorithm, as long as an engine computes on them; and the digests in the trainer's type.
+_bases: WeakValueDictionary[tuple[str, ...], Any] = WeakValueDictionary()
+_digests: dict[tuple[str, ...], str] = {}
 
 
-class BaseModels:
-    """The bases of one process. Policies are loaded one after another."""
+def load_adapter(
+    policy: str, settings: RunSettings, dtype: str
+) -> tuple[Any, dict[str, torch.Tensor], AdapterIdentity]:
+    """The base of a policy in the engine's ``dtype``, the tensors of its adapter's version 0, and their identity.
 
-    def __init__(self) -> None:
-        self._loaded: dict[tuple[str, ...], BaseModel] = {}
+    Raises the errors of ``services.common.text.chat.load_model``, and ``ConfigError`` for a target that is no
+    linear module of the model.
+    """
+    import torch
 
-    def adapter(
-        self, policy: str, settings: RunSettings, dtype: str
-    ) -> tuple[Any, dict[str, torch.Tensor], AdapterIdentity]:
-        """The base of a policy in the engine's ``dtype``, the tensors of its adapter's version 0, and their identity.
+    from services.common.lora import identity_of, initial_adapter, tensor_entry
+    from services.common.text.chat import load_model
+    from services.common.weights.snapshot import named_weights
 
-        Raises the errors of ``services.common.text.chat.load_model``, and ``ConfigError`` for a target that is no
-        linear module of the model.
-        """
-        import torch
-
-        from services.common.lora import identity_of, initial_adapter
-
-        recipe = settings.recipe
-        section = recipe.policies[policy]
-        assert section.adapter is not None
-        base = self._load(recipe.model_path(policy, settings.run_dir), section, dtype, recipe.digest_algorithm())
-        identity = identity_of(base.model, section.adapter, base.digest)
-        rounded: torch.dtype = getattr(torch, section.trainer.master_dtype)  # as the trainer's are
-        tensors = initial_adapter(base.model, section.adapter, recipe.run.seed)
-        return base.model, {name: tensor.to(rounded) for name, tensor in tensors.items()}, identity
-
-    def _load(self, path: str, policy: PolicyConfig, dtype: str, algorithm: DigestAlgorithm) -> BaseModel:
-        import torch
-
-        from services.common.lora import tensor_entry
-        from services.common.text.chat import load_model
-        from services.common.weights.snapshot import named_weights
-
-        key = (path, policy.trainer.compute_dtype, dtype, algorithm)
-        if key not in self._loaded:
-            model = load_model(path, policy.trainer.compute_dtype)
-            entries = [tensor_entry(name, weight, algorithm) for name, weight in named_weights(model).items()]
-            model.requires_grad_(False)
-            kind: torch.dtype = getattr(torch, dtype)
-            self._loaded[key] = BaseModel(model=model.to(kind), digest=version_digest(entries))
-        return self._loaded[key]
+    recipe = settings.recipe
+    section, algorithm = recipe.policies[policy], recipe.digest_algorithm()
+    assert section.adapter is not None
+    key = (str(recipe.model_path(policy, settings.run_dir)), section.trainer.compute_dtype, dtype, algorithm)
+    model = _bases.get(key)
+    if model is None:
+        model = load_model(key[0], section.trainer.compute_dtype)
+        entries = [tensor_entry(name, weight, algorithm) for name, weight in named_weights(model).items()]
+        model.requires_grad_(False)
+        _bases[key], _digests[key] = model.to(getattr(torch, dtype)), version_digest(entries)
+    rounded: torch.dtype = getattr(torch, section.trainer.master_dtype)  # as the trainer's are
+    tensors = initial_adapter(model, section.adapter, recipe.run.seed)
+    identity = identity_of(model, section.adapter, _digests[key])
+    return model, {name: tensor.to(rounded) for name, tensor in tensors.items()}, identity
 
 
 OnTokens = Callable[[int, float], None]
@@ -136,11 +119,8 @@ def load_policy(
     on_tokens: OnTokens,
     *,
     owner: str = "",
-    bases: BaseModels | None = None,
 ) -> LoadedPolicy:
     """Build one policy; takes seconds with a model. ``owner`` is the replica's name, used in the names of its files.
-
-    ``bases`` are those of the process, which policies with adapters share.
 
     Raises ``ConfigError`` or ``ModelMismatchError``.
     """
@@ -148,7 +128,7 @@ def load_policy(
         return _load_scripted(policy, settings, config, on_tokens)
     settings, config = _on_device(policy, settings, config)
     if config.engine in ("torch", "forced"):
-        return _load_torch(policy, settings, config, on_tokens, bases or BaseModels())
+        return _load_torch(policy, settings, config, on_tokens)
     if config.servers is not None:
         return _load_served(policy, settings, config, on_tokens, owner or "replica")
     return _load_by_path(policy, settings, config, on_tokens)
@@ -223,9 +203,7 @@ def _load_by_path(policy: str, settings: RunSettings, config: InferenceConfig, o
     return _followed(policy, settings, engine, tokenizer, mirror)
 
 
-def _load_torch(
-    policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens, bases: BaseModels
-) -> LoadedPolicy:
+def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
     import torch
 
     from services.common.text.chat import check_model_matches, check_same_vocabulary, load_tokenizer
@@ -241,7 +219,7 @@ def _load_torch(
     if (teacher := settings.recipe.teachers.get(policy)) is not None:  # before the weights, which may take long to load
         other = load_tokenizer(settings.recipe.model_path(teacher, settings.run_dir))
         check_same_vocabulary(tokenizer, other, f"the teacher {teacher} of {policy}")
-    model, mirror, adapter = _torch_weights(policy, settings, config, bases)
+    model, mirror, adapter = _torch_weights(policy, settings, config)
     check_model_matches(model, tokenizer=tokenizer)
     kind = TorchEngine if script is None else ReplayEngine
     engine = kind(
@@ -259,9 +237,7 @@ def _load_torch(
     return _followed(policy, settings, engine, tokenizer, mirror, script)
 
 
-def _torch_weights(
-    policy: str, settings: RunSettings, config: InferenceConfig, bases: BaseModels
-) -> tuple[Any, Mirror, Adapter | None]:
+def _torch_weights(policy: str, settings: RunSettings, config: InferenceConfig) -> tuple[Any, Mirror, Adapter | None]:
     """The model in the engine's type, the mirror of version 0, and the adapter if the policy has one."""
     import torch
 
@@ -272,7 +248,7 @@ def _torch_weights(
     section = settings.recipe.policies[policy]
     path = settings.recipe.model_path(policy, settings.run_dir)
     if section.adapter is not None:
-        model, tensors, identity = bases.adapter(policy, settings, config.dtype)
+        model, tensors, identity = load_adapter(policy, settings, config.dtype)
         mirror = _filled_mirror(policy, settings, tensors, identity)
         return model, mirror, Adapter(tensors=mirror.host_tensors(), scale=identity.scale)
     # The mirror must hold the trainer's values: its master type, cast to the published one.
@@ -300,7 +276,7 @@ def _load_served(
     adapter = None
     if section.adapter is not None:
         # The servers load the base themselves; this process needs its digest.
-        model, tensors, adapter = BaseModels().adapter(policy, settings, section.trainer.compute_dtype)
+        model, tensors, adapter = load_adapter(policy, settings, section.trainer.compute_dtype)
         mirror = _filled_mirror(policy, settings, tensors, adapter)
     else:
         # Each element is cast as in the trainer: through the master type, unless that is the widest.

@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 import structlog
 
-from services.common import wire
 from services.common.aio import backoff, deadline
 from services.common.errors import (
     AccessError,
@@ -25,7 +24,7 @@ from services.common.errors import (
     RollmillError,
     UserError,
 )
-from services.common.pb import pool_pb2, pool_pb2_grpc
+from services.common.pb import account_pb2, pool_pb2, pool_pb2_grpc, weights_pb2
 from services.common.prometheus import Metric
 from services.common.records import (
     NO_TURN,
@@ -116,7 +115,7 @@ class EngineTurns:
         log.info("engine.filled", seconds=round(time.monotonic() - began, 3))
 
 
-# --- The identity of a replica, and its report.
+# --- The identity of a replica.
 
 
 Call = grpc.aio.StreamStreamCall[pool_pb2.StreamReportsRequest, pool_pb2.StreamReportsResponse]
@@ -130,23 +129,6 @@ class ReplicaIdentity:
     incarnation: str
     num_slots: int
     weights_address: str = ""  # where the replica relays weights; empty: no relay
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaReport:
-    """Versions, load and health of a replica."""
-
-    held_versions: tuple[WeightVersion, ...]
-    running_task_group_ids: tuple[str, ...]
-    num_generated_tokens: int
-    emission_intervals: tuple[tuple[float, float], ...]  # since the last report
-    weight_transfers: tuple[WeightTransfer, ...] = ()  # since the last report
-    accounts: tuple[AccountState, ...] = ()
-    peers: tuple[PeerState, ...] = ()
-    device_turn: int = 0  # that it has carried out last
-
-
-wire.RENAMED[ReplicaReport] = {"emission_intervals": ""}  # pairs of numbers
 
 
 # --- Records the time intervals in which an engine samples tokens, for the report to the orchestrator.
@@ -395,18 +377,26 @@ class Replica:
         await self._report(warn=False)
 
     async def _report(self, *, warn: bool) -> bool:
-        report = self._report_now()
-        self._unreported += report.emission_intervals
-        self._transfers += report.weight_transfers
-        self._reported = report.held_versions, report.device_turn
-        proto = pool_pb2.StreamReportsRequest(
+        held, turn = self._held_versions(), self._turns.done.number
+        self._reported = held, turn
+        self._unreported += self._emissions.take()
+        for loaded in self._policies.values():
+            self._transfers += loaded.weights.take_transfers()
+        peer = self._gateway_state()
+        report = pool_pb2.StreamReportsRequest(
             replica_id=self._identity.replica_id,
             incarnation=self._identity.incarnation,
+            held_versions=[write(version, pool_pb2.HeldVersion()) for version in held],
+            running_task_group_ids=self._player.running_task_group_ids,
+            num_generated_tokens=self._num_generated(),
             emission_intervals=[pool_pb2.Interval(start_s=begin, end_s=end) for begin, end in self._unreported],
+            weight_transfers=[write(transfer, weights_pb2.WeightTransfer()) for transfer in self._transfers],
+            accounts=[write(account, account_pb2.TimeAccount()) for account in self.accounts()],
+            peers=[] if peer is None else [write(peer, account_pb2.PeerState())],
+            device_turn=turn,
         )
-        request = write(replace(report, weight_transfers=tuple(self._transfers)), proto)
         try:
-            answer = await self._send(request)
+            answer = await self._send(report)
         except LeaseLostError:
             if self._call is not None and not self.drain_requested.is_set():
                 self._call.cancel()  # the join loop joins again
@@ -452,23 +442,12 @@ class Replica:
     def _held_versions(self) -> tuple[WeightVersion, ...]:
         return tuple(loaded.weights.held() for loaded in self._policies.values())
 
-    def _report_now(self) -> ReplicaReport:
-        health = [loaded.served.engine.health() for loaded in self._policies.values()]
-        return ReplicaReport(
-            held_versions=self._held_versions(),
-            running_task_group_ids=self._player.running_task_group_ids,
-            num_generated_tokens=sum(h.generated_tokens for h in health),
-            emission_intervals=tuple(self._emissions.take()),
-            weight_transfers=tuple(t for loaded in self._policies.values() for t in loaded.weights.take_transfers()),
-            accounts=self.accounts(),
-            peers=tuple(peer for peer in (self._gateway_state(),) if peer is not None),
-            device_turn=self._turns.done.number,
-        )
+    def _num_generated(self) -> int:
+        return sum(loaded.served.engine.health().generated_tokens for loaded in self._policies.values())
 
     def accounts(self) -> tuple[AccountState, ...]:
         """Time accounts of the slots, of each policy's weights, and of records in transit."""
-        tokens = sum(loaded.served.engine.health().generated_tokens for loaded in self._policies.values())
-        self._account.set_progress(tokens)
+        self._account.set_progress(self._num_generated())
         first = [name for name, loaded in self._policies.items() if loaded.weights.held().number < 0]
         if self.drain_requested.is_set():
             self._account.rest(ActivityName.DRAINING)
@@ -529,8 +508,7 @@ METRICS = (
 def gauges(player: RolloutPlayer, sender: TrajectorySender, policies: Mapping[str, LoadedPolicy]) -> dict[str, float]:
     """Values by name. A name with a slash belongs to one policy, or to one kind of answer to a record."""
     counters = player.counters
-    health = {policy: loaded.served.engine.health() for policy, loaded in policies.items()}
-    return {
+    found: dict[str, float] = {
         "slots": player.num_slots,
         "free_slots": player.num_free_slots,
         "running_rollouts": player.num_running,
@@ -540,24 +518,18 @@ def gauges(player: RolloutPlayer, sender: TrajectorySender, policies: Mapping[st
         "retries": counters.retries,
         "cancelled": counters.cancelled,
         "record_streams": sender.num_streams,
-        **{
-            f"acknowledged/{outcome.removeprefix('RECORD_OUTCOME_').lower()}": number
-            for outcome, number in sender.outcomes.items()
-        },
-        **{f"refused/{reason}": number for reason, number in sender.refused.items()},
-        **{f"tokens_generated/{policy}": found.generated_tokens for policy, found in health.items()},
-        **{f"requests_running/{policy}": found.running for policy, found in health.items()},
-        **{f"requests_waiting/{policy}": found.waiting for policy, found in health.items()},
-        **{
-            f"kv_{name}/{policy}": float(value)
-            for policy, found in health.items()
-            if found.kv is not None
-            for name, value in dataclasses.asdict(found.kv).items()
-        },
-        **{f"version_{policy}": loaded.weights.held().number for policy, loaded in policies.items()},
-        **{
-            f"weights/{policy}/{k}": v
-            for policy, loaded in policies.items()
-            for k, v in loaded.weights.gauges().items()
-        },
     }
+    for outcome, number in sender.outcomes.items():
+        found[f"acknowledged/{outcome.removeprefix('RECORD_OUTCOME_').lower()}"] = number
+    for reason, number in sender.refused.items():
+        found[f"refused/{reason}"] = number
+    for policy, loaded in policies.items():
+        health = loaded.served.engine.health()
+        found[f"tokens_generated/{policy}"] = health.generated_tokens
+        found[f"requests_running/{policy}"] = health.running
+        found[f"requests_waiting/{policy}"] = health.waiting
+        found[f"version_{policy}"] = loaded.weights.held().number
+        if health.kv is not None:
+            found |= {f"kv_{name}/{policy}": float(value) for name, value in dataclasses.asdict(health.kv).items()}
+        found |= {f"weights/{policy}/{name}": value for name, value in loaded.weights.gauges().items()}
+    return found

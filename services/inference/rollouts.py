@@ -14,14 +14,15 @@ import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import structlog
@@ -49,7 +50,6 @@ from services.common.records import (
     RolloutTiming,
     Sampling,
     Segment,
-    Task,
     TaskGroupOrder,
     TokenSequence,
     Trajectory,
@@ -61,25 +61,12 @@ from services.common.telemetry.accounts import engine as engine_component
 from services.common.telemetry.logs import LogEvent
 from services.common.text.chat import Chat
 from services.inference.engine.base import Engine, Generation, GenerationRequest, ScoreRequest, Watch
-from services.inference.workflows.base import (
-    CaseOutcome,
-    Endpoint,
-    Episode,
-    Execution,
-    Gateway,
-    JudgeCase,
-    Outcome,
-    Reward,
-    Step,
-    Workflow,
-    WorkflowContext,
-)
+from services.inference.workflows.base import Endpoint, Gateway, Outcome, Workflow, WorkflowContext
 from services.inference.workflows.scripts import EarlierTurn, Scene, ScriptBook
 
 # --- Records the phases of one rollout for its record; costs a few microseconds per phase.
 
 
-Found = TypeVar("Found")
 MAX_PHASES = 512  # of one rollout; one last phase counts the phases beyond
 MAX_DETAIL = 120  # characters
 
@@ -154,54 +141,12 @@ class RolloutClock:
         return RolloutTiming(accepted_at=self._accepted_at, num_retries=self.num_retries, phases=tuple(phases))
 
 
-class TimedGateway:
-    """The environment gateway for one rollout; records every call on the rollout's clock."""
+_CLOCK: ContextVar[RolloutClock | None] = ContextVar("clock", default=None)
 
-    def __init__(self, gateway: Gateway, clock: RolloutClock) -> None:
-        self._gateway = gateway
-        self._clock = clock
 
-    async def execute_code(
-        self, code: str, *, stdin: bytes = b"", print_trailing_expression: bool = False
-    ) -> Execution:
-        call = self._gateway.execute_code(code, stdin=stdin, print_trailing_expression=print_trailing_expression)
-        return await self._timed(PhaseKind.EXECUTE_CODE, call, lambda execution: execution.status.value)
-
-    async def create_episode(self, environment: str, task: Task, seed: int) -> Episode:
-        call = self._gateway.create_episode(environment, task, seed)
-        return await self._timed(PhaseKind.CREATE_EPISODE, call, lambda _: environment)
-
-    async def step(self, episode_id: str, turn: int, action: str) -> Step:
-        return await self._timed(
-            PhaseKind.STEP,
-            self._gateway.step(episode_id, turn, action),
-            lambda step: f"turn {turn}, reward {step.reward:g}" + (", done" if step.done else ""),
-        )
-
-    async def close(self, episode_id: str) -> None:
-        await self._timed(PhaseKind.CLOSE_EPISODE, self._gateway.close(episode_id), lambda _: "")
-
-    async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward:
-        return await self._timed(
-            PhaseKind.COMPUTE_REWARD,
-            self._gateway.compute_reward(reward, task, completion),
-            lambda found: f"{reward}: {found.value:g}" + (", unparsed" if found.unparsed else ""),
-        )
-
-    async def judge(
-        self, code: str, cases: Sequence[JudgeCase], *, entry_point: str = "", case_time_s: float = 6.0
-    ) -> tuple[CaseOutcome, ...]:
-        return await self._timed(
-            PhaseKind.JUDGE,
-            self._gateway.judge(code, cases, entry_point=entry_point, case_time_s=case_time_s),
-            lambda found: f"{sum(outcome.passed for outcome in found)} of {len(found)} cases passed",
-        )
-
-    async def _timed(self, what: PhaseKind, call: Awaitable[Found], detail: Callable[[Found], str]) -> Found:
-        with self._clock.phase(what) as phase:
-            found = await call
-            phase.detail = detail(found)
-            return found
+def phase_here(what: PhaseKind) -> AbstractContextManager[OpenPhase]:
+    """A phase of the rollout that this task plays; recorded nowhere outside of a rollout."""
+    return (_CLOCK.get() or RolloutClock()).phase(what)
 
 
 # --- A replica's served policies, and the policy object that one rollout uses.
@@ -464,7 +409,9 @@ class RolloutPlayer:
     async def _slot(self, order: TaskGroupOrder, accepted_at: float, index: int) -> None:
         async with self._slots:
             with self._account.lane(ActivityName.RUNNING_WORKFLOW):
-                record = await self._record(order, index, RolloutClock(accepted_at))
+                clock = RolloutClock(accepted_at)
+                _CLOCK.set(clock)
+                record = await self._record(order, index, clock)
                 if record is not None:
                     await self._hand_over(record)
 
@@ -608,7 +555,7 @@ class RolloutPlayer:
         }
         context = WorkflowContext(
             policies=policies,
-            gateway=TimedGateway(self._gateway, clock),
+            gateway=self._gateway,
             sampling=order.sampling,
             seed=seed,
             episode_seed=order.seed,

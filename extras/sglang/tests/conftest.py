@@ -21,7 +21,7 @@ from services.inference.engine.served import engine as engine_module
 from services.inference.engine.served import fleet
 from services.inference.engine.served.client import ServerClient
 from services.inference.engine.served.engine import ServedEngine
-from services.inference.engine.served.fleet import DiskTransfer, Server
+from services.inference.engine.served.fleet import Server, Transfer
 from services.inference.engine.served.process import ServerCommand, ServerProcess
 from services.inference.engine.served.stage import Stage
 from tests.random_models import build_model
@@ -101,7 +101,7 @@ def build(
         process = kind(command, directory / "logs" / f"{command.name}.log", ready_timeout_s)
         servers.append(Server(process, kv_policy))
     return ServedEngine(
-        servers, stage, DiskTransfer(stage), context_length=CONTEXT, vocab_size=1000, kv_policy=kv_policy, **settings
+        servers, stage, Transfer(stage), context_length=CONTEXT, vocab_size=1000, kv_policy=kv_policy, **settings
     )
 
 

@@ -54,7 +54,6 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = {
     "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateTokensStreamChoice": (
         "finish_reason",
         "logprobs",
-        "stop_reason",
         "token_ids",
         "weight_versions",
     ),

@@ -98,7 +98,7 @@ async def test_the_last_tokens_come_with_the_cached_tokens_and_the_versions() ->
     assert first is not None and (first.token_ids, first.logprobs, first.finish) == ([4], [-1.0], None)
     assert held is None
     assert last is not None and last.finish is not None
-    assert (last.token_ids, last.cached_tokens, last.finish.kind, last.finish.matched) == ([7], 16, "stop", 7)
+    assert (last.token_ids, last.cached_tokens, last.finish.kind) == ([7], 16, "stop")
     assert last.finish.spans == (
         VersionSpan(version=3, start=0, end=1),
         VersionSpan(version=4, start=1, end=2),

@@ -10,7 +10,7 @@ import enum
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -45,14 +45,6 @@ def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
 class Kind(enum.Enum):
     THOUGHT = enum.auto()
     TEXT = enum.auto()
-
-
-def texts_of(answer: Answer) -> Iterator[tuple[Kind, str]]:
-    """The blocks of an answer before its calls. An answer of nothing is one empty text, which clients can return."""
-    if answer.thought:
-        yield Kind.THOUGHT, answer.thought
-    if answer.said or not (answer.thought or answer.calls):
-        yield Kind.TEXT, answer.said
 
 
 def split_growing(text: str, *, thinks: bool) -> tuple[str, str]:
@@ -115,8 +107,11 @@ class AnswerWriter(ABC):
         return None
 
     def texts(self, answer: Answer) -> Iterable[tuple[Kind, str]]:
-        """The blocks of an answer before its calls."""
-        return texts_of(answer)
+        """The blocks of an answer before its calls. An answer of nothing is one empty text, which clients can return."""
+        if answer.thought:
+            yield Kind.THOUGHT, answer.thought
+        if answer.said or not (answer.thought or answer.calls):
+            yield Kind.TEXT, answer.said
 
     def _grow(self, kind: Kind, text: str) -> Iterable[bytes]:
         """With calls, space at the end of a text may have been sent before the cut was known: then nothing is left."""
@@ -495,7 +490,7 @@ class MessagesWriter(AnswerWriter):
     prefix = "msg_"
 
     def whole(self, turn: CapturedTurn) -> Json:
-        content = [self._block(kind, text) for kind, text in texts_of(turn.answer)]
+        content = [self._block(kind, text) for kind, text in self.texts(turn.answer)]
         calls = [
             {"type": "tool_use", "id": call.id, "name": call.name, "input": orjson.Fragment(call.arguments)}
             for call in turn.answer.calls

@@ -116,11 +116,9 @@ class ByteRange:
         self.offset += len(data)
         self._on_received(self.offset)
         if self.is_complete:
-            self._on_received = _ignore  # no reference back: the payload's memory is freed without a garbage collection
-
-
-def _ignore(offset: int) -> None:
-    """Nothing is left to be told."""
+            self._on_received = lambda offset: (
+                None
+            )  # no reference back: the payload's memory is freed without a garbage collection
 
 
 def receive_buffer(size_bytes: int) -> memoryview:
@@ -533,12 +531,11 @@ class _MirrorReader(PayloadReader):
     """Reads the full payload of a mirror, tensor by tensor; between them lies padding."""
 
     def __init__(self, mirror: Mirror) -> None:
-        held = mirror.lease()
-        manifest = full_layout(held.manifest)
+        held, self._bits = mirror.lease()
+        manifest = full_layout(held)
         super().__init__(manifest.size_bytes, mirror.release)
         self._entries: list[TensorEntry] = sorted(manifest.tensors, key=lambda entry: entry.offset)
         self._offsets = [entry.offset for entry in self._entries]
-        self._bits = held.bits
 
     async def read(self, offset: int, size: int) -> memoryview:
         place = bisect.bisect_right(self._offsets, offset) - 1

@@ -48,14 +48,6 @@ from services.common.weights.snapshot import (
 MOST_THREADS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class HeldWeights:
-    """A leased version: its arrays do not change."""
-
-    manifest: Manifest
-    bits: Mapping[str, Bits]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
     """A decoded and verified payload, ready to be written."""
@@ -160,8 +152,8 @@ class Mirror:
                 part.write_to(self._bits[name])
         self._borrowed.clear()
 
-    def lease(self) -> HeldWeights:
-        """The held version, unchanged until ``release``; meanwhile writes go to new arrays.
+    def lease(self) -> tuple[Manifest, Mapping[str, Bits]]:
+        """The held version and its arrays, unchanged until ``release``; meanwhile writes go to new arrays.
 
         Raises:
             VersionUnavailableError: no complete version is held now.
@@ -170,7 +162,7 @@ class Mirror:
             if self._writing or self.dirty or self.manifest is None:
                 raise VersionUnavailableError(f"the mirror of {self.policy} holds no whole version at this moment")
             self._num_leases += 1
-            return HeldWeights(self.manifest, dict(self._bits))
+            return self.manifest, dict(self._bits)
 
     def hold(self) -> None:
         """Until ``release``, writes replace arrays instead of changing them, for any held version."""

@@ -42,7 +42,7 @@ from services.inference.workflows.base import (
     fill,
     with_last_text,
 )
-from services.inference.workflows.single import Dialogue, Workflow, WorkflowSettings
+from services.inference.workflows.single import Dialogue, Workflow, WorkflowSettings, begin_check
 
 # --- Default prompts of ``codegen_verifier`` for coder and verifier.
 
@@ -426,14 +426,7 @@ class CodegenVerifier(Workflow):
             num_cases=str(settings.num_cases),
             entry_point=entry_point,
         )
-        return self.converse_if_it_fits(
-            task,
-            context,
-            policy=settings.verifier,
-            messages=[{"role": "user", "content": prompt}],
-            role="verifier",
-            thinking=settings.verifier_thinking,
-        )
+        return begin_check(self, task, context, prompt)
 
     async def _reference(self, task: Task, context: WorkflowContext, solutions: tuple[str, ...]) -> str | None:
         """The first of the row's solutions that passes every test of the task; None when none does."""

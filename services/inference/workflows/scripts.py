@@ -6,6 +6,7 @@ A row without a reference solution gets a program with a table of its cases' ans
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import json
 import random
@@ -98,22 +99,20 @@ def _asserted(code: str) -> list[Case]:
         return []
     found = []
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)):
-            continue
-        comparison = node.test
-        call = comparison.left
-        if len(comparison.ops) != 1 or not isinstance(comparison.ops[0], ast.Eq) or not isinstance(call, ast.Call):
-            continue
-        if not (isinstance(call.func, ast.Name) and call.func.id == "candidate"):
-            continue
-        try:
-            # Named arguments stand in the order of the parameters in the sets that use them.
-            args = [ast.literal_eval(part) for part in (*call.args, *(keyword.value for keyword in call.keywords))]
-            case = {"args": args, "expected": ast.literal_eval(comparison.comparators[0])}
-            json.dumps(case)
-        except (ValueError, TypeError):
-            continue
-        found.append(case)
+        match node:
+            case ast.Assert(
+                test=ast.Compare(
+                    left=ast.Call(func=ast.Name(id="candidate"), args=args, keywords=named),
+                    ops=[ast.Eq()],
+                    comparators=[expected],
+                )
+            ):
+                with contextlib.suppress(ValueError, TypeError):
+                    # Named arguments stand in the order of the parameters in the sets that use them.
+                    given = [ast.literal_eval(part) for part in (*args, *(each.value for each in named))]
+                    case = {"args": given, "expected": ast.literal_eval(expected)}
+                    json.dumps(case)
+                    found.append(case)
     return found
 
 

@@ -130,6 +130,14 @@ class Workflow:
             return None
 
 
+def begin_check(workflow: Workflow, task: Task, context: WorkflowContext, prompt: str) -> Dialogue | None:
+    """The conversation with the verifier that a workflow's settings name; None for a prompt that does not fit."""
+    settings: Any = workflow.settings
+    messages = [{"role": "user", "content": prompt}]
+    told = {"policy": settings.verifier, "thinking": settings.verifier_thinking, "role": "verifier"}
+    return workflow.converse_if_it_fits(task, context, messages=messages, **told)
+
+
 class Dialogue:
     """One conversation with one policy. Keeps the exact samples; derives the stop reason from the last turn."""
 
@@ -289,14 +297,7 @@ class ActorVerifier(Workflow):
         # One policy's text must not end or begin a turn of the other.
         as_text = context.policy(settings.verifier).chat.as_text
         prompt = fill(settings.verify_prompt, problem=problem, solution=as_text(solution), evidence=as_text(evidence))
-        return self.converse_if_it_fits(
-            task,
-            context,
-            policy=settings.verifier,
-            messages=[{"role": "user", "content": prompt}],
-            role="verifier",
-            thinking=settings.verifier_thinking,
-        )
+        return begin_check(self, task, context, prompt)
 
     def _begin_again(
         self, task: Task, context: WorkflowContext, problem: str, solution: str, review: str
@@ -346,8 +347,21 @@ class AgentEnv:
 
     async def _play(self, episode: Episode, context: WorkflowContext) -> Outcome:
         settings = self._settings
-        conversation = self._begin(episode, context)
-        max_turns = self._max_turns(context.purpose)
+        messages = episode.opening()
+        messages = with_last_text(messages, with_instruction(messages[-1]["content"], settings.instruction))
+        if settings.system:
+            messages.insert(0, {"role": "system", "content": settings.system})
+        conversation = Conversation(
+            context.policy(settings.policy),
+            messages,
+            context.sampling,
+            max_prompt_tokens=settings.max_prompt_tokens,
+            max_response_tokens=settings.max_response_tokens,
+            thinking=settings.thinking,
+        )
+        max_turns = settings.max_turns
+        if context.purpose is Purpose.EVALUATION:
+            max_turns = settings.evaluation_max_turns or max_turns
         total, cut_turns, stop, metrics = 0.0, 0, StopReason.TURN_LIMIT, dict[str, float]()
         while conversation.num_turns < max_turns:
             turn = await conversation.generate()
@@ -383,23 +397,3 @@ class AgentEnv:
             },
         )
         return Outcome(sequences=(sequence,), reward=total)
-
-    def _begin(self, episode: Episode, context: WorkflowContext) -> Conversation:
-        settings = self._settings
-        messages = episode.opening()
-        messages = with_last_text(messages, with_instruction(messages[-1]["content"], settings.instruction))
-        if settings.system:
-            messages.insert(0, {"role": "system", "content": settings.system})
-        return Conversation(
-            context.policy(settings.policy),
-            messages,
-            context.sampling,
-            max_prompt_tokens=settings.max_prompt_tokens,
-            max_response_tokens=settings.max_response_tokens,
-            thinking=settings.thinking,
-        )
-
-    def _max_turns(self, purpose: Purpose) -> int:
-        if purpose is Purpose.EVALUATION and self._settings.evaluation_max_turns is not None:
-            return self._settings.evaluation_max_turns
-        return self._settings.max_turns

@@ -19,6 +19,7 @@ from services.common.pb import judge_pb2 as pb
 from services.common.rpc.client import MESSAGE_BYTES, to_status
 from services.common.telemetry.accounts import TimeAccount
 from services.inference.gateway import MOST_TEXT_BYTES, GatewayClient, _encodable
+from services.inference.rollouts import _CLOCK, RolloutClock
 from services.inference.workflows.base import JudgeCase, ProgramStatus
 from tests.integration.inference.peers import FakeGatewayServer
 from tests.unit.inference.fakes import make_task
@@ -81,6 +82,25 @@ async def test_a_full_gateway_is_asked_again_with_the_same_request(
     assert time.monotonic() - began >= 0.4
     assert len({request.request_id for request in gateway_server.requests}) == 1
     assert len(gateway_server.requests) == 3
+
+
+async def test_every_call_is_a_phase_of_its_rollout_with_what_came_of_it(
+    gateway: GatewayClient, gateway_server: FakeGatewayServer
+) -> None:
+    clock = RolloutClock()
+    _CLOCK.set(clock)
+    gateway_server.answer(env.ExecuteCodeResponse(status=env.EXECUTION_STATUS_INFRA_ERROR))
+    with pytest.raises(InfrastructureError):
+        await gateway.execute_code("x")
+    await gateway.execute_code("x")
+    await gateway.step("e1", 1, "go")
+    await gateway.compute_reward("math", make_task(), "42")
+    assert [(phase.what, phase.detail) for phase in clock.timing().phases] == [
+        ("execute_code", "INFRASTRUCTURE"),
+        ("execute_code", "ok"),
+        ("step", "turn 1, reward 0.5, done"),
+        ("compute_reward", "math: 1"),
+    ]
 
 
 @pytest.mark.parametrize("opaque", [True, False])

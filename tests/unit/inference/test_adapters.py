@@ -20,7 +20,7 @@ from services.inference import loading
 from services.inference.engine.base import WeightUpdate
 from services.inference.engine.torch.blocks import Adapter
 from services.inference.engine.torch.engine import TorchEngine
-from services.inference.loading import BaseModels, replica_config
+from services.inference.loading import replica_config
 from tests.integration.inference.peers import scripted_recipe
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap
 from tests.unit.inference.conftest import StepGate
@@ -173,11 +173,9 @@ def base_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_policies_with_adapters_share_one_loaded_base(base_path: Path) -> None:
     recipe = recipe_of(base_path, one={"rank": 4, "alpha": 8}, two={"rank": 2, "alpha": 8, "targets": ["q_proj"]})
     settings = RunSettings("r", base_path, validate(recipe, source="test"))
-    bases, threads = BaseModels(), torch.get_num_threads()
+    threads = torch.get_num_threads()
     config = replica_config(settings.recipe, "a")
-    loaded = [
-        loading.load_policy(name, settings, config, lambda count, at: None, bases=bases) for name in ("one", "two")
-    ]
+    loaded = [loading.load_policy(name, settings, config, lambda count, at: None) for name in ("one", "two")]
     torch.set_num_threads(threads)
     engines: list[Any] = [each.served.engine for each in loaded]
     shared = [engine._core.decoder.embedding.data_ptr() for engine in engines]

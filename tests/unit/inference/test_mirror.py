@@ -122,9 +122,9 @@ def test_a_lease_keeps_its_version_while_the_next_is_written() -> None:
     mirror, first = Mirror("p"), make_version(0)
     take(mirror, *full(first, 0))
     second = changed(first, 1)
-    leased = mirror.lease()
+    manifest, bits = mirror.lease()
     take(mirror, *delta(first, second, 1))
-    assert equal(dict(leased.bits), first) and leased.manifest.version == 0
+    assert equal(dict(bits), first) and manifest.version == 0
     mirror.release()
     assert equal(held(mirror), second)
     third = changed(second, 2)

@@ -84,7 +84,7 @@ async def test_each_sampled_token_carries_what_the_teacher_says_of_it() -> None:
         assert asked.token_ids[asked.positions].tolist() == said.token_ids.tolist()
         assert set(asked.temperatures.tolist()) == {np.float32(0.7)}
         assert said.teacher_logprobs.tolist() == (await ScriptedEngine.score(teacher, asked)).tolist()
-        assert [phase.what for phase in trajectory.timing.phases] == ["generate", "compute_reward", "score"]
+        assert [phase.what for phase in trajectory.timing.phases] == ["generate", "score"]
 
 
 async def test_an_evaluation_asks_no_teacher() -> None:

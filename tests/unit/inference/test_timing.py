@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 
 from services.common.errors import InfrastructureError
-from services.common.records import Task
-from services.inference.rollouts import MAX_PHASES, RolloutClock, TimedGateway
-from services.inference.workflows.base import JudgeCase
-from tests.unit.inference.fakes import FakeGateway, make_order, played
+from services.inference.rollouts import MAX_PHASES, RolloutClock
+from tests.unit.inference.fakes import make_order, played
 from tests.unit.inference.test_rollout import make_player, raises
-
-TASK = Task(task_id="t", data={})
 
 
 async def test_a_trajectory_says_what_its_rollout_did_and_when() -> None:
@@ -47,22 +43,6 @@ async def test_a_rollout_that_waits_for_a_slot_shows_how_long() -> None:
     await played(player, make_order(indices=(0, 1)))
     first, second = sorted(records.trajectories, key=lambda trajectory: trajectory.started_at)
     assert second.started_at - second.timing.accepted_at >= first.finished_at - first.started_at > 0.04
-
-
-async def test_every_call_to_the_gateway_is_a_phase_with_what_came_of_it() -> None:
-    clock = RolloutClock()
-    gateway = TimedGateway(FakeGateway(failures=[InfrastructureError("away")]), clock)
-    with pytest.raises(InfrastructureError):
-        await gateway.execute_code("print(1)")
-    await gateway.execute_code("print(1)")
-    await gateway.compute_reward("math", TASK, "42")
-    await gateway.judge("code", [JudgeCase(given="", expected="")] * 3)
-    assert [(phase.what, phase.detail) for phase in clock.timing().phases] == [
-        ("execute_code", "INFRASTRUCTURE"),
-        ("execute_code", "ok"),
-        ("compute_reward", "math: 1"),
-        ("judge", "3 of 3 cases passed"),
-    ]
 
 
 def test_a_long_rollout_is_bounded_and_says_how_much_is_left_out() -> None:

@@ -51,11 +51,10 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """The reason of a call's end. ``matched`` is the stop token; ``message`` and ``status`` are an abortion's."""
+    """The reason of a call's end. ``message`` and ``status`` are an abortion's."""
 
     kind: Literal["stop", "length", "abort"]
     spans: tuple[VersionSpan, ...]
-    matched: int | None = None
     message: str = ""
     status: int | None = None
 
@@ -88,7 +87,7 @@ def kept_of(call: CallRequest, token_ids: Sequence[int], masks: Sequence[Sequenc
     return kept_rows(ids, counts, np.array(token_ids, dtype=np.int64))
 
 
-def finish_of(kind: str, row: dict[str, Any], matched: Any, message: str = "", status: int | None = None) -> Finish:
+def finish_of(kind: str, row: dict[str, Any], message: str = "", status: int | None = None) -> Finish:
     """The end of a call; ``row`` has the server's ``weight_versions``."""
     spans = tuple(
         VersionSpan(version=int(span["version"]), start=int(span["start"]), end=int(span["end"]))
@@ -97,7 +96,6 @@ def finish_of(kind: str, row: dict[str, Any], matched: Any, message: str = "", s
     return Finish(
         kind="stop" if kind == "stop" else "length" if kind == "length" else "abort",
         spans=spans,
-        matched=matched if isinstance(matched, int) else None,
         message=message,
         status=status,
     )

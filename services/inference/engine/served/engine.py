@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -45,7 +46,14 @@ from services.inference.engine.base import (
 )
 from services.inference.engine.served.client import CallRequest, Chunk, Finish, Refused, TokenStream, VersionSpan
 from services.inference.engine.served.fleet import Fleet, Server, Transfer
-from services.inference.engine.served.process import ServerCommand, ServerProcess
+from services.inference.engine.served.process import (
+    Program,
+    ServerCommand,
+    ServerProcess,
+    interpreter,
+    runs_on_cpu,
+    seen_device,
+)
 from services.inference.engine.served.stage import Stage, place_stage, size_of
 
 # --- State of one request: its tokens so far by weight version, and its remaining budget.
@@ -371,10 +379,7 @@ class ServedEngine:
                         mixed_from = 0
                     finish = chunk.finish
                     self._accept(chunk, output, state)
-        except asyncio.CancelledError:
-            self._fleet.ask(server, request.rid)
-            raise
-        except NotFinite:
+        except (asyncio.CancelledError, NotFinite):
             self._fleet.ask(server, request.rid)
             raise
         except Refused as error:
@@ -465,6 +470,47 @@ class ServedSetup:
     adapter: AdapterIdentity | None = None
 
 
+def commands_of(
+    setup: ServedSetup,
+    words: Sequence[str],
+    program: Callable[[Sequence[str]], Program],
+    env: Mapping[str, str],
+    environment: Mapping[str, str],
+) -> list[ServerCommand]:
+    """Commands of the data-parallel servers of one policy: ``words`` after the interpreter, with ``env``.
+
+    ``program`` is given the devices of a server's ranks, in torch's notation, as this process sees them.
+    Raises ``ConfigError`` for fewer GPUs than the servers need.
+    """
+    config, settings = setup.config, setup.config.servers
+    assert settings is not None
+    on_cpu, parallel, needed = runs_on_cpu(config), settings.tensor_parallel, setup.number * settings.tensor_parallel
+    if setup.gpus and len(setup.gpus) < needed:
+        raise ConfigError(
+            f"{setup.number} {config.engine} engines of {parallel} GPUs need {needed}, but have {len(setup.gpus)}"
+        )
+    python = interpreter(config.engine, settings.python, environment, on_cpu=on_cpu)
+    env = {**env, "TOKENIZERS_PARALLELISM": "false"}
+    if Path(setup.model_path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    cores = sorted(os.sched_getaffinity(0), reverse=True)
+    per_rank = min(config.threads, len(cores))
+    commands = []
+    for index in range(setup.number):
+        ranks, own = range(index * parallel, (index + 1) * parallel), dict(env)
+        gpus = [setup.gpus[rank] for rank in ranks] if setup.gpus else []
+        devices = ["cpu"] * parallel if on_cpu else [seen_device(gpu, environment) for gpu in gpus or ranks]
+        if gpus:
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        if on_cpu:  # SGLang and vLLM want threads and cores named, and they must exist
+            bound = [sorted(cores[(rank * per_rank + i) % len(cores)] for i in range(per_rank)) for rank in ranks]
+            own["OMP_NUM_THREADS"] = str(config.threads)
+            own[f"{config.engine.upper()}_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, of)) for of in bound)
+        name = f"{config.engine}-{setup.name}-{index}"
+        commands.append(ServerCommand(name=name, argv=(python, *words), program=program(devices), env=own))
+    return commands
+
+
 def engine_of(
     setup: ServedSetup, commands: Sequence[ServerCommand], transfer: Callable[[Stage], Transfer]
 ) -> ServedEngine:
@@ -487,7 +533,7 @@ def engine_of(
         stage,
         transfer(stage),
         context_length=setup.context_length,
-        vocab_size=_vocab_size(setup.model_path),
+        vocab_size=read_model_config(setup.model_path).get("vocab_size"),
         kv_policy=kv_policy,
         on_tokens=setup.on_tokens,
     )
@@ -506,8 +552,3 @@ def read_model_config(model_path: str) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model_path}: no model that can be read there: {error}") from error
     return {**read.get("text_config", {}), **read}
-
-
-def _vocab_size(model_path: str) -> int | None:
-    found = read_model_config(model_path).get("vocab_size")
-    return found if isinstance(found, int) else None

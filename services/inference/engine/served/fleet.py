@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import structlog
 
@@ -25,38 +25,22 @@ from services.inference.engine.served.client import ServerClient
 from services.inference.engine.served.process import Program, ServerProcess
 from services.inference.engine.served.stage import Stage
 
-# --- Loads a version into a server from the stage on disk. ``server`` pauses decoding around the load.
+# --- Loads a version into a server from the stage. ``Server`` pauses decoding around the load.
 
 
-class Transfer(Protocol):
-    @property
-    def way(self) -> str:
-        """How the weights reach a server, for the log."""
-        ...
+class Transfer:
+    """The server reads the stage's file. Subclasses bring the weights another way."""
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that a load moves to each server."""
-        ...
+    way = "disk"  # for the log
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
 
     async def load(self, client: Any, version: int, *, flush: bool) -> str:
         """Load the staged weights into a server, by its program's client; returns the name of an adapter, which calls give, or "".
 
         After ``InfrastructureError`` or ``DeadlineError`` its version is unknown."""
-        ...
-
-
-class DiskTransfer:
-    """The server reads the stage's file."""
-
-    way = "disk"
-
-    def __init__(self, stage: Stage) -> None:
-        self._directory = str(stage.directory)
-        self.size_bytes = stage.size_bytes
-
-    async def load(self, client: ServerClient, version: int, *, flush: bool) -> str:
-        await client.update_from_disk(self._directory, version, flush=flush)
+        await client.update_from_disk(str(self.stage.directory), version, flush=flush)
         return ""
 
 
@@ -149,7 +133,7 @@ class Server:
             version=version,
             way=transfer.way,
             kv_policy=self._kv_policy,
-            size_bytes=transfer.size_bytes,
+            size_bytes=transfer.stage.size_bytes,
             in_flight=self.in_flight,
             pause_s=round(paused_s, 4),
             load_s=round(loaded_s, 4),
@@ -296,13 +280,11 @@ class Fleet:
 
     def suspect(self, server: Server) -> None:
         """Check a server after a long wait for a token."""
-        if not self._stopped:
-            self._tasks.start(self._check(server), f"check of {server.name}")
+        self._try(server.check, f"check of {server.name}")
 
     def ask(self, server: Server, rid: str) -> None:
         """Abort a call without waiting for the end."""
-        if not self._stopped:
-            self._tasks.start(self._abort(server, rid), f"abort at {server.name}")
+        self._try(lambda: server.client.abort(rid), f"abort at {server.name}")
 
     # -- tasks --------------------------------------------------------------------------------------------------
 
@@ -310,7 +292,10 @@ class Fleet:
         await server.start(self._stage.version)
         try:
             async with self._lock:
-                await self._whole_stage(server)
+                # For a complete stage, with the lock held; `switch` can take the lock meanwhile.
+                what = f"waiting for an update that completes the weights of {server.program.name} server {server.name} (the last one broke off)"
+                async with deadline(WHOLE_STAGE_S, what):
+                    await self._written.wait_for(lambda: not self._stage.dirty)
                 await server.load(self._transfer, self._stage.version)
                 server.serving = True
         except BaseException:
@@ -318,12 +303,6 @@ class Fleet:
             raise
         log.info("engine_server.serving", server=server.name, pid=server.process.pid, version=server.version)
         self._changed.set()
-
-    async def _whole_stage(self, server: Server) -> None:
-        """Wait for a complete stage with the lock held; `switch` can take the lock meanwhile. Raises ``DeadlineError``."""
-        what = f"waiting for an update that completes the weights of {server.program.name} server {server.name} (the last one broke off)"
-        async with deadline(WHOLE_STAGE_S, what):
-            await self._written.wait_for(lambda: not self._stage.dirty)
 
     async def _supervise(self, server: Server) -> None:
         delays, deaths = backoff(1.0, 30.0), 0
@@ -360,14 +339,14 @@ class Fleet:
         self.failure = reason
         self._changed.set()
 
-    async def _check(self, server: Server) -> None:
-        try:
-            await server.check()
-        except RollmillError as error:
-            log.debug("engine_server.check_failed", server=server.name, error=error.message)
+    def _try(self, call: Callable[[], Awaitable[None]], what: str) -> None:
+        """Make a call in a task of its own, whose failure is no error: the server may be gone."""
 
-    async def _abort(self, server: Server, rid: str) -> None:
-        try:
-            await server.client.abort(rid)
-        except RollmillError as error:
-            log.debug("engine_server.abort_failed", server=server.name, error=error.message)
+        async def attempt() -> None:
+            try:
+                await call()
+            except RollmillError as error:
+                log.debug("engine_server.call_failed", what=what, error=error.message)
+
+        if not self._stopped:
+            self._tasks.start(attempt(), what)

@@ -116,41 +116,8 @@ def spelled(arguments: Mapping[str, Argument], *, negated: bool = False) -> list
     return words
 
 
-def cpu_environment(program: str, index: int, num_ranks: int, threads: int) -> dict[str, str]:
-    """Threads of the server with this index, and cores of each of its ranks, from the last one down: SGLang and vLLM want
-    them named, and they must exist."""
-    cores = sorted(os.sched_getaffinity(0))
-    per_rank = min(threads, len(cores))
-    ranks = range(index * num_ranks, (index + 1) * num_ranks)
-    groups = [[cores[-1 - (rank * per_rank + i) % len(cores)] for i in range(per_rank)] for rank in ranks]
-    bound = "|".join(",".join(map(str, sorted(group))) for group in groups)
-    return {"OMP_NUM_THREADS": str(threads), f"{program}_CPU_OMP_THREADS_BIND": bound}
-
-
 def _plain(key: str) -> str:
     return key.lstrip("-").replace("-", "_")
-
-
-def own_ranks(engine: str, number: int, parallel: int, gpus: Sequence[str]) -> list[Sequence[str]]:
-    """The GPUs of each of ``number`` servers of ``parallel`` ranks; empty lists for all visible GPUs.
-
-    ``ConfigError`` for fewer GPUs than the servers need.
-    """
-    if gpus and len(gpus) < number * parallel:
-        raise ConfigError(
-            f"{number} {engine} engines of {parallel} GPUs need {number * parallel}, but have {len(gpus)}"
-        )
-    return [gpus[index * parallel : (index + 1) * parallel] for index in range(number)]
-
-
-def server_environment(model_path: str, gpus: Sequence[str]) -> dict[str, str]:
-    """What every server's environment has beside its program's own."""
-    env = {"TOKENIZERS_PARALLELISM": "false"}
-    if Path(model_path).is_dir():
-        env["HF_HUB_OFFLINE"] = "1"
-    if gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return env
 
 
 def hints_of(program: str, section: str, remedies: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -248,16 +215,16 @@ class ServerProcess:
             DeadlineError: the server did not answer in time.
         """
         key = secrets.token_hex(32)  # a program takes one that begins with "-" for an option
-        key_file = _private_file(f"api-key: {key}\n")
-        try:
+        # Its owner alone may read the file: a key must not be on a command line or in a log.
+        with tempfile.NamedTemporaryFile("w", prefix="rollmill-server-", suffix=".yaml") as key_file:
+            key_file.write(f"api-key: {key}\n")
+            key_file.flush()
             for _ in range(PORTS_TRIED - 1):
                 try:
-                    return await self._start(version, key, key_file)
+                    return await self._start(version, key, Path(key_file.name))
                 except _PortTakenError:
                     log.warning("engine_server.port_taken", server=self.name)
-            return await self._start(version, key, key_file)
-        finally:
-            key_file.unlink()
+            return await self._start(version, key, Path(key_file.name))
 
     async def _start(self, version: int, key: str, key_file: Path) -> ServerClient:
         port = free_ports(1 + next(_starts) % _NEIGHBOURS)[-1]
@@ -350,11 +317,3 @@ def _explained(output: str, hints: Sequence[tuple[str, str]]) -> str:
         if found is not None:
             return f": {hint}\n  {found[-400:]}"
     return ""
-
-
-def _private_file(text: str) -> Path:
-    """A file that only its owner may read, for text that must not be on a command line or in a log."""
-    descriptor, name = tempfile.mkstemp(prefix="rollmill-server-", suffix=".yaml")
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    return Path(name)

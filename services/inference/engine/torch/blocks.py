@@ -138,13 +138,6 @@ class Blocks:
         self.head = model.get_output_embeddings().weight.data
         self.cos, self.sin = _rope_tables(model, context_length, self.head.device)
 
-    def refresh(self) -> None:
-        """Update derived tensors after an in-place change of the model's tensors."""
-        for layer in self.layers:
-            if layer.norms is not None and layer.qk_norm is not None:
-                layer.qk_norm[: self.sizes.heads] = layer.norms[0]
-                layer.qk_norm[self.sizes.heads :] = layer.norms[1]
-
     def rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rotation of ``positions`` [num_tokens], in the form that ``project`` takes."""
         return self.cos[positions][:, None, :], self.sin[positions][:, None, :]

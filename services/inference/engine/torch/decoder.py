@@ -30,7 +30,7 @@ from services.common.weights.codec import ChunkChange
 from services.common.weights.snapshot import Bits, element_type, named_weights
 from services.inference.engine.base import WeightUpdate, check_update
 from services.inference.engine.torch.blocks import Adapter, Blocks, Sizes
-from services.inference.engine.torch.kv import Bucket, Ints, KvCache, KvShape, Reach
+from services.inference.engine.torch.kv import Bucket, Ints, KvCache, Reach
 from services.inference.engine.torch.slots import Drawn, sample_plain
 
 # --- Changes a model's weights in place: values are prepared beforehand, in any thread, so that the pause covers only the writing.
@@ -163,7 +163,7 @@ class Decoder:
         self._released: Released | None = None
         self.dtype = self.embedding.dtype
         self.context_length = context_length
-        shape = KvShape(
+        self.cache = KvCache(
             num_layers=self.blocks.num_layers,
             num_slots=num_slots,
             kv_heads=self.kv_heads,
@@ -171,8 +171,8 @@ class Decoder:
             head_dim=self.head_dim,
             dtype=self.dtype,
             device=self.device,
+            limit_bytes=kv_bytes,
         )
-        self.cache = KvCache(shape, kv_bytes)
         self._fast = fast_step(self, num_slots, stepping)
         self._position_index = torch.arange(context_length, device=self.device)
 
@@ -194,7 +194,9 @@ class Decoder:
     def load(self, prepared: PreparedUpdate) -> None:
         """Write an update into the existing tensors; ``prepare`` has validated the update."""
         prepared.apply()
-        self.blocks.refresh()
+        for layer in self.blocks.layers:
+            if layer.norms is not None and layer.qk_norm is not None:
+                layer.qk_norm[: self.heads], layer.qk_norm[self.heads :] = layer.norms
         if self._fast is not None:
             self._fast.refresh()
 

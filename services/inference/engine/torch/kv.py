@@ -50,50 +50,43 @@ class Reach:
     width: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvShape:
-    num_layers: int
-    num_slots: int
-    kv_heads: int
-    context_length: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def token_bytes(self) -> int:
-        """Keys and values of one position in all layers."""
-        return self.num_layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-
 class KvCache:
     """Keys and values [layer, block, position in it, heads, dim], allocated once."""
 
-    def __init__(self, shape: KvShape, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        kv_heads: int,
+        context_length: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        limit_bytes: int | None = None,
+    ) -> None:
         """As many blocks as the slots can fill, or fewer within ``limit_bytes``.
 
         Raises:
             ConfigError: no sequence of the whole context fits into the limit.
         """
-        num_entries = blocks_of(shape.context_length)
-        num_blocks = most = shape.num_slots * num_entries + RESERVED_BLOCKS
+        num_entries = blocks_of(context_length)
+        num_blocks = most = num_slots * num_entries + RESERVED_BLOCKS
         if limit_bytes is not None:
-            if problem := too_small(limit_bytes, shape.context_length, shape.token_bytes):
+            token_bytes = num_layers * 2 * kv_heads * head_dim * dtype.itemsize
+            if problem := too_small(limit_bytes, context_length, token_bytes):
                 raise ConfigError(problem)
-            least = least_blocks(shape.context_length)
-            num_blocks = min(most, max(least, limit_bytes // (BLOCK_TOKENS * shape.token_bytes)))
-        self.table = np.full((shape.num_slots, num_entries), EMPTY, dtype=np.int64)
+            num_blocks = min(most, max(least_blocks(context_length), limit_bytes // (BLOCK_TOKENS * token_bytes)))
+        self.table = np.full((num_slots, num_entries), EMPTY, dtype=np.int64)
         self.refs = np.zeros(num_blocks, dtype=np.int64)
-        self.held = np.zeros(shape.num_slots, dtype=np.int64)
+        self.held = np.zeros(num_slots, dtype=np.int64)
         self._free = list(range(num_blocks - 1, RESERVED_BLOCKS - 1, -1))  # lowest first out
-        self._kv_heads, self._head_dim = shape.kv_heads, shape.head_dim
+        self._kv_heads, self._head_dim = kv_heads, head_dim
         # Zeros, not empty: a masked position still enters the arithmetic, and NaN times 0 is NaN.
         self.kv = torch.zeros(
-            (shape.num_layers, num_blocks, BLOCK_TOKENS, 2 * shape.kv_heads, shape.head_dim),
-            dtype=shape.dtype,
-            device=shape.device,
+            (num_layers, num_blocks, BLOCK_TOKENS, 2 * kv_heads, head_dim), dtype=dtype, device=device
         )
-        self._context_length = shape.context_length
+        self._context_length = context_length
         self._tokens = [layer.view(num_blocks * BLOCK_TOKENS, -1) for layer in self.kv]
         self._blocks = [layer.view(num_blocks, -1) for layer in self.kv]
 
