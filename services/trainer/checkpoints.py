@@ -148,8 +148,8 @@ class Checkpoints:
         """Names of the damaged checkpoints of steps after ``after`` that were set aside, each with the reason."""
         return [
             f"{path.name}: {names.reason_of(path)}"
-            for step, path in names.set_aside_before(self._directory)
-            if step > after
+            for step, path in names.checkpoints_in(self._directory)
+            if step > after and names.is_set_aside(path)
         ]
 
     # -- writing -----------------------------------------------------------------------------------------------------
