@@ -22,7 +22,7 @@ def rstar2(
     subset: Annotated[str | None, typer.Option(help="The configuration of hub datasets that have several.")] = None,
 ) -> None:
     """rStar2's process_train_dataset: math problems in either column layout, as jsonl for `data.train.path`."""
-    from extras.prepare.rstar2 import process_train_dataset
+    from extras.prepare.rows import process_train_dataset
 
     done = process_train_dataset(inputs, output, subset)
     typer.echo(f"{output}: {done.num_rows} rows")
@@ -39,7 +39,7 @@ def code(
     slots: Annotated[int, typer.Option(help="Solutions that are judged at once.")] = 2,
 ) -> None:
     """Programming problems in one form, without rows whose tests judge no program or fail their own reference solution."""
-    from services.cli.check.data import prepare_code
+    from extras.prepare.rows import prepare_code
     from services.common.config.envgateway import SandboxConfig
 
     sandbox = SandboxConfig(num_slots=slots, wall_time_s=case_time_s, cpu_time_s=case_time_s)

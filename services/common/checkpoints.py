@@ -306,8 +306,10 @@ def read_whole(path: Path) -> bytes:
             return file.read()
 
 
-def verify_file(directory: Path, file: StoredFile, progress: Progress = lambda _: None) -> None:
-    """Read a file and compare size and digest with the manifest.
+def verify_file(
+    directory: Path, file: StoredFile, progress: Progress = lambda _: None, *, by_size: bool = False
+) -> None:
+    """Read a file and compare size and digest with the manifest; with ``by_size`` the size alone.
 
     Raises:
         CorruptDataError: the file is damaged; the message names the difference.
@@ -319,6 +321,8 @@ def verify_file(directory: Path, file: StoredFile, progress: Progress = lambda _
             size = os.fstat(fd).st_size
             if size != file.size_bytes:
                 raise CorruptDataError(f"{file.name} has {size} bytes; {file.size_bytes} were written")
+            if by_size:
+                return
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             state = xxhash.xxh3_128()
             buffer = memoryview(bytearray(min(CHUNK_BYTES, max(size, 1))))
@@ -427,6 +431,7 @@ PARTIAL = ".partial"
 REMOVED = ".removed"
 DAMAGED = ".damaged"
 REASON = "why_damaged.txt"
+_NAME = re.compile(rf"{PREFIX}(\d{{6}}|[1-9]\d{{6,}})({re.escape(DAMAGED)}.*)?")
 
 
 def checkpoints_directory(run_dir: Path, policy: str) -> Path:
@@ -438,20 +443,21 @@ def path_of(directory: Path, step: int) -> Path:
     return directory / f"{PREFIX}{step:06d}"
 
 
+def checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
+    """(training step, directory) of the checkpoints, ascending: complete ones, which may be damaged, and behind each those of
+    its step that were set aside."""
+    named = ((_NAME.fullmatch(path.name), path) for path in directory.glob(f"{PREFIX}*") if path.is_dir())
+    return sorted((int(name[1]), path) for name, path in named if name)
+
+
+def is_set_aside(path: Path) -> bool:
+    """Whether a checkpoint was set aside as damaged, so that no trainer loads it."""
+    return DAMAGED in path.name
+
+
 def steps(directory: Path) -> list[int]:
     """The training steps of complete checkpoints, ascending. They may be damaged."""
-    names = (path.name.removeprefix(PREFIX) for path in directory.glob(f"{PREFIX}*") if path.is_dir())
-    return sorted(step for name in names if name.isdecimal() and name == f"{(step := int(name)):06d}")
-
-
-def set_aside_before(directory: Path) -> list[tuple[int, Path]]:
-    """(training step, directory) of the damaged checkpoints that were set aside, in order."""
-    found = []
-    for path in directory.glob(f"{PREFIX}*{DAMAGED}*"):
-        number = path.name.removeprefix(PREFIX).partition(".")[0]
-        if number.isdecimal() and path.is_dir():
-            found.append((int(number), path))
-    return sorted(found)
+    return [step for step, path in checkpoints_in(directory) if not is_set_aside(path)]
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -466,15 +472,17 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def find_damage(path: Path, files: list[StoredFile], progress: Progress = lambda _: None) -> str:
-    """Describe the damaged files of a checkpoint; empty when all are intact.
+def find_damage(
+    path: Path, files: Iterable[StoredFile], progress: Progress = lambda _: None, *, by_size: bool = False
+) -> str:
+    """Describe the damaged files of a checkpoint, with ``by_size`` those of another size; empty when all are intact.
 
     Raises ``OSError`` where a file may not be read.
     """
     found = []
     for file in files:
         try:
-            verify_file(path, file, progress)
+            verify_file(path, file, progress, by_size=by_size)
         except CorruptDataError as error:
             found.append(error.message)
     return "; ".join(found)

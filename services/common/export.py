@@ -11,8 +11,6 @@ from __future__ import annotations
 import enum
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +40,7 @@ from services.common.checkpoints import (
 )
 from services.common.errors import ConfigError, CorruptDataError, in_buckets
 from services.common.safetensors_files import INDEX, Place, model_directory, places, weight_files
-from services.common.system.machine import sync_directory
+from services.common.system.machine import complete_directory, sync_directory
 from services.common.weights.snapshot import (
     ELEMENT_TYPES,
     PEFT_PREFIX,
@@ -125,10 +123,7 @@ def export_checkpoint(
     if form is ExportForm.ADAPTER and manifest.adapter is None:
         raise ConfigError(f"{path} holds all weights and no adapter: leave --adapter out")
     dtype = _dtype(path)
-    beside = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    try:
+    with complete_directory(target) as beside:
         _copy_model_files(path, manifest, beside, form)
         with TensorReader(path, manifest) as reader:
             if manifest.adapter is not None and form is ExportForm.MERGED:
@@ -151,14 +146,6 @@ def export_checkpoint(
             size_bytes=size,
         )
         write_bytes(beside / NOTE, NOTE, json.dumps(result.note(), indent=1).encode())
-        sync_directory(beside)
-        if target.exists():
-            shutil.rmtree(target)
-        os.rename(beside, target)
-        sync_directory(target.parent)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
     return result
 
 

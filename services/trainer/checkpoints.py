@@ -68,7 +68,7 @@ from services.common.errors import (
     RollmillError,
 )
 from services.common.export import adapter_files
-from services.common.system.machine import available_bytes, sync_directory
+from services.common.system.machine import available_bytes, complete_directory, sync_directory
 from services.common.telemetry.logs import LogEvent
 from services.common.weights.snapshot import AdapterIdentity, check_same_adapter, named_weights
 from services.trainer.model.optimizer import MOMENTS, PolicyOptimizer
@@ -148,8 +148,8 @@ class Checkpoints:
         """Names of the damaged checkpoints of steps after ``after`` that were set aside, each with the reason."""
         return [
             f"{path.name}: {names.reason_of(path)}"
-            for step, path in names.set_aside_before(self._directory)
-            if step > after
+            for step, path in names.checkpoints_in(self._directory)
+            if step > after and names.is_set_aside(path)
         ]
 
     # -- writing -----------------------------------------------------------------------------------------------------
@@ -635,17 +635,13 @@ def export_under_names_of_files(
     }
     if not ranks.is_first:
         return
-    partial = directory.with_name(f"{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     logging.disable_progress_bar()
-    model.causal_lm.save_pretrained(partial, state_dict=weights)
-    config = json.loads((partial / "config.json").read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")  # else that of the master weights
-    (partial / "config.json").write_text(json.dumps(config, indent=2))
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
+    with complete_directory(directory) as partial:
+        model.causal_lm.save_pretrained(partial, state_dict=weights)
+        config = json.loads((partial / "config.json").read_text())
+        config["dtype"] = str(dtype).removeprefix("torch.")  # else that of the master weights
+        (partial / "config.json").write_text(json.dumps(config, indent=2))
+        tokenizer.save_pretrained(partial)
 
 
 # -- files for exports ----------------------------------------------------------------------------------------------------

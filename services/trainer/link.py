@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -135,7 +136,8 @@ class GrpcLink:
         self._stop = False  # from the orchestrator: the run is over
         self._checkpoint_asked = False
         self._newest: training_pb2.PublishVersionRequest | None = None  # the newest version in the ledger
-        self._welcomed: asyncio.Future[int] | None = None
+        self._welcomed: Future[int] | None = None  # None: has not joined
+        self._turned = threading.Event()  # set by a device turn or a failure
         thread.call(self._open())
 
     async def _open(self) -> None:
@@ -144,7 +146,6 @@ class GrpcLink:
         self._stub = training_pb2_grpc.TrainingServiceStub(self._channel)
         self._tasks = TaskOwner()
         self._interrupt = asyncio.Event()  # set by a command or a failure: waits for batches end
-        self._turned = asyncio.Event()  # set by a device turn or a failure
         self._report_due = asyncio.Event()  # set when the next report cannot wait for its time
 
     def close(self) -> None:
@@ -172,7 +173,11 @@ class GrpcLink:
             UserError: the orchestrator refuses this trainer permanently.
         """
         self.set_checkpoint_steps(kept_checkpoint_steps)
-        return self._thread.call(self._join())
+        if self._welcomed is None:  # else joined before its model was loaded
+            self._welcomed = Future()
+            self.start(self._stay_joined(), "trainer.join")
+            self.start(self._keep_reporting(), "trainer.report")
+        return self._welcomed.result()
 
     def wait_for_turn(self) -> int:
         """The number of the next own turn on a shared device.
@@ -180,7 +185,14 @@ class GrpcLink:
         Raises:
             RollmillError: the orchestrator refuses this trainer permanently.
         """
-        return self._thread.call(self._wait_for_turn())
+        while True:
+            self._turned.clear()
+            if self.failure is not None:
+                raise self.failure
+            if self.device_turn.yours:
+                return self.device_turn.number
+            self.set_device_turn(self.device_turn.number)  # this process holds nothing yet
+            self._turned.wait()
 
     def report_as_rank(self) -> None:
         """Report the time account of a rank that does not join, every two seconds."""
@@ -259,23 +271,6 @@ class GrpcLink:
         return self._stop or self.leaving
 
     # -- the lease ---------------------------------------------------------------------------------------------------
-
-    async def _join(self) -> int:
-        if self._welcomed is None:  # else joined before its model was loaded
-            self._welcomed = asyncio.get_running_loop().create_future()
-            self._tasks.start(self._stay_joined(), "trainer.join")
-            self._tasks.start(self._keep_reporting(), "trainer.report")
-        return await self._welcomed
-
-    async def _wait_for_turn(self) -> int:
-        while not self.device_turn.yours:
-            if self.failure is not None:
-                raise self.failure
-            self.report.device_turn = self.device_turn.number  # this process holds nothing yet
-            self._report_due.set()
-            self._turned.clear()
-            await self._turned.wait()
-        return self.device_turn.number
 
     async def _stay_joined(self) -> None:
         delays = backoff()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from services.common.errors import ConfigError, DatasetError, RollmillError, Use
 from services.common.importing import load_object
 from services.common.system.child import die_with_parent_if_asked
 from services.common.system.devices import log_device
-from services.common.system.machine import keep_freed_memory
+from services.common.system.machine import complete_directory, keep_freed_memory
 from services.common.telemetry.logs import configure, settle
 from services.common.telemetry.metrics import MetricsWriter, RowKind
 
@@ -67,17 +66,14 @@ def make_starting_checkpoint(recipe: Recipe, policy: str, run_dir: Path) -> Path
             raise ConfigError(f"{target} was made by other warm_start settings: remove it, or start a new run")
         log.info("warm_start.reused", path=str(target))
         return target
-    partial = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    load_object(config.builder)(partial, seed=recipe.run.seed, **config.builder_settings)
-    with closing(MetricsWriter(run_files.warm_start_metrics(run_dir))) as metrics:
-        if config.steps:
-            _train(recipe, policy, config, partial, metrics)
-    for file in partial.glob("*.safetensors"):
-        file.chmod(0o644)  # their writer leaves them to their owner alone
-    (partial / COMPLETE).write_text(json.dumps(made_by, indent=1))
-    partial.rename(target)
+    with complete_directory(target) as partial:
+        load_object(config.builder)(partial, seed=recipe.run.seed, **config.builder_settings)
+        with closing(MetricsWriter(run_files.warm_start_metrics(run_dir))) as metrics:
+            if config.steps:
+                _train(recipe, policy, config, partial, metrics)
+        for file in partial.glob("*.safetensors"):
+            file.chmod(0o644)  # their writer leaves them to their owner alone
+        (partial / COMPLETE).write_text(json.dumps(made_by, indent=1))
     log.info("warm_start.done", path=str(target))
     return target
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import unicodedata
 from collections import Counter, defaultdict
@@ -34,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from services.common.config.data import TRAIN, DatasetConfig, is_training, name_of
+from services.common.config.data import TRAIN, is_training, name_of
 from services.common.config.envgateway import EnvGatewayConfig, SandboxConfig
 from services.common.config.recipe import Recipe
 from services.common.dataset_rows import BuiltInReward, prompt_in, truth_in
@@ -57,7 +56,6 @@ from services.envgateway.rewards.registry import Rewards, read_tests
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits
-from services.orchestrator.tasks.datasets import open_source, why_tests_are_unusable
 from services.orchestrator.tasks.math_rows import answer_text
 from services.orchestrator.tasks.rows import SkippedRows, UsableRows
 
@@ -499,7 +497,7 @@ async def judge_solutions(
     rows: Iterator[tuple[str, Mapping[str, Any]]],
     sandbox: SandboxConfig,
     case_time_s: float | None = None,
-    keep: Callable[[Mapping[str, Any]], None] = lambda row: None,
+    keep: Callable[[Mapping[str, Any]], object] = lambda row: None,
 ) -> SolutionReport:
     """Judge the solution of each row, which is named by its text; ``keep`` is called, in order, with rows to be kept.
 
@@ -570,51 +568,3 @@ def solution_lines(
                 f"{where}: of {len(rows)} rows, {asyncio.run(judge_solutions(iter(rows), sandbox, case_time_s))}"
             )
     return lines
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRows:
-    """The numbers of rows that `rollmill data code` has written and left out."""
-
-    num_rows: int
-    left_out: Mapping[str, SkippedRows]  # by input: rows that cannot be used
-    solutions: Mapping[str, SolutionReport]  # by input
-
-
-def prepare_code(
-    inputs: Sequence[str], output: Path, sandbox: SandboxConfig, case_time_s: float | None
-) -> PreparedRows:
-    """Write the usable rows of all inputs in one form; the file appears under its name only when complete.
-
-    Raises:
-        DatasetError: an input cannot be read, or has no usable row.
-    """
-    import orjson
-
-    def required(row: Mapping[str, Any], where: str) -> None:
-        if why := why_tests_are_unusable(row["tests"]):
-            raise DatasetError(f"{where}: {why}")
-
-    left_out: dict[str, SkippedRows] = {}
-    reports: dict[str, SolutionReport] = {}
-    written = 0
-    partial = output.with_name(f"{output.name}.partial")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with partial.open("wb") as file:
-
-            def keep(row: Mapping[str, Any]) -> None:
-                nonlocal written
-                file.write(orjson.dumps(row) + b"\n")
-                written += 1
-
-            for name in inputs:
-                source = open_source(DatasetConfig(path=name, form="code"), seed=0, required=required)
-                left_out[name] = source.left_out
-                tasks = (source[place] for place in range(len(source)))
-                rows = ((f"row {task.task_id}", task.data) for task in tasks)
-                reports[name] = asyncio.run(judge_solutions(rows, sandbox, case_time_s, keep))
-        os.replace(partial, output)
-    finally:
-        partial.unlink(missing_ok=True)
-    return PreparedRows(written, left_out, reports)

@@ -246,6 +246,7 @@ _unreachable: dict[str, str] = {}  # endpoint -> reason: a machine without inter
 
 
 _DEADLINE_S = 180.0
+_TRIAL = "services.cli.check.trial"
 _ON_THE_DECODER = ("torch", "forced")
 
 
@@ -273,12 +274,9 @@ def _questions(recipe: Recipe) -> Iterator[tuple[str, tuple[str, ...]]]:
         if file is None:
             continue
         folder, where = str(file.parent), f"policies.{name}.model.path"
+        adapter = "null" if policy.adapter is None else policy.adapter.model_dump_json()
         for service, config in recipe.inference.items():
             if config.engine in _ON_THE_DECODER and (not config.policies or name in config.policies):
-                adapter = () if policy.adapter is None else (policy.adapter.model_dump_json(),)
-                yield (
-                    f"{where}, inference.{service}",
-                    module_command("services.inference.engine.torch.check", folder, *adapter),
-                )
+                yield f"{where}, inference.{service}", module_command(_TRIAL, "engine", folder, adapter)
         if policy.trained and recipe.run.steps:
-            yield where, module_command("services.trainer.model.check", folder, str(policy.model.context_length))
+            yield where, module_command(_TRIAL, "trainer", folder, str(policy.model.context_length))

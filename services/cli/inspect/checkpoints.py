@@ -23,13 +23,12 @@ from services.cli.inspect.run_state import check_run_directory
 from services.common import run_files
 from services.common.checkpoints import (
     Manifest,
-    StoredFile,
     checkpoints_directory,
+    checkpoints_in,
     find_damage,
-    path_of,
+    is_set_aside,
     read_manifest,
     reason_of,
-    set_aside_before,
     steps,
 )
 from services.common.config.loading import load_resolved
@@ -153,30 +152,18 @@ def policies_of(run_dir: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
 
 
-def places(run_dir: Path, policy: str) -> list[tuple[int, Path]]:
-    """(step, directory) of every checkpoint of a policy, those set aside after those of the same step under their name."""
-    directory = checkpoints_directory(run_dir, policy)
-    named = [(step, path_of(directory, step)) for step in steps(directory)]
-    return sorted([*named, *set_aside_before(directory)], key=lambda place: (place[0], place[1].name))
-
-
-def standing_places(run_dir: Path, policy: str) -> list[tuple[int, Path]]:
-    """Those of them that a trainer would load."""
-    return [(step, path) for step, path in places(run_dir, policy) if path == path_of(path.parent, step)]
-
-
 def find(run_dir: Path, *, verify: bool) -> list[Found]:
     """Every checkpoint of every policy; with ``verify`` all their bytes are read, else only manifests and sizes."""
     read = []
     for policy in policies_of(run_dir):
-        listed, named = places(run_dir, policy), standing_places(run_dir, policy)
-        recorded = Recorded.read(run_dir, policy, min((step for step, _ in named), default=0))
-        for step, path in listed:
-            is_named = (step, path) in named
-            found = Found(
-                policy=policy, step=step, path=path, set_aside="" if is_named else reason_of(path),
-                replay=recorded.replay_from(step) if is_named else "",
-            )  # fmt: skip
+        directory = checkpoints_directory(run_dir, policy)
+        recorded = Recorded.read(run_dir, policy, min(steps(directory), default=0))
+        for step, path in checkpoints_in(directory):
+            found = Found(policy=policy, step=step, path=path)
+            if is_set_aside(path):
+                found.set_aside = reason_of(path)
+            else:
+                found.replay = recorded.replay_from(step)
             try:
                 found.manifest = read_manifest(path)
             except (CorruptDataError, ConfigError) as error:
@@ -186,25 +173,9 @@ def find(run_dir: Path, *, verify: bool) -> list[Found]:
     total = sum(manifest.size_bytes for _, manifest in whole) if verify else 0
     with _progress("verifying", total) as advance:
         for found, manifest in whole:
-            files = list(manifest.files)
-            found.damage = find_damage(found.path, files, advance) if verify else _sizes(found.path, files)
+            found.damage = find_damage(found.path, manifest.files, advance, by_size=not verify)
             found.verified = verify
-    return [
-        found for found in read if found.path.exists()
-    ]  # the trainer of a running run may have removed one meanwhile
-
-
-def _sizes(path: Path, files: list[StoredFile]) -> str:
-    wrong = []
-    for file in files:
-        try:
-            size = (path / file.name).lstat().st_size
-        except OSError as error:
-            wrong.append(f"{file.name}: {error.strerror}")
-            continue
-        if size != file.size_bytes:
-            wrong.append(f"{file.name} has {size} bytes; {file.size_bytes} were written")
-    return "; ".join(wrong)
+    return [found for found in read if found.path.exists()]  # a trainer at work may have removed one meanwhile
 
 
 def tell_checkpoints(run_dir: Path, console: Console, *, verify: bool, as_object: bool) -> bool:
@@ -279,14 +250,14 @@ def _chosen_policy(run_dir: Path, policy: str | None, there: list[str]) -> str:
 
 def _candidates(run_dir: Path, policy: str, step: int | None) -> list[tuple[int, Path]]:
     """Checkpoints to try, in order; for a named step also one that was set aside, because its weights may be intact."""
-    listed = places(run_dir, policy)
+    listed = checkpoints_in(checkpoints_directory(run_dir, policy))
     there = ", ".join(str(number) for number, _ in listed)
     if step is not None:
         if chosen := [place for place in listed if place[0] == step]:
             return chosen
         raise ConfigError(f"{run_dir} has no checkpoint of {policy} at step {step}; it has {there or 'none'}")
-    if named := standing_places(run_dir, policy):
-        return named[::-1]
+    if standing := [place for place in listed if not is_set_aside(place[1])]:
+        return standing[::-1]
     hint = f": try --step with one that was set aside as damaged ({there})" if there else ""
     raise ConfigError(f"{run_dir} has no checkpoint of {policy}{hint}")
 

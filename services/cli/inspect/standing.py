@@ -28,7 +28,7 @@ from services.cli.console import (
     say,
     source_words,
 )
-from services.cli.inspect.checkpoints import policies_of, standing_places
+from services.cli.inspect.checkpoints import policies_of
 from services.cli.inspect.run_state import (
     Row,
     check_run_directory,
@@ -39,6 +39,7 @@ from services.cli.inspect.run_state import (
     read_rows,
 )
 from services.common import run_files
+from services.common.checkpoints import checkpoints_directory, steps
 from services.common.config.loading import RESOLVED, load_resolved
 from services.common.errors import ConfigError
 from services.common.records import TRANSFER_STAGES, WeightTransfer
@@ -103,7 +104,7 @@ def standing(run_dir: Path, rows: Iterable[Row] | None = None) -> Standing:
     if begun:
         _read_metrics(found, rows)
     for policy in policies_of(run_dir):
-        for step, _ in standing_places(run_dir, policy)[-1:]:
+        for step in steps(checkpoints_directory(run_dir, policy))[-1:]:
             found.checkpoints[policy] = step
             # A step whose version was not published any more is trained all the same.
             found.steps[policy] = max(found.steps.get(policy, 0), step)

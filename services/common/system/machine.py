@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import errno
 import gc
 import os
+import shutil
 import socket
 import sqlite3
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # such as "200000 100000": two cores' worth of time
@@ -62,6 +64,24 @@ _DEFAULT_BEGIN = 32768  # of Linux's ephemeral range
 _FIRST = 1024  # that needs no privilege
 _WIDTH = 10_000  # ports below it that are looked at
 _STRIDE = 37  # between the places of two processes with neighbouring ids
+
+
+@contextlib.contextmanager
+def complete_directory(target: Path) -> Iterator[Path]:
+    """Yields an empty directory, which becomes ``target``, in place of an earlier one, when the block ends without an error."""
+    partial = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        sync_directory(partial)
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(partial, target)
+        sync_directory(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def free_ports(count: int, hosts: Sequence[str] = (LOOPBACK,), avoid: Collection[int] = ()) -> list[int]:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import enum
 import struct
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -75,7 +74,7 @@ class ChunkChange:
         if self.positions is None:
             target[self.start : self.start + len(self.values)] = self.values
         else:
-            scatter(target[self.start : self.start + CHUNK_ELEMENTS], self.positions, self.values)
+            target[self.start : self.start + CHUNK_ELEMENTS][self.positions] = self.values
 
     def cast(self, source: str, target: str) -> ChunkChange:
         """The change in another floating type."""
@@ -192,10 +191,7 @@ _ENTROPY_ONLY = {
 _SEARCHED_SHARE, _WORDS_SHARE, _BRANCHLESS_SHARE = 1 / 80, 1 / 16, 0.1  # of true flags; see ``true_positions``
 _WORD = 8  # flags
 
-_WORTH_TORCH = 4096  # elements; a call of torch takes longer than one of numpy
-
 _ESCAPE = 255  # that many unchanged elements, and the gap goes on
-_FEW_LONG = 1 / 64  # share of gaps with escapes, below which only these are looked at
 
 Positions = npt.NDArray[np.intp]
 
@@ -302,31 +298,6 @@ def true_positions(flags: npt.NDArray[np.bool_]) -> Positions:
     return positions
 
 
-def scatter(target: Bits, positions: Positions, values: Bits) -> None:
-    """Write ``values`` at ``positions`` of ``target``."""
-    torch = _torch()
-    if torch is None or target.dtype.itemsize != 2 or len(positions) < _WORTH_TORCH or not values.flags.writeable:
-        target[positions] = values
-        return
-    into, source = (torch.from_numpy(bits.view(np.int16)) for bits in (target, values))
-    into.scatter_(0, torch.from_numpy(positions), source)  # two thirds of numpy's time
-
-
-def _torch() -> Any:
-    """The module torch if this process has it; it is not imported for this, because publishers have none."""
-    torch = sys.modules.get("torch")
-    return torch if hasattr(torch, "cumsum") else None  # it may be half imported by another thread
-
-
-def _prefix_sums(values: Positions) -> Positions:
-    """The inclusive prefix sums of values that this call may change."""
-    torch = _torch()
-    if torch is None or len(values) < _WORTH_TORCH:
-        return np.cumsum(values, out=values)
-    sums: Positions = torch.cumsum(torch.from_numpy(values), 0).numpy()  # a third of numpy's time
-    return sums
-
-
 def pack_positions(positions: Positions) -> bytes:
     """Ascending positions, at least one."""
     gaps = np.empty(len(positions), dtype=np.uint32)
@@ -335,11 +306,6 @@ def pack_positions(positions: Positions) -> bytes:
     gaps[1:] -= 1
     if gaps.max() < _ESCAPE:
         return pack_plane(gaps.astype(np.uint8))
-    long = np.flatnonzero(gaps >= _ESCAPE)
-    if len(long) < _FEW_LONG * len(gaps):
-        escapes = gaps[long] // np.uint32(_ESCAPE)
-        gaps[long] -= escapes * np.uint32(_ESCAPE)
-        return pack_plane(np.insert(gaps.astype(np.uint8), np.repeat(long, escapes), _ESCAPE))
     escapes = gaps // np.uint32(_ESCAPE)
     rest = (gaps - escapes * np.uint32(_ESCAPE)).astype(np.uint8)
     places = np.cumsum(escapes, dtype=np.intp) + np.arange(len(gaps))
@@ -356,20 +322,12 @@ def unpack_positions(reader: PlaneReader, count: int, num_elements: int) -> Posi
             raise CorruptDataError("delta ends a list of positions with an escape")
         positions = coded.astype(np.intp)
         positions[1:] += 1
-        positions = _prefix_sums(positions)
-    elif len(coded) < (1 + _FEW_LONG) * count:
-        is_end = coded != _ESCAPE
-        if not is_end[-1] or np.count_nonzero(is_end) != count:
-            raise CorruptDataError(f"delta holds {np.count_nonzero(is_end)} positions where {count} were announced")
-        sums = coded.astype(np.intp)
-        sums += is_end
-        positions = _prefix_sums(sums)[is_end]
-        positions -= 1
+        np.cumsum(positions, out=positions)
     else:
         ends = np.flatnonzero(coded != _ESCAPE)
         if not count or len(ends) != count or ends[-1] != len(coded) - 1:
             raise CorruptDataError(f"delta holds {len(ends)} positions where {count} were announced")
-        positions = _prefix_sums(coded.astype(np.intp))[ends]
+        positions = np.cumsum(coded, dtype=np.intp)[ends]
         positions += np.arange(count)
     if count and positions[-1] >= num_elements:
         raise CorruptDataError(f"delta changes element {positions[-1]} of {num_elements}")

@@ -499,20 +499,39 @@ class SnapshotSpaceError(InfrastructureError):
     """No configured directory has enough space for a snapshot."""
 
 
-class SnapshotWriter:
+class _MappedFile:
+    """A version in a mapped file, whose lock this process holds until ``close``."""
+
+    def __init__(self, path: Path, file_descriptor: int, mapped: mmap.mmap, magic: bytes) -> None:
+        """``CorruptDataError`` when the file does not begin as one with ``magic``."""
+        self.path = path  # the final name
+        self._fd = file_descriptor
+        self._map = mapped
+        self.manifest, self.data_offset = _read_manifest(mapped, path, magic)
+
+    def bits(self, entry: TensorEntry) -> Bits:
+        """The flat array of one tensor's bits. Read-only in a sealed file; of an unfinished one, delete it before ``seal``."""
+        kind = element_type(entry.dtype).bits_dtype
+        return np.frombuffer(self._map, kind, entry.num_elements, self.data_offset + entry.offset)
+
+    def close(self) -> None:
+        """Release the file without removing the file. Arrays over the mapping stay valid."""
+        if self._fd >= 0:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # said, because the mapping, which holds on to it, may live on
+            os.close(self._fd)
+            self._fd = -1
+
+
+class SnapshotWriter(_MappedFile):
     """An unfinished version, mapped by one of its writers: every writer fills its own rows of any tensor.
 
     The first writer reserves the file (``create``), others of the host ``join``. When every tensor is filled, the first one
     ``seal``s the file, or ``abandon`` removes the file.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, reserved: int, file_descriptor: int, mapped: mmap.mmap) -> None:
-        self.path = path  # the final name, visible after ``seal``
-        self.tensors = manifest.tensors
-        self._manifest = manifest
-        self._reserved = reserved
-        self._fd = file_descriptor
-        self._map = mapped
+    @property
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        return self.manifest.tensors
 
     @classmethod
     def create(
@@ -556,7 +575,7 @@ class SnapshotWriter:
                 continue
             mapped = mmap.mmap(descriptor, reserved + draft.size_bytes)
             mapped[: _HEADER.size + len(encoded)] = _HEADER.pack(_DRAFT_MAGIC, len(encoded)) + encoded
-            return cls(path, draft, reserved, descriptor, mapped)
+            return cls(path, descriptor, mapped, _DRAFT_MAGIC)
         raise SnapshotSpaceError(
             f"no room for version {version} of {policy!r} ({reserved + draft.size_bytes} bytes): {'; '.join(complaints)}. "
             "Free memory there, keep fewer versions, or name another snapshot directory"
@@ -574,17 +593,10 @@ class SnapshotWriter:
         try:
             # No process sweeps it while one of its writers is alive.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            mapped = mmap.mmap(descriptor, 0)
-            manifest, reserved = _read_manifest(mapped, path, _DRAFT_MAGIC)
+            return cls(path, descriptor, mmap.mmap(descriptor, 0), _DRAFT_MAGIC)
         except (OSError, CorruptDataError):
             os.close(descriptor)
             raise
-        return cls(path, manifest, reserved, descriptor, mapped)
-
-    def bits(self, entry: TensorEntry) -> Bits:
-        """The flat, writable array of one tensor's bits. Delete the array before ``seal`` or ``close``."""
-        kind = element_type(entry.dtype).bits_dtype
-        return np.frombuffer(self._map, dtype=kind, count=entry.num_elements, offset=self._reserved + entry.offset)
 
     def digests(self, entries: Iterable[TensorEntry], num_threads: int = 1) -> dict[str, str]:
         """Digests by name of tensors that all writers have filled."""
@@ -593,13 +605,6 @@ class SnapshotWriter:
             for entry in entries
         }
 
-    def close(self) -> None:
-        """Release the file without removing the file. Arrays over the mapping stay valid."""
-        if self._fd >= 0:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)  # said, because the mapping, which holds on to it, may live on
-            os.close(self._fd)
-            self._fd = -1
-
     def seal(self, digests: Mapping[str, str] | None = None) -> Manifest:
         """Write the manifest, rename the file to its final name and release the file, which is immutable from then on.
 
@@ -607,12 +612,12 @@ class SnapshotWriter:
         """
         known = self.digests(self.tensors) if digests is None else digests
         entries = [replace(entry, digest=known[entry.name]) for entry in self.tensors]
-        draft = self._manifest
+        draft = self.manifest
         manifest = Manifest.of(
             run_id=draft.run_id, policy=draft.policy, version=draft.version, tensors=entries, adapter=draft.adapter
         )
         encoded = _MANIFEST.dump_json(manifest)
-        assert len(encoded) <= self._reserved - _HEADER.size, "a digest is longer than its placeholder"
+        assert len(encoded) <= self.data_offset - _HEADER.size, "a digest is longer than its placeholder"
         self._map[: _HEADER.size + len(encoded)] = _HEADER.pack(_MAGIC, len(encoded)) + encoded
         os.rename(_hidden(self.path), self.path)
         self.close()
@@ -624,39 +629,27 @@ class SnapshotWriter:
         self.close()
 
 
-class Snapshot:
+class Snapshot(_MappedFile):
     """A sealed version, mapped read-only. Its arrays and ``data`` stay valid after ``retire`` and ``close``."""
 
     def __init__(self, path: Path) -> None:
         """``CorruptDataError`` when the file is no snapshot, ``OSError`` when there is none."""
-        self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
-            self.manifest, start = _read_manifest(self._map, path, _MAGIC)
-        except (OSError, ValueError, CorruptDataError) as error:
-            os.close(self._fd)
-            raise (
-                error if isinstance(error, (OSError, CorruptDataError)) else CorruptDataError(f"{path}: {error}")
-            ) from error
-        self.data = memoryview(self._map)[start:]  # manifest offsets are offsets in it
-        self.data_offset = start  # of ``data`` in the file
-
-    def bits(self, entry: TensorEntry) -> Bits:
-        """The flat array of one tensor's bits; read-only."""
-        kind = element_type(entry.dtype).bits_dtype
-        return np.frombuffer(self.data, dtype=kind, count=entry.num_elements, offset=entry.offset)
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            super().__init__(path, descriptor, mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ), _MAGIC)
+        except (OSError, CorruptDataError):
+            os.close(descriptor)
+            raise
+        except ValueError as error:  # an empty file
+            os.close(descriptor)
+            raise CorruptDataError(f"{path}: {error}") from error
+        self.data = memoryview(self._map)[self.data_offset :]  # manifest offsets are offsets in it
 
     def retire(self) -> None:
         """Remove the file. Its memory is free when the last array over the mapping is gone."""
         self.path.unlink(missing_ok=True)
         self.close()
-
-    def close(self) -> None:
-        """Release the file without removing the file. Arrays over the mapping stay valid."""
-        fcntl.flock(self._fd, fcntl.LOCK_UN)  # said, because the mapping, which holds on to it, may live on
-        os.close(self._fd)
 
 
 def sweep_orphans(directories: Iterable[Path] = DEFAULT_DIRECTORIES) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Reference solutions before their own tests: rows that fail them are named and left out."""
+"""Reference solutions before their own tests: `rollmill check --solutions` names rows that fail them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.check.data import prepare_code, solution_lines
+from services.cli.check.data import solution_lines
 from services.common.config.data import DatasetConfig
 from services.common.config.envgateway import SandboxConfig
 from services.orchestrator.tasks.datasets import open_source
@@ -18,11 +18,6 @@ SANDBOX = SandboxConfig(num_slots=2, prewarm_scientific=False)
 ROWS = [
     {"problem": "right", "solution": "def f(n): return n * 7", "tests": {"functional": "def check(fn):\n    assert fn(3) == 21\ncheck(f)"}},
     {"problem": "wrong value", "solution": "def f(n): return n * 7", "tests": {"functional": "def check(fn):\n    assert fn(3) == 22\ncheck(f)"}},
-    {"problem": "no Python", "solution": "def f(n): return n", "tests": {"functional": "def check(fn):\n    assert fn(3 == 22\ncheck(f)"}},
-    {"problem": "no solution", "tests": [{"input": "1", "output": "1"}]},
-    {"problem": "a class of its own", "solution": "class Pair:\n  def __init__(self, a): self.a = a\ndef total(p): return p.a", "test_list": ["assert total(Pair(3)) == 3"]},
-    {"problem": "opaque", "solution": "def f(g): return g(3)", "tests": {"functional": "def twice(x): return 2 * x\nassert f(twice) == 6"}},
-    {"problem": "stdin, wrong", "solution": "print(2)", "tests": [{"input": "1", "output": "1"}]},
 ]  # fmt: skip
 
 
@@ -31,19 +26,6 @@ def rows(tmp_path: Path) -> Path:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return path
-
-
-def test_rows_that_fail_their_own_solution_are_not_written(rows: Path, tmp_path: Path) -> None:
-    done = prepare_code([str(rows)], tmp_path / "out" / "clean.jsonl", SANDBOX, None)
-    kept = [json.loads(line)["problem"] for line in (tmp_path / "out" / "clean.jsonl").read_text().splitlines()]
-    assert kept == ["right", "no solution", "a class of its own", "opaque"] and done.num_rows == 4
-    assert done.left_out[str(rows)].count == 1 and "row 3" in str(done.left_out[str(rows)])
-    report = done.solutions[str(rows)]
-    assert (report.num_passed, report.num_without, report.failed.count) == (3, 1, 2)
-    reasons = report.failed.reasons
-    assert reasons[0].startswith("row 2:") and "expected 22, got 21" in reasons[0]
-    assert reasons[1].startswith("row 7:") and "WRONG_ANSWER" in reasons[1]
-    assert not list((tmp_path / "out").glob("*.partial"))
 
 
 def test_a_check_tells_of_the_first_solutions(rows: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from services.common.checkpoints import set_aside_before
+from services.common.checkpoints import checkpoints_in, is_set_aside
 from services.common.errors import ModelMismatchError
 from services.common.system.child import run_and_leave
 from services.common.weights.snapshot import tensor_digest
@@ -73,7 +73,7 @@ def write(directory: Path, ranks: Ranks) -> dict[str, object]:
     again = checkpoints(directory / "many", ranks)
     seen["fell_back_to"] = again.restore(other.model, other.optimizer)
     seen["restored"] = digests(other)
-    seen["set_aside"] = [path.name for _, path in set_aside_before(directory / "many")]
+    seen["set_aside"] = [path.name for _, path in checkpoints_in(directory / "many") if is_set_aside(path)]
     seen["random"] = torch.equal(
         torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(200 + ranks.rank))
     )

@@ -12,7 +12,8 @@ from typing import Any
 import orjson
 import pytest
 
-from services.common.checkpoints import MANIFEST, REASON, CheckpointGauge, _digest, set_aside_before
+from services.common import checkpoints as names
+from services.common.checkpoints import MANIFEST, REASON, CheckpointGauge, _digest, is_set_aside
 from services.common.errors import BatchLostError, InfrastructureError
 from services.common.records import RankBatch
 from services.trainer.checkpoints import Checkpoints, DamagedCheckpointError
@@ -60,7 +61,7 @@ def assert_falls_back(directory: Path, older: dict[str, Any], word: str) -> None
     assert begun == 1
     assert_same(weights(step), older)
     assert step.optimizer.num_updates == 2
-    ((of, aside),) = set_aside_before(directory)
+    ((of, aside),) = [place for place in names.checkpoints_in(directory) if is_set_aside(place[1])]
     assert of == 2 and aside.name == "step_000002.damaged"
     assert word in (aside / REASON).read_text() and word in damaged[0]
     assert restored(directory)[0] == 1, "it is set aside once and for all"
@@ -199,7 +200,7 @@ def test_a_file_that_may_not_be_read_is_no_damage(copied: Path, monkeypatch: pyt
     step = make_step()
     with pytest.raises(InfrastructureError, match="Permission denied"):
         checkpoints_in(copied).restore(step.model, step.optimizer)
-    assert set_aside_before(copied) == []
+    assert not any(is_set_aside(path) for _, path in names.checkpoints_in(copied))
 
 
 @pytest.mark.parametrize("name", ["step_000001", "step_000000.partial", "step_000000.removed"])

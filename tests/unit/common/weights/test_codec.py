@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -15,14 +13,11 @@ from services.common.errors import CorruptDataError
 from services.common.weights import codec
 from services.common.weights.codec import (
     CHUNK_ELEMENTS,
-    PlaneReader,
     decode_tensor,
     encode_tensor,
     pack_columns,
     pack_positions,
     pack_steps,
-    scatter,
-    unpack_positions,
 )
 from services.common.weights.snapshot import Bits, element_type, zigzagged_steps
 
@@ -175,29 +170,6 @@ def test_unequal_tensors_have_no_delta() -> None:
 
 
 SEEDS = st.integers(0, 1 << 30)
-
-
-@pytest.mark.parametrize("has_torch", [True, False])
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
-def test_positions_and_scattered_values_do_not_depend_on_torch(
-    has_torch: bool, dtype: type[np.unsignedinteger], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if has_torch:
-        importlib.import_module("torch")
-    else:
-        monkeypatch.delitem(sys.modules, "torch", raising=False)
-    rng = np.random.default_rng(1)
-    positions = np.flatnonzero(rng.random(80_000) < 0.2)
-    read = unpack_positions(PlaneReader(memoryview(pack_positions(positions))), len(positions), 80_000)
-    np.testing.assert_array_equal(read, positions)
-    target, values = (rng.integers(0, 200, size).astype(dtype) for size in (80_000, len(positions)))
-    expected = target.copy()
-    expected[positions] = values
-    scatter(target, positions, values)
-    np.testing.assert_array_equal(target, expected)
-    values.flags.writeable = False  # as a payload in a mapped file is
-    scatter(target, positions, values)
-    np.testing.assert_array_equal(target, expected)
 
 
 @settings(max_examples=40)
