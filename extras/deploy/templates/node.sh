@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# @what@
-# Written, not edited: @written_by@ -o DIR
-# Variables: @variables@.
+# {{ what }}
+# Written, not edited: {{ written_by }} -o DIR
+# Variables: {{ variables }}.
 set -euo pipefail
-names=(@names@)
+names=({{ names }})
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 declare -A name_of
 stop() { # EXIT CODE
@@ -15,7 +15,7 @@ stop() { # EXIT CODE
 }
 trap 'stop 143' TERM INT
 for name in "${names[@]}"; do
-  "$here/node@node@-$name.sh" "$@" &
+  "$here/node{{ node }}-$name.sh" "$@" &
   name_of[$!]="$name"
 done
 while [ "${#name_of[@]}" -gt 0 ]; do
@@ -31,7 +31,7 @@ while [ "${#name_of[@]}" -gt 0 ]; do
       stop "$code"
     fi
     if [ "$name" = orchestrator ]; then
-      sleep @grace@ &
+      sleep {{ grace }} &
       grace=$!
       name_of[$grace]=grace
     fi
