@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from extras.deploy.files import (
-    APP,
     CHECKOUT,
     COMPUTING,
     DATA,
@@ -51,7 +50,7 @@ from extras.deploy.files import (
 )
 from services.cli.check.memory import GIB, HostEstimate, ModelShape, host_estimates, shared_memory_gib
 from services.cli.keys import role_of
-from services.cli.plan import HOST_VARIABLE, NODE_HOST, WARM_START, ProcessSpec
+from services.cli.plan import HOST_VARIABLE, NODE_HOST, ProcessSpec
 from services.cli.plan import WORLDS as MAKE_WORLDS
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -271,9 +270,7 @@ class _Pod:
     @property
     def makers(self) -> list[str]:
         """Containers that end before the others of node 0 start."""
-        makers = [MAKE_WORLDS] if self.layout.makes_worlds() else []
-        makers += [WARM_START] if self.layout.recipe.warm_start else []
-        return [] if self.node else makers
+        return [] if self.node else self.layout.makers
 
     @property
     def volumes(self) -> list[str]:
@@ -319,10 +316,7 @@ class _Pod:
             mounts.append({"name": "worlds", "mountPath": WORLDS, "readOnly": name != MAKE_WORLDS})
         if layout.data_root() == "required":
             mounts.append({"name": "files", "mountPath": DATA, "subPath": "data", "readOnly": True})
-        for place in [*layout.own_folders(), *(layout.worlds() if kind == "envgateway" else [])]:
-            inside = place if os.path.isabs(place) else os.path.join(APP, place)
-            if place.startswith(f"{CHECKOUT}/"):
-                inside = os.path.join(APP, os.path.relpath(place, CHECKOUT))
+        for inside in layout.folders_of(kind).values():
             mounts.append({"name": "files", "mountPath": inside, "subPath": inside.lstrip("/"), "readOnly": True})
         if layout.has_keys and name not in ONCE:
             mounts.append({"name": f"keys-{role_of(name).value}", "mountPath": KEYS, "readOnly": True})

@@ -146,6 +146,20 @@ class Layout:
         (``services.cli.profiles``)."""
         return self.profile is not None and self.environment() in ("alfworld", "webshop")
 
+    @property
+    def makers(self) -> list[str]:
+        """Containers of node 0 that make a world and starting checkpoints, and end before the others start."""
+        return [*([MAKE_WORLDS] if self.makes_worlds() else []), *([WARM_START] if self.recipe.warm_start else [])]
+
+    def folders_of(self, kind: str) -> dict[str, str]:
+        """Files and folders of this machine that a container reads: relative to the checkout, or absolute outside of it -> the
+        absolute path in the container."""
+        found = {}
+        for path in [*(self.worlds() if kind == "envgateway" else []), *self.own_folders()]:
+            place = os.path.relpath(path, CHECKOUT) if os.path.isabs(path) else path
+            found.update({path: path} if place.startswith("../") else {place: os.path.join(APP, place)})
+        return found
+
     def worlds(self) -> list[str]:
         """Files and folders that the gateway reads; those beside the recipe are absolute."""
         gateway = self.recipe.envgateway
@@ -410,15 +424,13 @@ class _Node:
 
     def compose_file(self) -> str:
         recipe, processes = self.layout.recipe, self.layout.processes(self.number)
-        makers = [MAKE_WORLDS] if self.layout.makes_worlds() else []
-        makers += [WARM_START] if recipe.warm_start else []
-        names = [*makers, *(process.name for process in processes)]
+        names = [*self.layout.makers, *(process.name for process in processes)]
         mounts = [m for name in names for m in self.mounts(name) if isinstance(m, str)]
         # Those that are mounted. Models are shared by all recipes of this machine.
         known: Tree = {"runs": {}, "models": {"name": "rollmill-models"}, "worlds": {}, NO_DATA: {}}
         volumes = {name: known[name] for name in known if any(f"{name}:" in m or f"-{name}}}:" in m for m in mounts)}
         name = container_name(recipe.name) + (f"-node{self.number}" if self.several else "")
-        return self._file("compose.yaml", name=name, makers=makers, processes=processes, volumes=volumes)
+        return self._file("compose.yaml", name=name, processes=processes, volumes=volumes)
 
     def gpu_file(self, below: str) -> str:
         """The overlay for GPUs: devices for the processes that compute on them, and shared memory for their weights."""
@@ -483,11 +495,9 @@ class _Node:
             mounts.append(f"${{{DATA_ROOT}:?set it to the folder of local datasets}}:{DATA}:ro")
         elif need == "optional" and (kind != "envgateway" or layout.makes_worlds()):
             mounts.append(f"${{{DATA_ROOT}:-{NO_DATA}}}:{DATA}:ro")
-        for path in [*(layout.worlds() if kind == "envgateway" else []), *layout.own_folders()]:
-            place = os.path.relpath(path, CHECKOUT) if os.path.isabs(path) else path
-            source = target = path  # elsewhere on the machine
-            if not place.startswith("../"):
-                source, target = os.path.join(self.context, place), os.path.join(APP, place)
+        for source, target in layout.folders_of(kind).items():
+            if not os.path.isabs(source):
+                source = os.path.join(self.context, source)
                 source = source if source.startswith(("/", ".")) else f"./{source}"
             # In the long syntax, because the short one creates a missing folder.
             bind = {"type": "bind", "source": source, "target": target, "read_only": True}
