@@ -278,27 +278,13 @@ def launch_scripts(layout: Layout, _place: Path) -> dict[str, str]:
     Every script passes its own arguments on, such as ``--profile tiny``, so they must be the same on every node.
     """
     files = {}
-    grace = f"{layout.recipe.launch.stop_grace_s:g}"
-    ports = " ".join(f"{variable}={port}" for variable, port in layout.ports.items())
+    written, variables = written_by(layout, "scripts"), other_variables(layout, "this node")
     for node, names in layout.names.items():
-        variables = (
-            "ROLLMILL_HOME (the checkout; the working directory), RUN_DIR (runs/NAME of the recipe), PYTHON (python)"
-        )
-        if node != 0:
-            variables = (
-                f"{HOST_VARIABLE} (name or address of node 0; required), ROLLMILL_KEYS (keys copied from node 0; required), "
-                f"{NODE_HOST} (this node's address, if others may fetch weights here), {variables}"
-            )
-        elif len(layout.nodes) > 1:
-            variables = f"{NODE_HOST} (this node's name or address for the others; its host name), {variables}"
-        variables += other_variables(layout, "this node")
-        head = {"written_by": written_by(layout, "scripts"), "variables": variables}
-        what = f"Starts all of {layout.path} that belongs to node {node}, and stays until the run is over; then stops the rest."
-        files[f"node{node}.sh"] = render("node.sh", what=what, names=" ".join(names), node=node, grace=grace, **head)
+        head = {"layout": layout, "node": node, "names": names, "written_by": written, "variables": variables}
+        files[f"node{node}.sh"] = render("node.sh", **head)
         for name in names:
-            what = f"Starts {name} of {layout.path}, which belongs to node {node}."
             arguments = shlex.join([layout.path, name, *options(layout)])
-            files[f"node{node}-{name}.sh"] = render("process.sh", what=what, ports=ports, arguments=arguments, **head)
+            files[f"node{node}-{name}.sh"] = render("process.sh", name=name, arguments=arguments, **head)
     return files
 
 
