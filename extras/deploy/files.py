@@ -1,23 +1,23 @@
 """Writes a deployment of a recipe: launch scripts, or Compose files; the layout that all targets have in common.
 
-Texts of the targets are templates: scripts and manifests with ``@NAME@`` where a value belongs.
+Texts of the targets are templates of Jinja (``templates/``).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import count
+from itertools import count, takewhile
 from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from services.cli.check.memory import shared_memory_gib
 from services.cli.keys import role_of
@@ -146,6 +146,20 @@ class Layout:
         (``services.cli.profiles``)."""
         return self.profile is not None and self.environment() in ("alfworld", "webshop")
 
+    @property
+    def makers(self) -> list[str]:
+        """Containers of node 0 that make a world and starting checkpoints, and end before the others start."""
+        return [*([MAKE_WORLDS] if self.makes_worlds() else []), *([WARM_START] if self.recipe.warm_start else [])]
+
+    def folders_of(self, kind: str) -> dict[str, str]:
+        """Files and folders of this machine that a container reads: relative to the checkout, or absolute outside of it -> the
+        absolute path in the container."""
+        found = {}
+        for path in [*(self.worlds() if kind == "envgateway" else []), *self.own_folders()]:
+            place = os.path.relpath(path, CHECKOUT) if os.path.isabs(path) else path
+            found.update({path: path} if place.startswith("../") else {place: os.path.join(APP, place)})
+        return found
+
     def worlds(self) -> list[str]:
         """Files and folders that the gateway reads; those beside the recipe are absolute."""
         gateway = self.recipe.envgateway
@@ -203,18 +217,23 @@ def lay_out(path: Path, overrides: Sequence[str] = (), profile: str | None = Non
 # --- texts
 
 
-def fill(template: Path, /, **values: object) -> str:
-    """The text of a template with the value of each ``@NAME@``. Raises ``KeyError`` for a name without a value."""
-    return re.sub(r"@(\w+)@", lambda found: str(values[found[1]]), template.read_text(encoding="utf-8"))
+_JINJA = Environment(
+    loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    keep_trailing_newline=True, comment_start_string="{//#",  # ``{#`` is of the shell
+)  # fmt: skip
+_JINJA.policies["json.dumps_kwargs"] = {}  # keys stay in their order
 
 
-def part(template: Path, key: str, /, **values: object) -> Tree:
-    """The tree under a top-level key of a YAML template, with the value of each ``@NAME@``."""
-    found = re.search(rf"^{key}:.*\n((?:  .*\n)+)", template.read_text(encoding="utf-8"), re.MULTILINE)
-    assert found is not None, f"{template} has no part {key}"
-    filled = re.sub(r"@(\w+)@", lambda name: json.dumps(values[name[1]]), found[1])
-    tree: Tree = yaml.safe_load(filled)
-    return tree
+def render(template: str, /, **values: object) -> str:
+    """The text of a template."""
+    return _JINJA.get_template(template).render(values)
+
+
+def render_yaml(template: str, /, **values: object) -> str:
+    """The comments at the top of a template, and its documents, each object written out."""
+    text = render(template, **values)
+    head = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
+    return head + "---\n".join(map(plain_yaml, yaml.safe_load_all(text)))
 
 
 def options(layout: Layout, more: Sequence[str] = ()) -> list[str]:
@@ -259,31 +278,13 @@ def launch_scripts(layout: Layout, _place: Path) -> dict[str, str]:
     Every script passes its own arguments on, such as ``--profile tiny``, so they must be the same on every node.
     """
     files = {}
-    grace = f"{layout.recipe.launch.stop_grace_s:g}"
-    ports = " ".join(f"{variable}={port}" for variable, port in layout.ports.items())
+    written, variables = written_by(layout, "scripts"), other_variables(layout, "this node")
     for node, names in layout.names.items():
-        variables = (
-            "ROLLMILL_HOME (the checkout; the working directory), RUN_DIR (runs/NAME of the recipe), PYTHON (python)"
-        )
-        if node != 0:
-            variables = (
-                f"{HOST_VARIABLE} (name or address of node 0; required), ROLLMILL_KEYS (keys copied from node 0; required), "
-                f"{NODE_HOST} (this node's address, if others may fetch weights here), {variables}"
-            )
-        elif len(layout.nodes) > 1:
-            variables = f"{NODE_HOST} (this node's name or address for the others; its host name), {variables}"
-        variables += other_variables(layout, "this node")
-        head = {"written_by": written_by(layout, "scripts"), "variables": variables}
-        what = f"Starts all of {layout.path} that belongs to node {node}, and stays until the run is over; then stops the rest."
-        files[f"node{node}.sh"] = fill(
-            TEMPLATES / "node.sh", what=what, names=" ".join(names), node=node, grace=grace, **head
-        )
+        head = {"layout": layout, "node": node, "names": names, "written_by": written, "variables": variables}
+        files[f"node{node}.sh"] = render("node.sh", **head)
         for name in names:
-            what = f"Starts {name} of {layout.path}, which belongs to node {node}."
             arguments = shlex.join([layout.path, name, *options(layout)])
-            files[f"node{node}-{name}.sh"] = fill(
-                TEMPLATES / "process.sh", what=what, ports=ports, arguments=arguments, **head
-            )
+            files[f"node{node}-{name}.sh"] = render("process.sh", name=name, arguments=arguments, **head)
     return files
 
 
@@ -348,13 +349,8 @@ def container_name(name: str) -> str:
 
 # --- Compose
 
-POD = "node"
 NO_DATA = "no-data"  # an empty volume, where no folder is named
-PROMETHEUS_PORT = 9090
 SECCOMP = "deploy/docker/seccomp.json"
-TEMPLATE = TEMPLATES / "compose.yaml"
-_STARTED = {"condition": "service_started"}
-_COMPLETED = {"condition": "service_completed_successfully"}
 
 
 def compose_files(layout: Layout, place: Path) -> dict[str, str]:
@@ -398,11 +394,7 @@ def compose_files(layout: Layout, place: Path) -> dict[str, str]:
         files[f"{before}compose.yaml"] = node.compose_file()
         files[f"{before}compose.gpu.yaml"] = node.gpu_file(f"{before}compose.yaml")
     if layout.metrics_ports and not several:
-        targets = []
-        for name, port in layout.metrics_ports.items():
-            labels = {"instance": name, "service": name.partition("-")[0], "run": layout.run_id}
-            targets.append({"targets": [f"{LOOPBACK}:{port}"], "labels": labels})
-        files["prometheus.yml"] = plain_yaml(part(TEMPLATE, "prometheus_yml", targets=targets))
+        files["prometheus.yml"] = render_yaml("prometheus.yml", layout=layout)
         files["grafana.json"] = (CHECKOUT / "deploy" / "grafana.json").read_text(encoding="utf-8")
     return files
 
@@ -417,100 +409,59 @@ class _Node:
     several: bool
 
     def compose_file(self) -> str:
-        layout = self.layout
-        # `node` holds the namespaces that the others share.
-        pod = part(TEMPLATE, "node", **self._image("orchestrator"))
-        services: dict[str, Tree] = {POD: pod}
-        if self.several:
-            pod["network_mode"] = "host"
-        else:
-            port = layout.ports["ORCHESTRATOR_PORT"]
-            pod["ports"] = [f"{LOOPBACK}:${{ORCHESTRATOR_PORT:-{port}}}:{port}"]
-            services["forwarder"] = part(TEMPLATE, "forwarder", **self._image("orchestrator"), port=[port])
-            if layout.metrics_ports:
-                pod["ports"].append(f"{LOOPBACK}:{PROMETHEUS_PORT}:{PROMETHEUS_PORT}")
-                services["prometheus"] = part(TEMPLATE, "prometheus")
-        if layout.makes_worlds():
-            services[MAKE_WORLDS] = self._container("once", MAKE_WORLDS, volumes=self._mounts(MAKE_WORLDS))
-        if layout.recipe.warm_start:
-            services[WARM_START] = self._container("once", WARM_START, volumes=self._mounts(WARM_START))
-            if layout.makes_worlds():
-                services[WARM_START]["depends_on"] = {MAKE_WORLDS: _COMPLETED}
-        services |= {process.name: self._service(process) for process in layout.processes(self.number)}
-        name = container_name(layout.recipe.name)
-        name += f"-node{self.number}" if self.several else ""
-        mounts = [m for service in services.values() for m in service.get("volumes", []) if isinstance(m, str)]
+        recipe, processes = self.layout.recipe, self.layout.processes(self.number)
+        names = [*self.layout.makers, *(process.name for process in processes)]
+        mounts = [m for name in names for m in self.mounts(name) if isinstance(m, str)]
         # Those that are mounted. Models are shared by all recipes of this machine.
         known: Tree = {"runs": {}, "models": {"name": "rollmill-models"}, "worlds": {}, NO_DATA: {}}
         volumes = {name: known[name] for name in known if any(f"{name}:" in m or f"-{name}}}:" in m for m in mounts)}
-        tree = {"name": name, "services": services, "volumes": volumes}
-        return self._text(f"CPU, node {self.number}." if self.several else "CPU, one machine.", tree)
+        name = container_name(recipe.name) + (f"-node{self.number}" if self.several else "")
+        return self._file("compose.yaml", name=name, processes=processes, volumes=volumes)
 
     def gpu_file(self, below: str) -> str:
         """The overlay for GPUs: devices for the processes that compute on them, and shared memory for their weights."""
-        recipe = self.layout.recipe
+        recipe, names = self.layout.recipe, self.layout.names[self.number]
         devices = {f"inference.{name}.device": service.device for name, service in recipe.inference.items()}
         devices |= {
             f"policies.{name}.trainer.device": policy.trainer.device for name, policy in recipe.trained_policies.items()
         }
         forced = tuple(f"{where}=cuda" for where, device in devices.items() if device == "cpu")
-        names = self.layout.names[self.number]
         computing = [name for name in names if name.partition("-")[0] in COMPUTING]
-        services: dict[str, Tree] = {}
-        if computing:
-            services[POD] = {"ipc": "shareable", "shm_size": f"{shared_memory_gib(recipe, self.number)}gb"}
-        for name in [*([WARM_START] if recipe.warm_start else []), *names]:
-            service: Tree = {"command": self._command(name, forced)} if forced else {}
-            if name in computing:
-                service |= part(TEMPLATE, "gpus")
-            if service:
-                services[name] = service
-        return self._text(f"On top of {below}, for a machine with GPUs.", {"services": services})
+        changed = [*([WARM_START] if recipe.warm_start else []), *names] if forced else computing
+        gib = shared_memory_gib(recipe, self.number)
+        values = {"below": below, "forced": forced, "computing": computing, "changed": changed, "shared_gib": gib}
+        return self._file("compose.gpu.yaml", **values)
 
-    def _service(self, process: ProcessSpec) -> Tree:
-        kind = process.name.partition("-")[0]
-        recipe = self.layout.recipe
-        service = self._container("process", process.name)
-        service["network_mode"] = "host" if self.several else f"service:{POD}"
-        after: Tree = {POD: _STARTED}
-        service["depends_on"] = after
-        service["restart"] = f"on-failure:{recipe.launch.restarts}"
-        service["stop_grace_period"] = f"{recipe.launch.stop_grace_s:g}s"
-        if process.address:  # else its first rank answers for it
-            host, port = host_and_port(process.address)
-            if self.several and kind != "trainer":
-                host = self._own_address(LOOPBACK)
-            command = ["CMD", "python", "-m", "services.common.rpc.client", f"{host}:{port}"]
-            service["healthcheck"] = {"test": command, "interval": "10s", "timeout": "20s", "start_period": "120s"}
-        if volumes := self._mounts(process.name):
-            service["volumes"] = volumes
-        if self.several:
-            service["depends_on"] = service.pop("depends_on")  # at the end
-        if kind in COMPUTING and self.number == 0:  # itself only after the warm start
-            after["orchestrator"] = _STARTED
-        if kind == "orchestrator" and recipe.warm_start:
-            after[WARM_START] = _COMPLETED
-        if kind == "envgateway":
-            if self.layout.makes_worlds():
-                after[MAKE_WORLDS] = _COMPLETED
-            # Docker's default profile refuses the user namespaces that the sandbox makes.
-            service["security_opt"].append(f"seccomp={os.path.join(self.context, SECCOMP)}")
-        return service
+    def _file(self, template: str, **values: object) -> str:
+        gateway = self.layout.recipe.envgateway
+        return render_yaml(
+            template,
+            node=self,
+            layout=self.layout,
+            image_of=image_of,
+            written_by=written_by(self.layout, "compose"),
+            tier_0=gateway is not None and gateway.sandbox.allow_tier_0,
+            **values,
+        )
 
-    def _container(self, template: str, name: str, **values: object) -> Tree:
-        layout = self.layout
-        there = f"{RUNS}/{layout.run_id}" + (f"-node{self.number}" if self.number else "")
-        variables = container_variables(layout, name, there)  # the gateway's own; no other container mounts it
+    @property
+    def seccomp(self) -> str:
+        """The path of the gateway's profile."""
+        return os.path.join(self.context, SECCOMP)
+
+    def health_address(self, process: ProcessSpec) -> str:
+        host, port = host_and_port(process.address)
+        is_dialled = self.several and not process.name.startswith("trainer-")
+        return f"{self._own_address(LOOPBACK) if is_dialled else host}:{port}"
+
+    def variables(self, name: str) -> dict[str, str]:
+        there = f"{RUNS}/{self.layout.run_id}" + (f"-node{self.number}" if self.number else "")
+        variables = container_variables(self.layout, name, there)  # the gateway's own; no other container mounts it
         if self.several:
             variables[NODE_HOST] = self._own_address("")
         if self.number:
             variables[HOST_VARIABLE] = f"${{{HOST_VARIABLE}:?set it to the name or address of node 0}}"
-        own = {"command": self._command(name), "environment": variables}
-        return part(TEMPLATE, template, **self._image(name), **own, **values)
-
-    def _image(self, process: str) -> Tree:
-        image, dockerfile, arguments = image_of(self.layout, process)
-        return {"image": image, "build": {"context": self.context, "dockerfile": dockerfile, "args": arguments}}
+        return variables
 
     def _own_address(self, otherwise: str) -> str:
         """The address that other nodes dial on this node: on node 0 and at the gateway."""
@@ -518,7 +469,7 @@ class _Node:
             return f"${{{NODE_HOST}:?set it to the name or address of this machine that other nodes dial}}"
         return f"${{{NODE_HOST}:-{otherwise}}}"
 
-    def _mounts(self, name: str) -> list[Any]:
+    def mounts(self, name: str) -> list[Any]:
         kind, layout = name.partition("-")[0], self.layout
         mounts: list[Any] = []
         if kind not in ("envgateway", MAKE_WORLDS):
@@ -530,11 +481,9 @@ class _Node:
             mounts.append(f"${{{DATA_ROOT}:?set it to the folder of local datasets}}:{DATA}:ro")
         elif need == "optional" and (kind != "envgateway" or layout.makes_worlds()):
             mounts.append(f"${{{DATA_ROOT}:-{NO_DATA}}}:{DATA}:ro")
-        for path in [*(layout.worlds() if kind == "envgateway" else []), *layout.own_folders()]:
-            place = os.path.relpath(path, CHECKOUT) if os.path.isabs(path) else path
-            source = target = path  # elsewhere on the machine
-            if not place.startswith("../"):
-                source, target = os.path.join(self.context, place), os.path.join(APP, place)
+        for source, target in layout.folders_of(kind).items():
+            if not os.path.isabs(source):
+                source = os.path.join(self.context, source)
                 source = source if source.startswith(("/", ".")) else f"./{source}"
             # In the long syntax, because the short one creates a missing folder.
             bind = {"type": "bind", "source": source, "target": target, "read_only": True}
@@ -544,25 +493,6 @@ class _Node:
             mounts.append(f"{keys}/{role_of(name).value}:{KEYS}:ro")
         return mounts
 
-    def _command(self, name: str, more: Sequence[str] = ()) -> list[str]:
+    def command(self, name: str, more: Sequence[str] = ()) -> list[str]:
         given = options(self.layout, [*settings_in_containers(self.layout), *more])
         return ["start", self.layout.path, name, *(each.replace("$", "$$") for each in given)]  # compose substitutes it
-
-    def _text(self, what: str, tree: Tree) -> str:
-        sandbox = self.layout.recipe.envgateway and self.layout.recipe.envgateway.sandbox
-        isolation = ""
-        if sandbox and sandbox.allow_tier_0:
-            isolation = (
-                "# envgateway.sandbox.allow_tier_0 is set: where the engine allows the gateway no user namespaces, programs that\n"
-                "# the policy writes run with limits, but without isolation from the gateway (docs/deploy.md).\n"
-            )
-        reached = (
-            "Services answer inside the pod only, but for the orchestrator's port, published on this machine's loopback"
-        )
-        if self.several:
-            reached = "Containers have the host's network; every port asks for keys of this run"
-        head = (
-            f"# {what} Written, not edited: {written_by(self.layout, 'compose')} -o DIR\n"
-            f"# docs/deploy.md says how it is used. {reached}.\n"
-        )
-        return head + isolation + plain_yaml(tree)

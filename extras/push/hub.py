@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Template
 
 from services.cli.inspect.checkpoints import export_run
 from services.cli.inspect.run_state import read_metrics
@@ -35,43 +37,29 @@ def card(recipe: Recipe, policy: str, step: int, rows: Iterable[Row]) -> str:
     datasets = sorted(path for path in paths if _is_hub_name(path))
     if datasets:
         metadata["datasets"] = datasets
-    evaluations = _evaluations(rows, policy)
-    lines = [
-        "---",
-        yaml.safe_dump(metadata, sort_keys=False).rstrip(),
-        "---",
-        "",
-        f"# {recipe.name}, {policy} at step {step}",
-        "",
-        f"{recipe.description or 'A model'}. Trained by reinforcement learning with Rollmill: run `{recipe.run.id}`, training "
-        f"step {step} of at most {recipe.run.steps}.",
-        "",
-        f"* loss `{section.algorithm.name}`, advantage `{section.algorithm.advantage}`, learning rate {section.optimizer.lr:g}",
-        f"* batches of {section.batch.size} sequences in groups of {recipe.rollout.group_size}, at most "
-        f"{section.batch.max_staleness} versions old",
-        f"* workflow `{recipe.workflow.name}`, seed {recipe.run.seed}",
-        "",
-    ]
-    if evaluations:
-        lines += ["| evaluation | version | mean reward | tasks |", "|---|---|---|---|", *evaluations, ""]
-    return "\n".join(lines)
+    template = Template(Path(__file__).with_name("card.md").read_text(encoding="utf-8"), trim_blocks=True)
+    return template.render(
+        metadata=yaml.safe_dump(metadata, sort_keys=False),
+        recipe=recipe,
+        section=section,
+        policy=policy,
+        step=step,
+        evaluations=_evaluations(rows, policy),
+    )
 
 
-def _evaluations(rows: Iterable[Row], policy: str) -> list[str]:
-    """The first and the newest evaluation of each dataset and sampling, as rows of a table."""
-    found: dict[tuple[str, str], list[tuple[int, Row]]] = {}
+def _evaluations(rows: Iterable[Row], policy: str) -> list[tuple[int, str, Row]]:
+    """The first and the newest evaluation of each dataset and sampling: version, name, and results of the dataset."""
+    found: dict[str, list[tuple[int, str, Row]]] = {}
     for row in rows:
         if row.get("kind") == RowKind.EVALUATION and policy in row["versions"]:
             for dataset in (found for found in row["datasets"] if found["mean_reward"] is not None):
-                key = row["name"].partition("/")[2], dataset["name"]
-                found.setdefault(key, []).append((row["versions"][policy], dataset))
+                name = f"{dataset['name']}, {row['name'].partition('/')[2]}"
+                found.setdefault(name, []).append((row["versions"][policy], name, dataset))
     table = []
-    for (sampling, name), results in found.items():
-        results.sort(key=lambda result: result[0])
-        for version, dataset in [results[0], *results[1:][-1:]]:
-            mean = dataset["mean_reward"]
-            told = f"{mean['value']:.3f} ({mean['low']:.3f} to {mean['high']:.3f})"
-            table.append(f"| {name}, {sampling} | {version} | {told} | {dataset['num_items']} |")
+    for results in found.values():
+        results.sort(key=itemgetter(0))
+        table += [results[0], *results[1:][-1:]]
     return table
 
 

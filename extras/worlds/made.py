@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Template
+
 from services.common.errors import ConfigError
 from services.common.installing import install
 
@@ -65,41 +67,11 @@ def houses(count: int, seed: int, grammar: str) -> Iterator[dict[str, Any]]:
 
 
 def _problem(number: int, places: list[str], lies: dict[str, str], thing: str, place: str) -> str:
-    where = {name: f"loc_bar_{1 + at}_bar_0_bar_0_bar_30" for at, name in enumerate(places)}
-    stops = ["loc_bar_0_bar_0_bar_0_bar_30", *where.values()]
-    objects = ["agent1 - agent", *(f"{stop} - location" for stop in stops)]
-    objects += [f"{_id(name)} - receptacle" for name in places] + [f"{_id(name)} - object" for name in lies]
-    objects += [f"{name}Type - rtype" for name in places] + [f"{name}Type - otype" for name in lies]
-    facts = [f"(atLocation agent1 {stops[0]})", "(= (total-cost) 0)"]
-    for name in places:
-        facts += [f"(receptacleType {_id(name)} {name}Type)", f"(receptacleAtLocation {_id(name)} {where[name]})"]
-        facts += [f"(canContain {name}Type {other}Type)" for other in lies]
-    for name, at in lies.items():
-        facts += [f"(objectType {_id(name)} {name}Type)", f"(pickupable {_id(name)})"]
-        facts += [f"(inReceptacle {_id(name)} {_id(at)})", f"(objectAtLocation {_id(name)} {where[at]})"]
-    facts += [
-        f"(= (distance {a} {b}) {abs(i - j)})" for i, a in enumerate(stops) for j, b in enumerate(stops) if i != j
-    ]
-    goal = (
-        f"(exists (?r - receptacle) (exists (?o - object) (and (inReceptacle ?o ?r) (objectType ?o {thing}Type) "
-        f"(receptacleType ?r {place}Type))))"
-    )
-    lines = [
-        f"(define (problem plan_made_{number})",
-        "(:domain alfred)",
-        "(:objects",
-        *objects,
-        ")",
-        "(:init",
-        *facts,
-        ")",
-    ]
-    return "\n".join([*lines, f"(:goal (and {goal}))", ")"])
-
-
-def _id(name: str) -> str:
-    """A name in the form from which the engine derives its object numbers."""
-    return f"{name}_bar__plus_01_dot_00_bar__plus_01_dot_00_bar__plus_01_dot_00"
+    text = Path(__file__).with_name("house.pddl.txt").read_text(encoding="utf-8")
+    stops = [f"loc_bar_{at}_bar_0_bar_0_bar_30" for at in range(_NUM_PLACES + 1)]
+    values = {"number": number, "places": places, "lies": lies, "thing": thing, "place": place, "stops": stops}
+    # The end of a name, from which the engine derives its object numbers.
+    return Template(text, trim_blocks=True).render(id="_bar__plus_01_dot_00" * 3, **values)
 
 
 # --- Write games into the tree of folders that ALFWorld reads.

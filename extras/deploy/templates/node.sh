@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# @what@
-# Written, not edited: @written_by@ -o DIR
-# Variables: @variables@.
+# Starts all of {{ layout.path }} that belongs to node {{ node }}, and stays until the run is over; then stops the rest.
+{% include "scripts.head" %}
 set -euo pipefail
-names=(@names@)
+names=({{ names | join(" ") }})
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 declare -A name_of
 stop() { # EXIT CODE
@@ -15,7 +14,7 @@ stop() { # EXIT CODE
 }
 trap 'stop 143' TERM INT
 for name in "${names[@]}"; do
-  "$here/node@node@-$name.sh" "$@" &
+  "$here/node{{ node }}-$name.sh" "$@" &
   name_of[$!]="$name"
 done
 while [ "${#name_of[@]}" -gt 0 ]; do
@@ -31,7 +30,7 @@ while [ "${#name_of[@]}" -gt 0 ]; do
       stop "$code"
     fi
     if [ "$name" = orchestrator ]; then
-      sleep @grace@ &
+      sleep {{ "%g" % layout.recipe.launch.stop_grace_s }} &
       grace=$!
       name_of[$grace]=grace
     fi

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# @what@
-# Written, not edited: @written_by@ -o DIR
-# Variables: @variables@.
+# Starts {{ name }} of {{ layout.path }}, which belongs to node {{ node }}.
+{% include "scripts.head" %}
 set -euo pipefail
 cd "${ROLLMILL_HOME:-.}"
-export @ports@
-exec "${PYTHON:-python}" -m services.cli start @arguments@ "$@"
+export {{ layout.ports.items() | map("join", "=") | join(" ") }}
+exec "${PYTHON:-python}" -m services.cli start {{ arguments }} "$@"

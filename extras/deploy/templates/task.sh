@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# @what@
-# Written, not edited: @written_by@ -o DIR
+# The processes of one node of {{ layout.path }}, as a task of job.sbatch.
+# Written, not edited: {{ written_by }} -o DIR
 # Variables, from job.sbatch: RUN_DIR, NODE_0, LAUNCH, FAILED (the file for its exit code), SLURM_NODEID.
 set -euo pipefail
 run() { # SCRIPT ...: as exec, but notes the code of a failure
@@ -16,13 +16,16 @@ run() { # SCRIPT ...: as exec, but notes the code of a failure
   if [ "$code" -ne 0 ]; then (set -o noclobber && echo "$code" >"$FAILED") 2>/dev/null || true; fi
   exit "$code"
 }
-nodes=(@nodes@)
-roles=(@roles@)
+nodes=({{ layout.nodes | join(" ") }})
+roles=({{ layout.roles | map("join", " ") | map("tojson") | join(" ") }})
 node="${nodes[$SLURM_NODEID]}"
 if [ "$node" = 0 ]; then
   mkdir -p "$RUN_DIR"
   printf '%s\n' "$NODE_0" >"$RUN_DIR/node_0"
-  @node_0_host@run "$LAUNCH/node0.sh" "$@"
+{% if layout.nodes | length > 1 %}
+  export NODE_HOST="$NODE_0"
+{% endif %}
+  run "$LAUNCH/node0.sh" "$@"
 fi
 export ORCHESTRATOR_HOST_EXTERNAL="$NODE_0" RUN_DIR="$RUN_DIR/nodes/$node"
 for role in ${roles[$SLURM_NODEID]}; do
