@@ -33,7 +33,7 @@ from services.orchestrator.buffer.buffer import RewardRules
 from services.orchestrator.dispatcher import Dispatcher
 from services.orchestrator.evaluation import EvaluationPass, Evaluations, Threshold
 from services.orchestrator.groups import Outcome, RunControl, TaskGroup
-from services.orchestrator.ingest import Ingest, MaskedSamples, RecordBounds, Refusals
+from services.orchestrator.ingest import Ingest, MaskedSamples, RecordBounds
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import EvaluationResult, GroupVerdict, Verdicts
 from services.orchestrator.journal.journal import Journal
@@ -143,8 +143,8 @@ class OrchestratorCore:
             self.counters,
             self._resolved,
             bounds=self.bounds,
-            refusals=Refusals(self.counters, clock),
             is_member=self.pool.has_met,
+            clock=clock,
         )
         self.masked = MaskedSamples(self.counters, recipe.rollout.max_masked_share)
         self.dispatcher = Dispatcher(
