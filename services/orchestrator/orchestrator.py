@@ -92,15 +92,7 @@ class OrchestratorCore:
         self.ledgers = {policy: VersionLedger(policy) for policy in recipe.policies}
         self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock)
         self.trainers = TrainerLeases(recipe.trained_policies, recipe.orchestrator.lease_s, clock)
-        self.turns = DeviceTurns(
-            shared=recipe.placement is Placement.SHARED,
-            policies=recipe.trained_policies if recipe.run.steps else {},
-            num_services=len(recipe.inference),
-            pool=self.pool,
-            trainers=self.trainers,
-            on_granted=self._wake_ranks,
-            clock=clock,
-        )
+        self.turns = DeviceTurns(recipe, self.pool, self.trainers, self._wake_ranks, clock)
         configs = {name: policy.batch for name, policy in recipe.trained_policies.items()}
         self.rewards = RewardRules.of(recipe)
         self.experience = ExperiencePipeline(
