@@ -78,6 +78,11 @@ class Dispatcher:
         self.holds: dict[Hold, str] = {}  # reasons that block all issues
         self.waits_for = ""
 
+    @property
+    def held_back(self) -> str:
+        """The reason that blocks all issues; empty without one."""
+        return next(iter(self.holds.values()), "")
+
     def hold(self, name: Hold, reason: str) -> None:
         """Block all issues while ``reason`` is not empty; several holds may be active."""
         if self.holds.get(name, "") == reason:
@@ -99,7 +104,7 @@ class Dispatcher:
         """Issue all task groups that are possible now."""
         self._scheduled = False
         if self.holds:
-            self.waits_for = next(iter(self.holds.values()))
+            self.waits_for = self.held_back
         elif not any(self._pool.workers()):
             self.waits_for = "no replica takes work" if len(self._pool) else "no replica has joined"
         else:

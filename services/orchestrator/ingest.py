@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import enum
 import re
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -81,39 +80,6 @@ class Streak:
     last: Refusal
 
 
-class Refusals:
-    """Refusals, counted by reason and by sender, logged at intervals, and reported as a stall. Peers choose the names of
-    senders, so at most ``MOST_SENDERS`` are kept."""
-
-    def __init__(self, counters: Counter[str], clock: Callable[[], float] = time.monotonic) -> None:
-        """``counters`` are the run's, which outlive the process."""
-        self._counters = counters
-        self._clock = clock
-        self._repeats = Repeats(clock)
-        self.streaks: dict[str, Streak] = {}  # by replica id
-
-    def refused(self, replica_id: str, task_group_id: str, index: int, refusal: Refusal) -> None:
-        """Count a refused record."""
-        self._counters[counter_of(refusal.reason)] += 1
-        now = self._clock()
-        sender = replica_id[:MOST_SHOWN]
-        if sender not in self.streaks and len(self.streaks) >= MOST_SENDERS:
-            sender = OTHERS
-        streak = self.streaks.setdefault(sender, Streak(0, now, now, refusal))
-        streak.number += 1
-        streak.newest, streak.last = now, refusal
-        if (untold := self._repeats.tell(refusal.reason.value)) is not None:
-            log.warning(
-                "record.refused",
-                reason=refusal.reason.value,
-                detail=refusal.detail,
-                replica=sender,
-                task_group=task_group_id[:MOST_SHOWN],
-                index=index,
-                **untold,
-            )
-
-
 class RecordOutcome(enum.StrEnum):
     ACCEPTED = "accepted"  # durable, and the first for its slot
     DUPLICATE = "duplicate"  # its slot had a record, or its task group is closed
@@ -141,8 +107,8 @@ class Ingest:
         on_resolved: Callable[[TaskGroup, Outcome], None],
         *,
         bounds: RecordBounds,
-        refusals: Refusals,
         is_member: Callable[[Incarnation], bool],
+        clock: Callable[[], float],
     ) -> None:
         """``groups`` are the live ones; ``was_issued`` tells closed groups from unknown ones; ``is_member`` whether an
         incarnation of a replica has ever joined."""
@@ -151,8 +117,9 @@ class Ingest:
         self._ledgers = ledgers
         self._bounds = bounds
         self._is_member = is_member
-        self.refusals = refusals
-        self._repeats = Repeats()
+        self._clock = clock
+        self._repeats = Repeats(clock)
+        self.streaks: dict[str, Streak] = {}  # refusals, by replica id
         self._journal = journal
         self._counters = counters
         self._on_resolved = on_resolved
@@ -183,7 +150,6 @@ class Ingest:
             owns = group is not None and all(sender) and (group.lacks_owner or sender in group.owners)
             refusal = None if owns else self._refusal_of(group, sender)
         if sender is not None and refusal is not None:
-            self.refusals.refused(sender[0], *slot, refusal)
             outcome = RecordOutcome.REFUSED
         elif group is None or not 0 <= record.index < len(group.order.indices):
             outcome = RecordOutcome.DUPLICATE if closed else RecordOutcome.UNKNOWN
@@ -192,7 +158,7 @@ class Ingest:
         else:
             self._take(group, record, answer, sender, fault)
             return
-        self._drop(record, outcome)
+        self.drop(record, outcome, sender[0] if refusal is not None and sender else record.replica_id, refusal)
         if outcome is RecordOutcome.DUPLICATE and slot in self._pending:
             self._pending[slot].append(answer)
         else:
@@ -225,8 +191,7 @@ class Ingest:
             except RecordRefusedError as error:
                 fault = error.refusal
         if fault is not None:
-            self.refusals.refused(replica_id, *slot, fault)
-            self._drop(record, RecordOutcome.INVALID)
+            self.drop(record, RecordOutcome.INVALID, replica_id, fault)
             record = RolloutFailure(
                 task_group_id=record.task_group_id,
                 index=record.index,
@@ -235,7 +200,7 @@ class Ingest:
                 replica_id=record.replica_id,
             )
         elif sender is not None:
-            self.refusals.streaks.pop(replica_id[:MOST_SHOWN], None)  # a good record ends the streak
+            self.streaks.pop(replica_id[:MOST_SHOWN], None)  # a good record ends the streak
             if isinstance(record, RolloutFailure) and record.reason in (TOO_OLD, fates.VERSION_GONE, INVALID_RECORD):
                 record = replace(record, reason=f"{OF_A_REPLICA}{record.reason}")
         if isinstance(record, Trajectory):
@@ -276,21 +241,25 @@ class Ingest:
         known = name in self._counters or len(self._counters) < MOST_COUNTERS
         return name if known and _REASON.fullmatch(reason) else f"{fates.FAILURES_PREFIX}other"
 
-    def _drop(self, record: Outcome, outcome: RecordOutcome) -> None:
-        self._counters[f"records_{outcome.value}"] += 1
-        if outcome in (RecordOutcome.INVALID, RecordOutcome.REFUSED):
-            return  # ``Refusals`` logs the reason
-        if (untold := self._repeats.tell(outcome.value)) is not None:
-            # A duplicate is expected: of a group that was closed or cancelled, or sent again after a broken stream.
-            tell = log.info if outcome is RecordOutcome.DUPLICATE else log.warning
-            tell(
-                LogEvent.RECORD_DROPPED,
-                outcome=outcome.value,
-                task_group=record.task_group_id[:64],
-                index=record.index,
-                replica=record.replica_id[:64],
-                **untold,
-            )
+    def drop(self, record: Outcome, outcome: RecordOutcome, sender: str, refusal: Refusal | None = None) -> None:
+        """Count a record that is not taken, by outcome, reason and sender, and log it at intervals. Peers choose the names
+        of senders, so at most ``MOST_SENDERS`` are kept."""
+        kind, now, sender = outcome.value, self._clock(), sender[:MOST_SHOWN]
+        self._counters[f"records_{kind}"] += 1
+        # A duplicate is expected: of a group that was closed or cancelled, or sent again after a broken stream.
+        event, tell = LogEvent.RECORD_DROPPED.value, log.info if outcome is RecordOutcome.DUPLICATE else log.warning
+        why = {"outcome": kind}
+        if refusal is not None:
+            event, kind = "record.refused", refusal.reason.value
+            why = {"reason": kind, "detail": refusal.detail}
+            self._counters[counter_of(refusal.reason)] += 1
+            if sender not in self.streaks and len(self.streaks) >= MOST_SENDERS:
+                sender = OTHERS
+            streak = self.streaks.setdefault(sender, Streak(0, now, now, refusal))
+            streak.number, streak.newest, streak.last = streak.number + 1, now, refusal
+        if (untold := self._repeats.tell(event, kind)) is not None:
+            group, index = record.task_group_id[:MOST_SHOWN], record.index
+            tell(event, **why, task_group=group, index=index, replica=sender, **untold)
 
 
 MASKED_WINDOW = 512  # rollouts over which the share is taken; the check begins when half of them have ended

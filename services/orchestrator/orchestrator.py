@@ -33,7 +33,7 @@ from services.orchestrator.buffer.buffer import RewardRules
 from services.orchestrator.dispatcher import Dispatcher
 from services.orchestrator.evaluation import EvaluationPass, Evaluations, Threshold
 from services.orchestrator.groups import Outcome, RunControl, TaskGroup
-from services.orchestrator.ingest import Ingest, MaskedSamples, RecordBounds, Refusals
+from services.orchestrator.ingest import Ingest, MaskedSamples, RecordBounds
 from services.orchestrator.journal import entries
 from services.orchestrator.journal.entries import EvaluationResult, GroupVerdict, Verdicts
 from services.orchestrator.journal.journal import Journal
@@ -92,15 +92,7 @@ class OrchestratorCore:
         self.ledgers = {policy: VersionLedger(policy) for policy in recipe.policies}
         self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock)
         self.trainers = TrainerLeases(recipe.trained_policies, recipe.orchestrator.lease_s, clock)
-        self.turns = DeviceTurns(
-            shared=recipe.placement is Placement.SHARED,
-            policies=recipe.trained_policies if recipe.run.steps else {},
-            num_services=len(recipe.inference),
-            pool=self.pool,
-            trainers=self.trainers,
-            on_granted=self._wake_ranks,
-            clock=clock,
-        )
+        self.turns = DeviceTurns(recipe, self.pool, self.trainers, self._wake_ranks, clock)
         configs = {name: policy.batch for name, policy in recipe.trained_policies.items()}
         self.rewards = RewardRules.of(recipe)
         self.experience = ExperiencePipeline(
@@ -143,8 +135,8 @@ class OrchestratorCore:
             self.counters,
             self._resolved,
             bounds=self.bounds,
-            refusals=Refusals(self.counters, clock),
             is_member=self.pool.has_met,
+            clock=clock,
         )
         self.masked = MaskedSamples(self.counters, recipe.rollout.max_masked_share)
         self.dispatcher = Dispatcher(

@@ -309,7 +309,7 @@ class StallDetector:
             cause = Cause.MASKED if masked and not all_fail else Cause.ALL_FAIL
             detail = f"the last {ingest.failures_in_a_row} rollouts failed, the newest with {ingest.last_failure}"
             yield Stall(component=ROLLOUTS, cause=cause, detail=paused or detail, for_s=LEAST_S / 2, inferred=True)
-        for sender, streak in ingest.refusals.streaks.items():
+        for sender, streak in ingest.streaks.items():
             if streak.number >= REFUSED_RECORDS and self.now - streak.newest <= REFUSED_LATELY_S:
                 newest = f"{streak.last.reason.value}: {streak.last.detail}"
                 detail = f"its last {streak.number} records were refused, the newest because: {newest}"

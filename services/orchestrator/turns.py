@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import structlog
 
+from services.common.config.processes import Placement
+from services.common.config.recipe import Recipe
 from services.common.records import DeviceTurn
 from services.orchestrator.members import Replica, ReplicaPool, Trainer, TrainerLeases
 
@@ -36,20 +38,17 @@ class Need(enum.Enum):
 class DeviceTurns:
     def __init__(
         self,
-        *,
-        shared: bool,
-        policies: Mapping[str, object],
-        num_services: int,
+        recipe: Recipe,
         pool: ReplicaPool,
         trainers: TrainerLeases,
         on_granted: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """``policies`` have trainers in this run; ``num_services`` inference services belong to the recipe. ``on_granted``
-        is called when a holder begins. Without ``shared`` there are no turns, and ``may_compute`` is not asked."""
-        self._shared = shared
-        self._need = dict.fromkeys(policies, Need.NONE)
-        self._num_services = num_services
+        """``on_granted`` is called when a holder begins. Without a shared placement there are no turns, and ``may_compute`` is
+        not asked."""
+        self._shared = recipe.placement is Placement.SHARED
+        self._need = dict.fromkeys(recipe.trained_policies if recipe.run.steps else (), Need.NONE)
+        self._num_services = len(recipe.inference)
         self._pool = pool
         self._trainers = trainers
         self._on_granted = on_granted

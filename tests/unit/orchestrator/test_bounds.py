@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,11 +37,10 @@ from services.orchestrator.ingest import (
     RecordBounds,
     RecordOutcome,
     RecordRefusedError,
-    Refusals,
     bounded_failure,
 )
 from services.orchestrator.tasks.prompts import vocab_size
-from tests.unit.orchestrator.builders import order, sequence, trajectory
+from tests.unit.orchestrator.builders import failure, order, sequence, trajectory
 from tests.unit.orchestrator.world import World
 
 Worlds = Callable[..., World]
@@ -241,12 +239,12 @@ async def test_a_failure_of_a_replica_does_not_pose_as_a_word_of_the_orchestrato
 async def test_a_replica_whose_every_record_is_refused_is_named_and_one_good_record_ends_it(worlds: Worlds) -> None:
     world = worlds()
     slots = [(o.task_group_id, i) for o in (await world.begin())[1] for i in o.indices]
-    watch = world.stall_watch()
+    watch = world.watch()
 
     def look() -> set[tuple[str, str]]:
         for _ in range(3):
             world.clock.now += 1.0
-            watch.look()
+            watch.report_stalls()
         return {(stall.component, stall.cause.value) for stall in world.core.stalls}
 
     with structlog.testing.capture_logs() as logs:
@@ -261,15 +259,15 @@ async def test_a_replica_whose_every_record_is_refused_is_named_and_one_good_rec
     assert ("replica/a", "records_refused") not in look()
 
 
-def test_refusals_remember_a_bounded_number_of_senders_and_what_was_refused_most() -> None:
-    counters: Counter[str] = Counter()
-    refusals = Refusals(counters, lambda: 0.0)
+async def test_refusals_remember_a_bounded_number_of_senders_and_what_was_refused_most(worlds: Worlds) -> None:
+    core, record = worlds().core, failure()
+    ingest, counters = core.ingest, core.counters
     for number in range(MOST_SENDERS + 50):
-        refusals.refused(f"{number}" + "x" * 999, "g", 0, Refusal(reason=Reason.NAME, detail="d"))
-    refusals.refused("0" + "x" * 999, "g", 0, Refusal(reason=Reason.TIME, detail="d"))
-    assert len(refusals.streaks) <= MOST_SENDERS + 1
-    assert all(len(sender) <= 64 for sender in refusals.streaks)
-    assert {name: n for name, n in counters.items() if n} == {
+        ingest.drop(record, RecordOutcome.REFUSED, f"{number}" + "x" * 999, Refusal(reason=Reason.NAME, detail="d"))
+    ingest.drop(record, RecordOutcome.REFUSED, "0" + "x" * 999, Refusal(reason=Reason.TIME, detail="d"))
+    assert len(ingest.streaks) <= MOST_SENDERS + 1
+    assert all(len(sender) <= 64 for sender in ingest.streaks)
+    assert {name: n for name, n in counters.items() if n and name.startswith("refused_")} == {
         counter_of(Reason.NAME): MOST_SENDERS + 50, counter_of(Reason.TIME): 1
     }  # fmt: skip
     (told,) = warnings_of(run_pb2.RunProgress(counters=counters))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from extras.prometheus.server import OTHER, samples_of
 from services.orchestrator.progress import METRICS, gauges
-from services.orchestrator.tasks.prompts import ShortPrompts
+from services.orchestrator.tasks.prompts import keep_short
 from services.orchestrator.tasks.rows import ListRows, UsableRows
 from tests.unit.orchestrator.world import World
 
@@ -32,7 +32,7 @@ async def test_every_gauge_and_counter_of_the_orchestrator_has_its_metric(tmp_pa
         parts.last_metrics["actor"] = {"trainer/loss": 0.5, "rollout_reward_mean": 1.0, "broken": float("nan")}
         rows = [{"prompt": "a"}, {"prompt": "a a"}, {"prompt": {1, 2}}, {"answer": "1"}]
         counters = [lambda texts: [len(text.split()) for text in texts]]
-        train = ShortPrompts(UsableRows(ListRows(rows, "train"), None), 1, counters, None, "data.train")
+        train = keep_short(UsableRows(ListRows(rows, "train"), None), 1, counters, None, "data.train")
         held_out = UsableRows(ListRows(rows, "held_out"), None)
         found = gauges(world.core, {"data.train": train, "data.evaluation.held_out": held_out}, {"slots_reissued": 2})
         samples = list(samples_of(found, METRICS))

@@ -91,8 +91,7 @@ class MadeUpRun:
             last_step=lambda policy: 9,
             experience=experience(8, self.count("kept")),
             ingest=SimpleNamespace(
-                num_durable=self.count("records"), failures_in_a_row=0, last_failure="",
-                refusals=SimpleNamespace(streaks={}),
+                num_durable=self.count("records"), failures_in_a_row=0, last_failure="", streaks={}
             ),
             recipe=SimpleNamespace(rollout=SimpleNamespace(group_size=1)),
             training_orders=SimpleNamespace(nothing_to_play=False),
@@ -286,7 +285,7 @@ def all_masked(run: MadeUpRun) -> None:
 
 def all_refused(run: MadeUpRun) -> None:
     began, refusal = run.now, Refusal(reason=RefusalReason.TOKEN_ID, detail="99999")
-    run.change(ingest__refusals__streaks=lambda age: {"a": Streak(8, began, began + age, refusal)})
+    run.change(ingest__streaks=lambda age: {"a": Streak(8, began, began + age, refusal)})
 
 
 def nothing_goes_on(run: MadeUpRun, doing: str, on: str = "", *, is_full: bool = False) -> None:
