@@ -223,7 +223,7 @@ def evaluate(
         say(console, f"  {name}: {policy.model.path or 'made by the recipe'}")
     summary, _ = run_recipe(resolved, run_dir, console)
     found = comparable(run_dir)
-    results, left_out = list(found.values()), []
+    results, left_out = list(found.values()), list[str]()
     if base is not None and against is not None:
         results, left_out = compare(found, base, against.name)
     for line in left_out:
