@@ -68,7 +68,9 @@ def busy(num_stalls: int = 0) -> run_pb2.RunProgress:
     progress.started_at.FromSeconds(1_000_000)
     progress.at.FromSeconds(1_000_754)
     metrics = {"rollout_reward_mean": 0.61, "trainer/loss": -0.0231, "elapsed_s": 740.0}
-    progress.policies.add(policy="model0", version=37, num_steps=74, metrics=metrics, trainer_state="waiting for a batch")
+    progress.policies.add(
+        policy="model0", version=37, num_steps=74, metrics=metrics, trainer_state="waiting for a batch"
+    )
     for name in "abcdefgh":
         progress.replicas.add(replica_id=name, num_slots=64, num_running=61, versions={"model0": 37})
         account = progress.accounts.add(component=f"replica/{name}")
