@@ -15,6 +15,7 @@ A reward is a function ``(task, completion) -> float`` and a data source a gener
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 import warnings
@@ -57,8 +58,6 @@ def _use_own_services() -> None:
 
 _use_own_services()
 
-from services.common.importing import public_names as _public_names  # noqa: E402
-
 if TYPE_CHECKING:  # the list of the public names, which is read at the import
     from rollmill.runs import Rows as Rows
     from rollmill.runs import Run as Run
@@ -100,7 +99,13 @@ if TYPE_CHECKING:  # the list of the public names, which is read at the import
     from services.trainer.losses import log_ratio as log_ratio
     from services.trainer.losses import masked as masked
 
-_WHERE = _public_names()
+# "package.module:name" of each of them
+_WHERE = {
+    str(alias.asname): f"{node.module}:{alias.name}"
+    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    if isinstance(node, ast.ImportFrom) and node.col_offset
+    for alias in node.names
+}
 
 __all__ = sorted(_WHERE)
 

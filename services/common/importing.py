@@ -6,7 +6,6 @@ looks anyway.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import importlib
 import inspect
@@ -15,7 +14,6 @@ import symtable
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import decode_source, find_spec
 from pathlib import Path
@@ -278,15 +276,3 @@ def _hidden(module_name: str) -> str:
             if file is None or not Path(file).resolve().is_relative_to(own.resolve()):
                 return f". {own} is hidden by another {top!r} ({file or 'built in'}): give yours another name"
     return ""
-
-
-# --- The public names of the package ``rollmill``, each with its place of definition.
-
-
-@cache
-def public_names() -> dict[str, str]:
-    """``package.module:name`` by public name, as ``rollmill/__init__.py`` imports them for type checkers: it is read, and not
-    imported."""
-    tree = ast.parse(Path(_SERVICES).with_name("rollmill").joinpath("__init__.py").read_text(encoding="utf-8"))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.col_offset]
-    return {str(alias.asname): f"{node.module}:{alias.name}" for node in imports for alias in node.names}
