@@ -38,7 +38,7 @@ def card(recipe: Recipe, policy: str, step: int, rows: Iterable[Row]) -> str:
     if datasets:
         metadata["datasets"] = datasets
     template = Template(Path(__file__).with_name("card.md").read_text(encoding="utf-8"), trim_blocks=True)
-    return template.render(
+    text: str = template.render(
         metadata=yaml.safe_dump(metadata, sort_keys=False),
         recipe=recipe,
         section=section,
@@ -46,6 +46,7 @@ def card(recipe: Recipe, policy: str, step: int, rows: Iterable[Row]) -> str:
         step=step,
         evaluations=_evaluations(rows, policy),
     )
+    return text
 
 
 def _evaluations(rows: Iterable[Row], policy: str) -> list[tuple[int, str, Row]]:

@@ -71,7 +71,8 @@ def _problem(number: int, places: list[str], lies: dict[str, str], thing: str, p
     stops = [f"loc_bar_{at}_bar_0_bar_0_bar_30" for at in range(_NUM_PLACES + 1)]
     values = {"number": number, "places": places, "lies": lies, "thing": thing, "place": place, "stops": stops}
     # The end of a name, from which the engine derives its object numbers.
-    return Template(text, trim_blocks=True).render(id="_bar__plus_01_dot_00" * 3, **values)
+    problem: str = Template(text, trim_blocks=True).render(id="_bar__plus_01_dot_00" * 3, **values)
+    return problem
 
 
 # --- Write games into the tree of folders that ALFWorld reads.
