@@ -13,8 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from benchmarks.models import BOUND, LONG, difference
+from services.cli.check import trial
 from services.common.errors import ModelMismatchError
-from services.trainer.model import check
 from services.trainer.model.policy_model import PolicyModel, load_policy_model
 from services.trainer.ranks import Ranks
 
@@ -135,6 +135,6 @@ def test_a_config_that_makes_no_model_is_a_problem_of_the_check(
     folder = saved(tmp_path, "Llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **settings}))
-    monkeypatch.setattr("sys.argv", ["check", str(folder), "32"])
-    assert check.main() == code
+    monkeypatch.setattr("sys.argv", ["trial", "trainer", str(folder), "32"])
+    assert trial.main() == code
     assert says in capsys.readouterr().err
