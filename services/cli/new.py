@@ -11,10 +11,11 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.cli.check.memory import host_estimates, host_memory_bytes
 from services.cli.check.models import positions
 from services.cli.check.recipe import gpus_here
 from services.common.config.data import DatasetConfig
-from services.common.config.loading import load_recipe
+from services.common.config.loading import load_recipe, validate
 from services.common.dataset_rows import prompt_in
 from services.common.errors import ConfigError, DatasetError
 
@@ -23,7 +24,8 @@ _TEMPLATES = Path(__file__).parent / "templates" / "new.txt"
 _NUM_HELD_OUT = 120  # of the demo
 _HOLD_OUT, _MOST_HELD_OUT, _LEAST_ROWS = 20, 200, 100  # every 20th row, at most 200 rows, of at least 100
 _CONTEXT = 4096  # of a model that has as many positions or does not say
-_CPU_CONTEXT, _CPU_BATCH = 1024, 32  # on a machine without a GPU
+# On a machine without a GPU: contexts, of which the first is taken that fits into a share of the memory.
+_CPU_CONTEXTS, _CPU_BATCH, _CPU_MEMORY_SHARE = (1024, 512, 256), 32, 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ def _files(folder: Path, name: str, wanted: Wanted) -> dict[str, str]:
         raise ConfigError("--data needs --model: the demo's model knows the demo's rows only")
     every, _ = held_out(wanted)
     on_cpu = not demo_model and not gpus_here()
-    longest = _CPU_CONTEXT if on_cpu else _CONTEXT
+    longest = _cpu_context(_from(folder, wanted.model or "")) if on_cpu else _CONTEXT
     context = min(longest, positions(wanted.model or "") or longest)
     parts = re.split(r"^=== (\w+)\n", _TEMPLATES.read_text(encoding="utf-8"), flags=re.MULTILINE)
     texts = {section: text.removesuffix("\n") for section, text in zip(parts[1::2], parts[2::2], strict=True)}
@@ -118,6 +120,18 @@ def _files(folder: Path, name: str, wanted: Wanted) -> dict[str, str]:
         for file, part in {"train.jsonl": rows[_NUM_HELD_OUT:], "held_out.jsonl": rows[:_NUM_HELD_OUT]}.items():
             files[file] = "".join(f"{json.dumps(row)}\n" for row in part)
     return files
+
+
+def _cpu_context(model: str) -> int:
+    """The context with which a model can be trained in this machine's memory; the smallest where none fits."""
+    for context in _CPU_CONTEXTS:
+        policy = {"model": {"path": model, "context_length": context}, "trainer": {"token_budget": context}}
+        tree = {"name": "new", "policies": {"model0": {**policy, "batch": {"size": _CPU_BATCH}}}}
+        tree |= {"data": {"train": {"path": "rows"}}, "evaluation": {"at_start": False, "at_end": False}}
+        found = host_estimates(validate(tree, source="new"), has_gpus=False).get(0)
+        if found is None or found.total_bytes < _CPU_MEMORY_SHARE * host_memory_bytes():
+            break
+    return context
 
 
 def held_out(wanted: Wanted) -> tuple[int | None, str]:

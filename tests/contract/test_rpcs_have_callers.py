@@ -12,5 +12,5 @@ def test_each_rpc_has_a_caller_in_the_product(repository: Path) -> None:
     folders = [repository / "services", repository / "rollmill"]
     paths = [path for folder in folders for path in folder.rglob("*.py") if "pb" not in path.parent.parts[-1:]]
     text = "\n".join(path.read_text() for path in paths)
-    called = set(re.findall(r"(?<!def )\.(\w+)(?:\(|, )", text))
+    called = set(re.findall(r"(?<!def )\.(\w+)(?:\(|, |$)", text, flags=re.MULTILINE))
     assert {rpc.name for rpc in all_rpcs()} <= called

@@ -236,7 +236,7 @@ async def test_the_number_of_a_file_without_a_name_counts_no_case_before(judge: 
 
 
 async def test_all_cases_together_have_a_time(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_config", pool.config.model_copy(update={"judging_time_s": 1.5}))
+    monkeypatch.setattr(pool, "config", pool.config.model_copy(update={"judging_time_s": 1.5}))
     cases = StdinTests(cases=tuple(StdinCase(stdin="", expected="1") for _ in range(130)))
     slow = JudgeRequest(code="import time\ntime.sleep(60)", tests=cases, limits=ExecutionLimits(wall_s=0.25))
     honest = replace(slow, code="import time\ntime.sleep(.4)\nprint(1)", limits=ExecutionLimits())

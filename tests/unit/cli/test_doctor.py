@@ -243,7 +243,7 @@ def test_a_run_that_learned_nothing_fails_where_the_recipe_says_so(
     run = recipe.run.model_copy(update={"fail_when_nothing_learned": wanted})
     chosen = recipe.model_copy(update={"run": run})
     save_resolved(chosen, recorded.run_dir)
-    outcome = launch.Outcome(recorded.run_dir, {"steps": {}, "evaluations": {}}, None)
+    outcome = {"steps": {}, "evaluations": {}}, None
     monkeypatch.setattr(launch, "run", lambda *_: outcome)
     monkeypatch.setattr(resume, "reopen", lambda *_: (chosen, recorded.run_dir))
     told = CliRunner().invoke(app, ["run", "--resume", str(recorded.run_dir)])

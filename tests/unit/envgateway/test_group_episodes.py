@@ -64,7 +64,7 @@ def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[in
 
     def remembering(self: Any, task: Mapping[str, Any], seed: int) -> Any:
         observation = reset(self, task, seed)
-        found.append(self._number)
+        found.append(self.number)
         return observation
 
     monkeypatch.setattr(Guess, "reset", remembering)
