@@ -1,7 +1,7 @@
 """The budget of the four walks: the files and functions that a reader opens to follow one action through the system.
 
-Who needs more says so in the diff of this table. A budget is the measured number plus 5%: between two runs a walk differs by
-some functions.
+Who needs more says so in the diff of this table. A budget is the number on a quiet machine plus 5%, and that of publish_swap
+plus 20%: beside other tests an evaluation or a row of metrics runs in its windows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 BUDGETS = {  # files, functions
-    "task_dispatch": (19, 98),
-    "engine_journal": (23, 119),
-    "pull_gradient": (34, 236),
-    "publish_swap": (50, 270),
+    "task_dispatch": (17, 68),
+    "engine_journal": (18, 91),
+    "pull_gradient": (30, 176),
+    "publish_swap": (43, 206),
 }
 
 

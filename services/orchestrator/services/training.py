@@ -11,7 +11,7 @@ import grpc
 import structlog
 
 from services.common.aio import called
-from services.common.errors import InvalidRequestError
+from services.common.errors import InvalidRequestError, UnknownPolicyError
 from services.common.pb import (
     pool_pb2,
     training_pb2,
@@ -87,7 +87,8 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             DeadlineError: the batch is not ready.
         """
         num_steps = self._core.num_steps
-        self._core.trainers.get(policy)  # refuses an unknown policy
+        if policy not in self._core.batches:
+            raise UnknownPolicyError(f"no policy {policy!r} in this run; it has {', '.join(self._core.batches)}")
         if training_step > num_steps:
             raise InvalidRequestError(f"training step {training_step} of {policy}: the run has {num_steps} steps")
         batch = await self._core.batches[policy].get(training_step, timeout_s)
