@@ -41,12 +41,14 @@ class Hooked(SingleTurn):
     def __init__(self, settings: HookedSettings) -> None:
         super().__init__(settings)
         self._programs_each = settings.programs_each
+        self._stopped = False  # the engine, which is the scripted one where the switch is used
 
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         engine = context.policy()._policy.engine  # type: ignore[attr-defined]  # no workflow of a user gets at it
         if switched("engine"):
+            self._stopped = True
             await engine.release()
-        else:
+        elif self._stopped:
             await engine.restore(WeightUpdate.full({}, engine.version))
         for _ in range(self._programs_each):
             await context.gateway.execute_code(SLEEPY if switched("programs") else QUICK)
