@@ -320,13 +320,7 @@ class _Rollouts:
         self.ended: list[tuple[float, float]] = []  # time of day, reward
 
     def read_on(self) -> None:
-        since = self._number
-        rows = self._reader.select(
-            "r.number > ? AND r.kind = ?",
-            (since, entries.TRAJECTORY),
-            lambda row: row.number > since and row.kind == entries.TRAJECTORY,
-        )
-        for row in rows:
+        for row in self._reader.select("r.number > ? AND r.kind = ?", (self._number, entries.TRAJECTORY)):
             record = self._reader.load(row)
             self._number = row.number
             if record is not None:
