@@ -146,7 +146,7 @@ def main() -> None:
                 directory = Path(made) / name
                 measured = arms[name](directory, model, optimizer)
                 shutil.rmtree(directory)
-                os.sync()  # so that nobody waits for what the other has written
+                os.sync()  # no arm waits for the writes of the one before
                 if turn:  # the first is for imports and pools
                     found[name].append(measured)
     middle = {

@@ -62,7 +62,7 @@ def process_train_dataset(inputs: Sequence[str], output: Path, subset: str | Non
 
 
 def prepare_code(inputs: Sequence[str], output: Path, sandbox: SandboxConfig, case_time_s: float | None) -> Prepared:
-    """Write the programming problems of all inputs whose tests can be used and whose solution, if there is one, passes them.
+    """Write the programming problems that have usable tests. A problem whose own solution fails the tests is left out.
 
     Raises:
         DatasetError: an input cannot be read, or has no usable row.

@@ -515,7 +515,7 @@ def _rollouts(facts: GroupFacts) -> FittingTable:
 
 
 _SLOT, _OWN, _SENDING = "waiting for a slot", "between calls", "to the journal"
-# What fills the time of a rollout -> its sign, its style, and what the legend says.
+# Phase of a rollout -> sign, style, words of the legend.
 _SIGNS: dict[str, tuple[str, str, str]] = {
     _SLOT: ("·", "dim", _SLOT),
     _OWN: ("─", "dim", _OWN),
